@@ -1,0 +1,208 @@
+"""Canonical form: the same text for the same mathematics, whichever way a model's author spelled it.
+
+In order: drop what computes nothing, give SDPA its dgraph name, raise RMSNorm and rotary embedding to single ops. Every
+rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit the captured forward, because
+the reference of each raised op performs the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.errors import CaptureError
+from dgraph.graph import Graph
+from dgraph.ops import OPS
+from dgraph.shapes import Evaluator, op_name, where
+
+aten = torch.ops.aten
+
+_CHECKS = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
+_MAYBE_SAME_VALUE = {"to", "_to_copy", "expand", "slice"}
+_SAME_VALUE = {"alias", "detach", "clone", "contiguous", "lift_fresh_copy", "dropout"}
+
+
+def canonicalise(graph: Graph) -> None:
+    """Bring a captured graph into canonical form, in place.
+
+    Raises:
+        CaptureError: an attention with a mask, dropout or causality; the message names node, module and line.
+    """
+    _drop_checks(graph)
+    _type_and_drop_no_ops(graph)
+    graph.sweep()
+    for raise_op in (_raise_attention, _raise_rms_norm, _raise_rope):
+        for node in graph.calls:
+            raise_op(graph, node)
+        graph.sweep()
+    graph.propagate()
+    _number_layers(graph)
+
+
+def _drop_checks(graph: Graph) -> None:
+    for node in reversed(graph.calls):
+        if op_name(node.target) in _CHECKS or getattr(node.target, "__module__", "") == "math":
+            graph.fx.erase_node(node)
+    for node in reversed(graph.calls):  # comparisons of sizes that only fed the checks
+        if not node.users and getattr(node.target, "__module__", "") == "_operator":
+            graph.fx.erase_node(node)
+
+
+def _type_and_drop_no_ops(graph: Graph) -> None:
+    """Compute each type and, with the types at hand, drop nodes that return their input unchanged."""
+    evaluator = Evaluator(graph.symbols)
+    for node in graph.calls:
+        if node.target is aten.view.default:
+            # A view of a value that is no longer contiguous once no-ops are gone; reshape means the same.
+            node.target = aten.reshape.default
+        if _is_no_op(node):
+            graph.replace(node, node.args[0])  # type: ignore[arg-type]
+            continue
+        node.meta["val"] = evaluator.call(node)
+        source = node.args[0] if node.args else None
+        if op_name(node.target) in _MAYBE_SAME_VALUE and isinstance(source, Node):
+            before, after = source.meta["val"], node.meta["val"]
+            if before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape):
+                graph.replace(node, source)
+
+
+def _is_no_op(node: Node) -> bool:
+    name = op_name(node.target)
+    if name == "dropout" and node.args[2]:
+        raise CaptureError(f"{where(node)}: dropout in training mode; call model.eval() before capture.")
+    if name in _SAME_VALUE:
+        return True
+    return name == "mul" and len(node.args) > 1 and isinstance(node.args[1], float) and node.args[1] == 1.0
+
+
+def _raise_attention(graph: Graph, node: Node) -> None:
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    for name, unwanted in (("attn_mask", given.get("attn_mask")), ("is_causal", given.get("is_causal"))):
+        if unwanted not in (None, False):
+            raise CaptureError(
+                f"op scaled_dot_product_attention in module {node.meta['role'] or 'the model'} ({where(node)}) at "
+                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward attends in "
+                f"both directions and dgraph adds block structure itself. Build the model without it."
+            )
+    q, k, v = given["query"], given["key"], given["value"]
+    scale = given.get("scale")
+    if scale is None:
+        scale = q.meta["val"].shape[-1] ** -0.5
+    new = graph.call(OPS["attention"], (q, k, v, scale), before=node, by="", like=node, source=node.meta.get("source", ""))
+    graph.replace(node, new)
+
+
+def _raise_rms_norm(graph: Graph, node: Node) -> None:
+    """weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts."""
+    found = _commuted(node, aten.mul.Tensor, lambda weight, scaled: _match_norm(weight, scaled))
+    if found is None:
+        return
+    x, weight, eps = found
+    new = graph.call(OPS["rms_norm"], (x, weight, eps), before=node, by="", like=node, source=node.meta.get("source", ""))
+    graph.replace(node, new)
+
+
+def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
+    if "weight" not in weight.meta or weight.meta["val"].dim() != 1:
+        return None
+    product = _through_cast(scaled)
+
+    def inner(x32: Node, rsqrt: Node) -> tuple[Node, float] | None:
+        if op_name(rsqrt.target) != "rsqrt":
+            return None
+        total = rsqrt.args[0]
+        if not _is(total, aten.add.Tensor) or not isinstance(total.args[1], float):
+            return None
+        mean = total.args[0]
+        if not _is(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or not (len(mean.args) > 2 and mean.args[2]):
+            return None
+        square = mean.args[0]
+        if not _is(square, aten.pow.Tensor_Scalar) or square.args[0] is not x32 or square.args[1] != 2:
+            return None
+        return x32, total.args[1]
+
+    matched = _commuted(product, aten.mul.Tensor, inner)
+    if matched is None:
+        return None
+    x32, eps = matched
+    x = _through_cast(x32)
+    if x.meta["val"].dtype != scaled.meta["val"].dtype:
+        return None
+    return x, weight, eps
+
+
+def _raise_rope(graph: Graph, node: Node) -> None:
+    """x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin."""
+    if node.target is not aten.add.Tensor or not all(_is(a, aten.mul.Tensor) for a in node.args[:2]):
+        return
+    for plain, rotated in (node.args[:2], node.args[1::-1]):
+        x, cos = plain.args[:2]  # type: ignore[union-attr]
+        half, sin = rotated.args[:2]  # type: ignore[union-attr]
+        if isinstance(half, Node) and _rotates(half, x):  # type: ignore[arg-type]
+            new = graph.call(OPS["rope"], (x, cos, sin), before=node, by="", like=node, source=node.meta.get("source", ""))
+            graph.replace(node, new)
+            return
+
+
+def _rotates(node: Node, x: Node) -> bool:
+    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or node.args[1] not in (-1, x.meta["val"].dim() - 1):  # type: ignore[arg-type]
+        return False
+    negative, first = node.args[0]  # type: ignore[misc]
+    if not _is(negative, aten.neg.default):
+        return False
+    size = x.meta["val"].shape[-1]
+    return _is_slice(negative.args[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
+
+
+def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
+    if not _is(node, aten.slice.Tensor) or node.args[0] is not x:
+        return False
+    last, size = x.meta["val"].dim() - 1, x.meta["val"].shape[-1]
+    dim, begin, end, *step = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
+    begin, end = begin or 0, size if end is None else min(end, size)
+    return dim in (-1, last) and begin == start and end == stop and step in ([], [1])
+
+
+def _commuted(node: Any, target: Any, match: Callable[[Any, Any], Any]) -> Any:
+    """The match of a two-operand node, whichever way round its operands stand."""
+    if not _is(node, target) or not all(isinstance(a, Node) for a in node.args[:2]):
+        return None
+    left, right = node.args[:2]
+    found = match(left, right)
+    return found if found is not None else match(right, left)
+
+
+def _through_cast(node: Node) -> Node:
+    return node.args[0] if op_name(node.target) in ("to", "_to_copy") else node  # type: ignore[return-value]
+
+
+def _is(node: Any, target: Any) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def _number_layers(graph: Graph) -> None:
+    """Let the layers of the graph be 0..n-1 by their attention, and tag what a layer's module path did not reach.
+
+    A value that only one layer uses but no layer's module computed (a transpose in a helper) belongs to that layer.
+    """
+    for node in reversed(graph.calls):
+        if node.meta["layer"] is None and node.target is not operator.getitem:
+            layers = {u.meta["layer"] for u in node.users}
+            if len(layers) == 1 and not isinstance(node.meta["val"], (int, torch.SymInt)):
+                (layer,) = layers
+                inner = {a.meta["layer"] for a in node.all_input_nodes if a.op == "call_function"}
+                if layer is not None and layer in inner:
+                    node.meta["layer"] = layer
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether a node's value is one tensor."""
+    return isinstance(node.meta["val"], Tensor)

@@ -1,0 +1,168 @@
+"""Capture: a module's forward as a graph, through `torch.export`.
+
+The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]. Its attention is either one
+`dgraph::attention` call (what the families in `dgraph.models` arrange) or `scaled_dot_product_attention`; both become the
+anchor of every later pass. Weights and buffers become inputs of the graph, by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from dgraph.canonicalise import canonicalise
+from dgraph.errors import CaptureError, VerifyError
+from dgraph.graph import Graph
+from dgraph.shapes import InputSpec, op_name
+from dgraph.spec import ModelSpec
+from dgraph.torch_private import OpOverload
+
+INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
+POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Graph:
+    """Capture a module's forward in canonical form.
+
+    Args:
+        module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`; in eval mode.
+        spec: the model's facts.
+        prefix: dotted path in front of every weight's name, to be left out of the graph.
+
+    Returns:
+        A graph over symbols b and t with inputs `input_ids`, `positions` and output `logits`, canonicalised.
+
+    Raises:
+        CaptureError: the forward cannot be traced, or does something a diffusion model's forward may not (attention
+            masks, control flow on data); the message names the op, the module and the line.
+    """
+    program = _export(module, spec)
+    graph = Graph(spec)
+    mapping: dict[Node, Node] = {}
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    tensors = {**program.state_dict, **program.constants}
+    inputs = iter((INPUT_IDS, POSITIONS))
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in names:
+                name = names[node.name]
+                mapping[node] = graph.add_weight(name.removeprefix(prefix), _tensor(module, name, tensors))
+            else:
+                mapping[node] = graph.add_input(next(inputs))
+        elif node.op == "call_function":
+            _check_callable(node)
+            mapping[node] = graph.fx.node_copy(node, lambda n: mapping[n])
+            mapping[node].meta = _tags(node, prefix)
+        elif node.op == "output":
+            logits = node.args[0][0]
+            output = graph.fx.output((mapping[logits],))
+            graph.outputs = ("logits",)
+            output.meta = {"layer": None, "role": "", "by": "", "val": None}
+        else:
+            raise CaptureError(f"{node.op} node {node.name} ({node.target}) has no place in a straight-line forward.")
+    try:
+        canonicalise(graph)
+    except VerifyError as error:
+        raise CaptureError(f"the captured forward cannot be typed: {error}") from error
+    return graph
+
+
+def _export(module: nn.Module, spec: ModelSpec) -> torch.export.ExportedProgram:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    ids = torch.zeros(3, 7, dtype=torch.int64, device=device)
+    positions = torch.arange(7, device=device).expand(3, 7).contiguous()
+    dims = {0: torch.export.Dim("b", min=2), 1: torch.export.Dim("t", min=2)}
+    running: list[str] = []
+    try:
+        with torch.no_grad(), _module_stack(module, running):
+            return torch.export.export(module, (ids, positions), dynamic_shapes=(dims, dims), strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error, running, type(module).__name__)) from error
+
+
+@contextlib.contextmanager
+def _module_stack(module: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keep the names of the modules whose forward is running, so that an error can say where it was."""
+    hooks: list[Any] = []
+
+    def leave(*_: Any) -> None:  # a hook that returned the name would replace the module's output
+        running.pop()
+
+    for name, child in module.named_modules():
+        hooks.append(child.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(child.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _explain(error: Exception, running: list[str], root: str) -> str:
+    text = str(error).strip() or type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    frames = [f for f in frames if not f.filename.endswith("dgraph/capture.py")]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
+    op = re.search(r"\b(aten|prims|dgraph)[.:]+(\w+)", text)
+    if op is None and frames:
+        op = re.search(r"()(\w+)\(", frames[-1].line or "")
+    return (
+        f"cannot capture {root}: op {op.group(2) if op else 'unknown'} in module {((running or [root])[-1] or root)!r} "
+        f"at {line}\n  {text.splitlines()[0]}\n  A forward must be a straight line: no branch on tensor values, no "
+        f"attention mask, no host reads."
+    )
+
+
+def _tensor(module: nn.Module, name: str, tensors: dict[str, Any]) -> torch.Tensor:
+    """The module's own tensor, not the detached copy that an exported program holds."""
+    with contextlib.suppress(AttributeError):
+        return module.get_parameter(name)
+    with contextlib.suppress(AttributeError):
+        return module.get_buffer(name)
+    return tensors[name]
+
+
+def _check_callable(node: Node) -> None:
+    if isinstance(node.target, OpOverload) or getattr(node.target, "__module__", "") in ("_operator", "math"):
+        return
+    place, line = _source(node), (node.meta.get("stack_trace") or "").strip().splitlines()
+    raise CaptureError(
+        f"op {op_name(node.target)} ({node.name}) in module {_module_path(node) or 'the model'} at {place or 'unknown line'} "
+        f"({line[-1].strip() if line else 'no source'}) is not a plain tensor op; a forward must be a straight line."
+    )
+
+
+def _module_path(node: Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return "" if path.startswith("_") else path  # export's placeholder for nodes that no module made
+
+
+def _source(node: Node) -> str:
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{found[-1][0]}:{found[-1][1]}" if found else ""
+
+
+def _tags(node: Node, prefix: str) -> dict[str, Any]:
+    layer, role = split_layer(_module_path(node).removeprefix(prefix))
+    return {"layer": layer, "role": role, "by": "", "source": _source(node)}
+
+
+def split_layer(path: str) -> tuple[int | None, str]:
+    """A dotted path as (layer index, rest): "model.layers.3.mlp" is (3, "mlp"), "model.norm" is (None, "model.norm")."""
+    found = _LAYER.search(path)
+    if found is None:
+        return None, path
+    return int(found.group(1)), path[found.end() :]

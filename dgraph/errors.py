@@ -1,0 +1,54 @@
+"""Every error that dgraph raises on purpose.
+
+All derive from `DgraphError`; the command line prints its message alone and exits with code 2. A message names the
+thing, what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DgraphError(Exception):
+    """Base of every deliberate error."""
+
+
+class InputError(DgraphError, ValueError):
+    """A prompt, an option or a generation setting that cannot be used."""
+
+
+class CaptureError(DgraphError):
+    """A model whose forward cannot be captured or canonicalised."""
+
+
+class CheckpointError(DgraphError):
+    """A checkpoint folder that is incomplete or does not fit its family."""
+
+
+class VerifyError(DgraphError):
+    """A graph that breaks a rule of the verifier; the message names pass, layer and node."""
+
+
+class PassError(DgraphError):
+    """A pass that applied nowhere, or that met a graph it cannot rewrite."""
+
+
+class LoweringError(DgraphError):
+    """A graph that cannot be cut into stages or compiled."""
+
+
+class UnknownName(DgraphError, KeyError):
+    """A name that is not in a closed set; the message lists the closest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        super().__init__(self.message())
+
+    def message(self) -> str:
+        close = difflib.get_close_matches(self.name, self.known, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        return f"unknown {self.kind} {self.name!r}.{hint} Known: {', '.join(self.known) or 'none'}."
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return self.message()

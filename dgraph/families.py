@@ -1,0 +1,146 @@
+"""Model families: found through the entry-point group `dgraph.models`, never imported by name.
+
+An entry point is a `Family` (adopts model objects, loads checkpoint folders) or an `Embedded` model (a name for a folder
+that is installed with its package). Another project adds a family by declaring an entry point of that group.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dgraph.errors import CaptureError, CheckpointError, UnknownName
+from dgraph.spec import ModelSpec
+
+GROUP = "dgraph.models"
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, in the model's chat form."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """Ids of a user's prompt, framed as the model was trained to read it; empty only for an empty prompt."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of response ids, special tokens left out."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model that can be captured.
+
+    Attributes:
+        name: for messages and dumps.
+        module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`.
+        spec: its facts.
+        tokenizer: None for a model that was given as an object.
+        prefix: dotted path in front of the weights' names within `module`.
+    """
+
+    name: str
+    module: nn.Module
+    spec: ModelSpec
+    tokenizer: Tokenizer | None = None
+    prefix: str = ""
+
+
+class Family(Protocol):
+    """How to adopt and load one family of models."""
+
+    name: str
+    summary: str
+
+    def adopt(self, model: Any, **facts: Any) -> Model | None:
+        """A model object of this family, sharing its tensors; None if it is of another family.
+
+        `facts` override fields of the spec (mask_id, block_length, ...).
+        """
+        ...
+
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
+        """A checkpoint folder of this family; None if its config names another family."""
+        ...
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A trained model that is installed with a package."""
+
+    name: str
+    folder: Path
+    summary: str
+
+
+@functools.cache
+def _entries() -> dict[str, Family | Embedded]:
+    found = importlib.metadata.entry_points(group=GROUP)
+    return {entry.name: entry.load() for entry in sorted(found, key=lambda e: e.name)}
+
+
+def families() -> dict[str, Family]:
+    """Every family by name."""
+    return {name: e for name, e in _entries().items() if not isinstance(e, Embedded)}
+
+
+def embedded() -> dict[str, Embedded]:
+    """Every embedded model by name."""
+    return {name: e for name, e in _entries().items() if isinstance(e, Embedded)}
+
+
+def resolve(model: Any, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any) -> Model:
+    """A `Model` from whatever names one.
+
+    Args:
+        model: the name of an embedded model, a checkpoint folder, a model object of a known family, or a `Model`.
+        dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and folders.
+        device: where to load; None for "cpu". Only for names and folders.
+        facts: fields of the spec to override (only for model objects).
+
+    Raises:
+        UnknownName: a name that is neither an embedded model nor a folder.
+        CheckpointError: a folder that no family loads, or that is damaged.
+        CaptureError: an object that no family adopts.
+    """
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, (str, Path)):
+        return load(model, dtype, device)
+    for family in families().values():
+        adopted = family.adopt(model, **facts)
+        if adopted is not None:
+            return adopted
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise CaptureError(
+        f"no family adopts {kind}; known: {', '.join(families())}. Wrap a module with forward(input_ids, position_ids) "
+        f"-> logits in dgraph.Model(name, module, spec), or register a family in the entry-point group {GROUP!r}."
+    )
+
+
+def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
+    """Load an embedded model by name or a checkpoint folder by path; see `resolve`."""
+    target = torch.device(device or "cpu")
+    folder = embedded()[str(name)].folder if str(name) in embedded() else Path(name)
+    if not folder.is_dir():
+        if "/" in str(name) or folder.exists():
+            raise CheckpointError(f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: {', '.join(embedded())}.")
+        raise UnknownName("model", str(name), embedded())
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"cannot load {name} as {dtype}; weights must be float32, bfloat16 or float16.")
+    if dtype is None and target.type == "cpu":
+        dtype = torch.float32
+    for family in families().values():
+        loaded = family.load(folder, dtype, target)
+        if loaded is not None:
+            return loaded
+    raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")

@@ -1,0 +1,300 @@
+"""The graph: what every pass reads and rewrites.
+
+A `Graph` is a straight line of calls over an `torch.fx.Graph`: weights first, then run-time inputs, then calls, then one
+output. Every node carries in `meta`:
+
+    val     its type: a fake tensor (or a tuple of them, or None for an op that only writes)
+    layer   the index of its transformer layer, or None outside the layers
+    role    the module that it came from, relative to its layer ("self_attn.q_proj", "mlp", "norm")
+    by      the pass that made it, or "" for the captured model
+    source  file and line of the model code, where known
+
+Weights are inputs, never constants: a graph is a function of shapes alone, so equal layers are equal text.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.errors import VerifyError
+from dgraph.ops import Op, op_of
+from dgraph.shapes import Evaluator, InputSpec, Symbols
+from dgraph.spec import ModelSpec
+
+
+class Graph:
+    """A model's forward as a list of typed nodes.
+
+    Attributes:
+        spec: the model's facts.
+        fx: the nodes.
+        symbols: the symbolic sizes; shared with every graph derived from the same capture.
+        tensors: the weights by name (the model's own tensors, not copies).
+        inputs: declarations of the run-time inputs, by name, in order.
+        outputs: names of the outputs, in order.
+        history: `repr` of each pass that was applied, in order.
+    """
+
+    def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
+        self.spec = spec
+        self.fx = torch.fx.Graph()
+        self.symbols = symbols or Symbols()
+        self.tensors: dict[str, Tensor] = {}
+        self.inputs: dict[str, InputSpec] = {}
+        self.outputs: tuple[str, ...] = ()
+        self.history: tuple[str, ...] = ()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Every node in order, the output included."""
+        return list(self.fx.nodes)
+
+    @property
+    def calls(self) -> list[Node]:
+        """The computing nodes in order."""
+        return [n for n in self.fx.nodes if n.op == "call_function"]
+
+    @property
+    def output(self) -> Node:
+        """The single output node; its argument is a tuple in the order of `outputs`."""
+        return next(n for n in reversed(self.fx.nodes) if n.op == "output")
+
+    def find(self, op: str, layer: int | None = None) -> list[Node]:
+        """Calls of a dgraph op by its short name ("packed_attention"), in order, of one layer if given."""
+        found = [n for n in self.calls if (o := op_of(n.target)) is not None and o.name == op]
+        return found if layer is None else [n for n in found if n.meta["layer"] == layer]
+
+    def input(self, name: str) -> Node:
+        """The placeholder of a run-time input."""
+        return next(n for n in self.fx.nodes if n.op == "placeholder" and n.meta.get("input") == name)
+
+    def weight(self, name: str) -> Node:
+        """The placeholder of a weight."""
+        return next(n for n in self.fx.nodes if n.op == "placeholder" and n.meta.get("weight") == name)
+
+    def weight_nodes(self) -> dict[str, Node]:
+        """Placeholders of the weights, by name, in order."""
+        return {n.meta["weight"]: n for n in self.fx.nodes if n.op == "placeholder" and "weight" in n.meta}
+
+    def result(self, name: str) -> Node:
+        """The node that an output returns."""
+        return self.output.args[0][self.outputs.index(name)]  # type: ignore[index, return-value]
+
+    def type_text(self, node: Node) -> str:
+        """A node's type as it reads in a dump."""
+        return self.symbols.type_text(node.meta["val"])
+
+    def row_set(self, node: Node) -> str | None:
+        """The row set that a node's value is over (N, K, ...), or None."""
+        return self.symbols.row_set(node.meta["val"])
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def add_weight(self, name: str, tensor: Tensor) -> Node:
+        """A new weight, placed before the run-time inputs."""
+        if name in self.tensors:
+            raise VerifyError(f"weight {name!r} is in the graph already.")
+        placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
+        first_input = next((n for n in placeholders if "input" in n.meta), None)
+        node = self._placeholder(_identifier(name), before=first_input or self._first_after(placeholders))
+        node.meta.update(weight=name, val=self.symbols.of(tensor))
+        self.tensors[name] = tensor
+        return node
+
+    def add_input(self, spec: InputSpec) -> Node:
+        """A new run-time input after the last one, or the present one if it is declared alike."""
+        if spec.name in self.inputs:
+            if self.inputs[spec.name] != spec:
+                raise VerifyError(
+                    f"input {spec.name!r} is declared as {self.inputs[spec.name]}; it cannot also be {spec}. "
+                    f"Give the new input another name."
+                )
+            return self.input(spec.name)
+        placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
+        node = self._placeholder(_identifier(spec.name), before=self._first_after(placeholders))
+        node.meta.update(input=spec.name, val=self.symbols.empty(spec.shape, spec.dtype, self.device))
+        self.inputs[spec.name] = spec
+        return node
+
+    def drop_input(self, name: str) -> None:
+        """Remove an input that nothing reads."""
+        self.fx.erase_node(self.input(name))
+        del self.inputs[name]
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        before: Node,
+        by: str,
+        like: Node | None = None,
+        **meta: Any,
+    ) -> Node:
+        """A new call in front of `before`, in the layer and role of `like` (of `before` if None).
+
+        Args:
+            target: an op overload, an `Op` or `operator.getitem`.
+            args, kwargs: as the op takes them.
+            before: the node to stand in front of.
+            by: the pass that makes it.
+            like: where layer and role come from.
+            meta: further entries of `meta`; `rows` names the row set that a cut op makes.
+
+        Raises:
+            VerifyError: the op does not accept the arguments.
+        """
+        if isinstance(target, Op):
+            target = target.overload
+        with self.fx.inserting_before(before):
+            node = self.fx.call_function(target, tuple(args), dict(kwargs or {}))
+        source = like if like is not None else before
+        node.meta.update(layer=source.meta.get("layer"), role=source.meta.get("role", ""), by=by, **meta)
+        node.meta["val"] = Evaluator(self.symbols).call(node)
+        return node
+
+    def parts(self, node: Node, count: int, by: str) -> tuple[Node, ...]:
+        """The first `count` results of a call with several results, as nodes right behind it, in order."""
+        at, found = node, []
+        for i in range(count):
+            at = self.call(operator.getitem, (node, i), before=at.next, by=by, like=node)
+            found.append(at)
+        return tuple(found)
+
+    def new_row_set(self) -> str:
+        """A name for the row set that the next cut makes: K, K1, K2, ..."""
+        taken = len([n for n in self.calls if "rows" in n.meta])
+        return f"K{taken}" if taken else "K"
+
+    def results(self) -> dict[str, Node]:
+        """The outputs by name."""
+        return {name: self.result(name) for name in self.outputs}
+
+    def redirect(self, old: Node, new: Node, behind: Node) -> None:
+        """Let every reader of `old` that stands behind a node read `new` instead, except `new`'s own makers."""
+        order = {n: i for i, n in enumerate(self.fx.nodes)}
+        for user in list(old.users):
+            if order[user] > order[behind] and user is not new:
+                user.replace_input_with(old, new)
+
+    def set_outputs(self, results: dict[str, Node]) -> None:
+        """Replace the outputs."""
+        existing = next((n for n in reversed(self.fx.nodes) if n.op == "output"), None)
+        if existing is not None:
+            self.fx.erase_node(existing)
+        node = self.fx.output(tuple(results.values()))
+        self.outputs = tuple(results)
+        node.meta.update(layer=None, role="", by="", val=tuple(n.meta["val"] for n in results.values()))
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Let every user of `old` read `new`, and remove `old`."""
+        old.replace_all_uses_with(new, propagate_meta=False)
+        self.fx.erase_node(old)
+
+    def sweep(self) -> int:
+        """Remove calls whose value nobody reads and which write nothing, then unread inputs; returns how many."""
+        removed = 0
+        for node in reversed(self.calls):
+            op = op_of(node.target)
+            if not node.users and not (op is not None and op.mutates):
+                self.fx.erase_node(node)
+                removed += 1
+        for name in list(self.inputs):
+            if not self.input(name).users:
+                self.drop_input(name)
+        for name, node in self.weight_nodes().items():
+            if not node.users:
+                self.fx.erase_node(node)
+                del self.tensors[name]
+        return removed
+
+    def propagate(self) -> None:
+        """Recompute the type of every call from the inputs on; needed after a change that others inherit."""
+        evaluator = Evaluator(self.symbols)
+        for node in self.calls:
+            node.meta["val"] = evaluator.call(node)
+        self.output.meta["val"] = tuple(n.meta["val"] for n in self.output.args[0])  # type: ignore[union-attr]
+
+    def live_after(self, node: Node) -> list[Node]:
+        """Values defined up to and including `node` that a later node reads, in order; weights are left out."""
+        order = {n: i for i, n in enumerate(self.fx.nodes)}
+        cut = order[node]
+        live = [
+            n for n in self.fx.nodes
+            if order[n] <= cut and "weight" not in n.meta and any(order[u] > cut for u in n.users)
+        ]  # fmt: skip
+        return live
+
+    def on_rows_of(self, name: str, like: Node, by: str) -> Node:
+        """An input that has one entry per row, carried to the row set of `like`.
+
+        Where rows were gathered on the way (an eviction), the input is gathered with them: the entry is added to the
+        `compact` call that made the row set.
+        """
+        node, wanted = self.input(name), self.row_set(like)
+        while self.row_set(node) != wanted:
+            compact = next(
+                (c for c in self.find("compact") if self.row_set(c.args[0][0]) == self.row_set(node)), None  # type: ignore[index, arg-type]
+            )
+            if compact is None:
+                raise VerifyError(f"input {name!r} has rows {self.row_set(node)}; nothing carries them to {wanted}.")
+            node = self._carry(node, compact, by)
+        return node
+
+    def _carry(self, node: Node, compact: Node, by: str) -> Node:
+        values, index = list(compact.args[0]), compact.args[1]  # type: ignore[arg-type]
+        if node in values:
+            at = values.index(node)
+            for user in compact.users:
+                if user.args[1] == at:
+                    return user
+        else:
+            at = len(values)
+            compact.args = ((*values, node), index)
+            compact.meta["val"] = Evaluator(self.symbols).call(compact)
+        return self.call(operator.getitem, (compact, at), before=compact.next, by=by, like=compact)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((t.device for t in self.tensors.values()), torch.device("cpu"))
+
+    def copy(self) -> Graph:
+        """An independent graph over the same weights and symbols."""
+        other = Graph(self.spec, self.symbols)
+        mapping: dict[Node, Node] = {}
+        for node in self.fx.nodes:
+            mapping[node] = other.fx.node_copy(node, lambda n: mapping[n])
+            mapping[node].meta = copy.copy(node.meta)
+        other.tensors, other.inputs = dict(self.tensors), dict(self.inputs)
+        other.outputs, other.history = self.outputs, self.history
+        return other
+
+    def _placeholder(self, name: str, before: Node | None) -> Node:
+        if before is None:
+            node = self.fx.placeholder(name)
+        else:
+            with self.fx.inserting_before(before):
+                node = self.fx.placeholder(name)
+        node.meta.update(layer=None, role="", by="")
+        return node
+
+    def _first_after(self, placeholders: Sequence[Node]) -> Node | None:
+        """The node behind the last placeholder; None in an empty graph (append)."""
+        following = placeholders[-1].next if placeholders else next(iter(self.fx.nodes), None)
+        return following if following is not None and following.op != "root" else None
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+

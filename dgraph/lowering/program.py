@@ -1,0 +1,45 @@
+"""What the runtime sees of a lowered phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """One call of a program.
+
+    Attributes:
+        outputs: tensors by name; those with a row dimension may carry padding rows at their end
+            (token -1, confidence -inf, kept -1).
+        rows: live rows of each stage, in order.
+        padded: rows that each stage ran on, live rows and padding of its bucket.
+        seconds: host-observed seconds of each stage.
+    """
+
+    outputs: dict[str, Tensor]
+    rows: tuple[int, ...]
+    padded: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+class Program(Protocol):
+    """A compiled phase."""
+
+    @property
+    def input_names(self) -> frozenset[str]:
+        """Names of the inputs that it reads; a caller may pass more."""
+        ...
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """One name per stage: ("step",), or ("prefix", "suffix") when rows are evicted on the way."""
+        ...
+
+    def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
+        """Run on `rows` live rows; inputs with a row dimension come unpadded and are padded to the bucket here."""
+        ...

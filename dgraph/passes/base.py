@@ -1,0 +1,118 @@
+"""What a pass is, and the report that it writes.
+
+A pass is a frozen dataclass. Its fields are its whole configuration, so `repr` is its history entry, its JSON is part of
+the cache key, and equality is equality of configurations.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.shapes import where
+
+
+class Effect(enum.Enum):
+    """What a pass does to the numbers."""
+
+    EXACT = "exact"
+    """Bit for bit the same outputs."""
+    REASSOCIATES = "reassociates"
+    """The same mathematics in another order of operations; equal within rounding."""
+    APPROXIMATE = "approximate"
+    """Another function, equal only at the pass's lossless setting."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One place where a pass fired."""
+
+    layer: int | None
+    what: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One near miss: a place that looked right and why it was left alone."""
+
+    layer: int | None
+    reason: str
+    node: str
+
+
+@dataclass
+class Report:
+    """What one pass did to one graph.
+
+    Attributes:
+        name, config, effect: the pass.
+        applied, skipped: where it fired, and the near misses.
+        nodes: number of calls before and after.
+        seconds: host seconds of the rewrite and of its verification.
+    """
+
+    name: str
+    config: str
+    effect: Effect
+    applied: list[Applied] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    nodes: tuple[int, int] = (0, 0)
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+    def did(self, what: str, layer: int | None = None) -> None:
+        """Record that the pass fired in a layer (None: outside the layers)."""
+        self.applied.append(Applied(layer, what))
+
+    def skip(self, reason: str, node: Node) -> None:
+        """Record a near miss at a node."""
+        self.skipped.append(Skipped(node.meta.get("layer"), reason, where(node)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {
+            "pass": self.name,
+            "config": self.config,
+            "effect": self.effect.value,
+            "applied": [{"layer": a.layer, "what": a.what} for a in self.applied],
+            "skipped": [{"layer": s.layer, "reason": s.reason, "node": s.node} for s in self.skipped],
+            "nodes_before": self.nodes[0],
+            "nodes_after": self.nodes[1],
+            "seconds": {"rewrite": self.seconds[0], "verify": self.seconds[1]},
+        }
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Base of every pass.
+
+    Subclasses are frozen dataclasses, state their `effect`, and implement `run`. A pass that adds, removes or renames
+    run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. What
+    is not declared here may not change, and the verifier holds a pass to it.
+    """
+
+    effect: ClassVar[Effect]
+    summary: ClassVar[str]
+    signature: ClassVar[frozenset[str]] = frozenset()
+    changes_weights: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The pass's name: that of its class."""
+        return type(self).__name__
+
+    def run(self, graph: Graph, report: Report) -> None:
+        """Rewrite the graph in place; record each place where the pass fired, and each near miss."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """The pass's name and configuration as plain values."""
+        return {"pass": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity; every other field is a plain value already."""
+    return "inf" if value == float("inf") else value

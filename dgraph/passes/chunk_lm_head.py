@@ -1,0 +1,75 @@
+"""ChunkLMHead: logits of masked rows only, in chunks that are never all alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.shapes import InputSpec, op_name
+
+MASKED = InputSpec("masked", torch.bool, ("N",))
+TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))
+SEED = InputSpec("seed", torch.int64, ("N",))
+
+
+@dataclass(frozen=True)
+class ChunkLMHead(Pass):
+    """Replace the LM head and the decision behind it by one op that keeps no logits.
+
+    Only rows that are still masked are projected (the others' logits decide nothing), `max_num_logits` rows at a time;
+    each chunk gives its tokens and their confidences and is freed (dLLM-Serve's logit budget). The graph's output `logits`
+    becomes `token` i64 and `confidence` f32. The mask token itself is never predicted.
+
+        before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
+                return logits=%3
+        after   %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 3)   (i64[K], f32[K])
+                return token=%4, confidence=%5
+
+    Reassociates: a GEMM over fewer rows may sum in another order.
+
+    Attributes:
+        max_num_logits: rows whose logits exist at a time.
+    """
+
+    max_num_logits: int = 2048
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "logits of masked rows only, in chunks; token and confidence without keeping logits"
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"logits", "token", "confidence", "masked", "temperature", "seed"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_num_logits < 1:
+            raise InputError(f"max_num_logits must be at least 1 row, got {self.max_num_logits}.")
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if "logits" not in graph.outputs:
+            report.skip(f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits", graph.output)
+            return
+        logits = graph.result("logits")
+        if logits.target is not torch.ops.aten.linear.default:
+            report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
+            return
+        for spec in (MASKED, TEMPERATURE, SEED):
+            graph.add_input(spec)
+        hidden, weight, *bias = logits.args
+        per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]  # type: ignore[arg-type]
+        args = (hidden, weight, bias[0] if bias else None, *per_row, self.max_num_logits, graph.spec.mask_id)
+        head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
+        results: dict[str, Node] = {}
+        for name in graph.outputs:
+            if name == "logits":
+                results["token"], results["confidence"] = graph.parts(head, 2, report.name)
+            else:
+                results[name] = graph.result(name)
+        graph.set_outputs(results)
+        graph.sweep()
+        report.did(f"masked rows, {self.max_num_logits} at a time")

@@ -1,0 +1,149 @@
+"""EvictTokens: FOCUS, the eviction of rows that will not be decoded in this step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError, PassError
+from dgraph.graph import Graph
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.chunk_lm_head import MASKED
+from dgraph.shapes import InputSpec
+
+aten = torch.ops.aten
+
+AVERAGE = InputSpec("average", torch.float32, ("b",))
+PROGRESS = InputSpec("progress", torch.int32, ("b",))
+NOISE = InputSpec("noise", torch.float32, ("N",))
+
+SIGNALS = ("delta", "importance")
+SELECTIONS = ("top", "random", "bottom")
+
+
+@dataclass(frozen=True)
+class EvictTokens(Pass):
+    """Keep, behind layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4, appendix E).
+
+    Importance of a masked row (Eq. 2): the attention that it receives from the masked rows of its sequence, from queries
+    and keys after RoPE, pooled over neighbours, summed over heads. The signal is its change from layer `after - 1` to
+    layer `after` (Eq. 3). Each sequence keeps max(K, N_sigma) masked rows, K = ceil(alpha x decoded tokens per step so
+    far) (Eq. 4), N_sigma = rows whose signal is at least one standard deviation above the mean; further the masked
+    left neighbour of each kept row, every masked row between the rightmost row kept so far and the rightmost row kept
+    now, and every row that is not masked. Keys and values of layer `after` are still written for all rows; from its
+    attention on, all runs on the kept rows (row set K), which see their sequence up to its last kept row.
+
+        before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
+                %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
+        after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
+                %9 = dgraph.importance(%6, %7, masked, cu_rows, 0.18, 3)                        f32[N]
+                %10 = sub(%9, layers[0]...)                                                     f32[N]
+                %11 = dgraph.select_tokens(%10, masked, positions, cu_rows, limit, average, progress, 1.5, 0)
+                %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
+                %18 = dgraph.compact([...every value that lives on...], %16)
+                %26 = dgraph.paged_attention(%19, ...)                                          f32[K, 8, 32]
+
+    Approximate; with alpha = inf nothing is evicted and the program is the dense one.
+
+    Attributes:
+        alpha: retention over the average number of decoded tokens; at least 1, may be infinite.
+        after: the layer whose attention is the first on the kept rows; at least 1 for the signal "delta".
+        signal: "delta", or "importance" at layer `after` alone.
+        select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3).
+        keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
+        pool: width of the max-pooling over neighbouring masked rows; odd.
+    """
+
+    alpha: float = 1.5
+    after: int = 1
+    signal: str = "delta"
+    select: str = "top"
+    keep: int = 0
+    pool: int = 3
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"masked", "average", "progress", "noise", "kept", "score"}
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.alpha, (int, float)) or math.isnan(self.alpha) or self.alpha < 1:
+            raise InputError(f"alpha must be at least 1 (the paper uses 1.2 to 1.8; inf evicts nothing), got {self.alpha}.")
+        for name, value, known in (("signal", self.signal, SIGNALS), ("select", self.select, SELECTIONS)):
+            if value not in known:
+                raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        lowest = 1 if self.signal == "delta" else 0
+        if self.after < lowest:
+            raise InputError(f"after must be a layer of at least {lowest} for signal={self.signal!r}, got {self.after}.")
+        if self.keep < 0:
+            raise InputError(f"keep must be 0 (dynamic budget) or a number of rows, got {self.keep}.")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise InputError(f"pool must be odd and at least 1, got {self.pool}.")
+
+    def run(self, graph: Graph, report: Report) -> None:
+        reads = graph.find("paged_attention", self.after)
+        writes = graph.find("kv_write", self.after)
+        if not reads or not writes:
+            for node in graph.find("packed_attention", self.after) + graph.find("attention", self.after):
+                report.skip("this attention reads no cache, so evicted rows would be lost to it; run CacheKV first", node)
+            if self.after >= graph.spec.layers:
+                raise InputError(f"after={self.after} is not a layer of this model, which has 0..{graph.spec.layers - 1}.")
+            return
+        anchor, write = reads[0], writes[0]
+        rows = graph.row_set(anchor.args[0])  # type: ignore[arg-type]
+        if rows != "N":
+            report.skip(f"rows were evicted in front of this layer already (row set {rows})", anchor)
+            return
+        score = self._score(graph, anchor, write, report.name)
+        masked, positions, cu_rows, limit = (graph.input(n) for n in ("masked", "positions", "cu_rows", "limit"))
+        average, progress = graph.add_input(AVERAGE), graph.add_input(PROGRESS)
+        chosen = graph.call(
+            OPS["select_tokens"],
+            (score, masked, positions, cu_rows, limit, average, progress, float(self.alpha), self.keep),
+            before=anchor,
+            by=report.name,
+        )
+        keep, new_limit, new_progress = graph.parts(chosen, 3, report.name)
+        cut = graph.call(OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set())
+        index, new_cu_rows = graph.parts(cut, 2, report.name)
+        carried = self._compact(graph, anchor, index, {limit: new_limit}, report.name)
+        graph.redirect(cu_rows, new_cu_rows, behind=cut)
+        graph.set_outputs({**graph.results(), "kept": index, "progress": new_progress, "score": score})
+        graph.sweep()
+        graph.propagate()
+        report.did(f"{self.select} of {self.signal}; {carried} values carried across the cut", self.after)
+
+    def _score(self, graph: Graph, anchor: Node, write: Node, by: str) -> Node:
+        """The signal over rows, oriented so that larger is kept."""
+        graph.add_input(MASKED)
+        if self.select == "random":
+            return graph.add_input(NOISE)
+        score = self._importance(graph, anchor, write, by)
+        if self.signal == "delta":
+            earlier = graph.find("paged_attention", self.after - 1)
+            if not earlier:
+                raise PassError(f"layer {self.after - 1} has no paged attention to take the importance from; run CacheKV first.")
+            before = self._importance(graph, earlier[0], graph.find("kv_write", self.after - 1)[0], by)
+            score = graph.call(aten.sub.Tensor, (score, before), before=anchor, by=by)
+        if self.select == "bottom":
+            score = graph.call(aten.neg.default, (score,), before=anchor, by=by)
+        return score
+
+    def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
+        q, k, scale = read.args[0], write.args[0], read.args[-1]
+        args = (q, k, graph.input("masked"), graph.input("cu_rows"), scale, self.pool)
+        return graph.call(OPS["importance"], args, before=read, by=by)
+
+    def _compact(self, graph: Graph, anchor: Node, index: Node, instead: dict[Node, Node], by: str) -> int:
+        """Gather every value over N that `anchor` or a later node reads; returns how many."""
+        live = [n for n in graph.live_after(anchor.prev) if graph.row_set(n) == "N"]
+        compact = graph.call(OPS["compact"], ([instead.get(n, n) for n in live], index), before=anchor, by=by)
+        for old, new in zip(live, graph.parts(compact, len(live), by), strict=True):
+            graph.redirect(old, new, behind=compact)
+        return len(live)

@@ -1,0 +1,110 @@
+"""FuseProjections: one GEMM for projections that read the same value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.passes.base import Effect, Pass, Report
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FuseProjections(Pass):
+    """Fuse linear layers over one input (q|k|v, gate|up) into one with the stacked weight, and split its result.
+
+        before  %2 = linear(%1, self_attn.q_proj.weight)                   f32[N, 256]
+                %3 = linear(%1, self_attn.k_proj.weight)                   f32[N, 128]
+                %4 = linear(%1, self_attn.v_proj.weight)                   f32[N, 128]
+        after   %2 = linear(%1, self_attn.q_proj+k_proj+v_proj.weight)     f32[N, 512]
+                %3 = split_with_sizes(%2, [256, 128, 128], 1)
+
+    Memory is not doubled: the model's own parameters become views of the stacked weight, with the values that they had.
+    A second graph over the same model finds them adjacent and stacks nothing.
+
+    Reassociates: a GEMM of another width may sum in another order.
+    """
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "one GEMM for q|k|v and one for gate|up"
+    changes_weights: ClassVar[bool] = True
+
+    def run(self, graph: Graph, report: Report) -> None:
+        groups: dict[tuple[Node, int | None], list[Node]] = {}
+        for node in graph.calls:
+            if node.target is aten.linear.default and node.meta["layer"] is not None:
+                groups.setdefault((node.args[0], node.meta["layer"]), []).append(node)  # type: ignore[arg-type]
+        for members in groups.values():
+            if len(members) < 2:
+                continue
+            if reason := _obstacle(graph, members):
+                report.skip(reason, members[0])
+                continue
+            report.did(_fuse(graph, members, report.name), members[0].meta["layer"])
+        graph.sweep()
+
+
+def _obstacle(graph: Graph, members: Sequence[Node]) -> str | None:
+    """Why a group cannot be fused, or None."""
+    weights = [n.args[1] for n in members]
+    if any("weight" not in w.meta for w in weights):  # type: ignore[union-attr]
+        return "a projection's weight is computed, not an input"
+    if any(len(w.users) > 1 for w in weights):  # type: ignore[union-attr]
+        return "a projection's weight is read elsewhere too"
+    biased = [len(n.args) > 2 and n.args[2] is not None for n in members]
+    if any(biased) and not all(biased):
+        return "some of the projections have a bias and some have none"
+    if len({w.meta["val"].dtype for w in weights}) > 1:  # type: ignore[union-attr]
+        return "the projections' weights differ in dtype"
+    return None
+
+
+def _fuse(graph: Graph, members: Sequence[Node], by: str) -> str:
+    first = members[0]
+    sizes = [int(n.args[1].meta["val"].shape[0]) for n in members]  # type: ignore[union-attr]
+    args = [first.args[0], _stacked_weight(graph, [n.args[1] for n in members])]  # type: ignore[misc]
+    if len(first.args) > 2 and first.args[2] is not None:
+        args.append(_stacked_weight(graph, [n.args[2] for n in members]))  # type: ignore[misc]
+    linear = graph.call(aten.linear.default, args, before=first, by=by)
+    name = args[1].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]  # type: ignore[union-attr]
+    linear.meta["role"] = f"{first.meta['role'].rpartition('.')[0]}.{name}".lstrip(".")
+    dim = first.meta["val"].dim() - 1
+    pieces = graph.call(aten.split_with_sizes.default, (linear, sizes, dim), before=first, by=by, like=linear)
+    for node, piece in zip(members, graph.parts(pieces, len(members), by), strict=True):
+        graph.replace(node, piece)
+    return str(name)
+
+
+def _stacked_weight(graph: Graph, parts: Sequence[Node]) -> Node:
+    names = [p.meta["weight"] for p in parts]
+    paths = [n.split(".") for n in names]
+    shared = 0
+    while all(p[shared] == paths[0][shared] for p in paths) and shared < min(map(len, paths)) - 2:
+        shared += 1
+    middle = "+".join(".".join(p[shared:-1]) for p in paths)
+    return graph.add_weight(".".join([*paths[0][:shared], middle, paths[0][-1]]), stack([graph.tensors[n] for n in names]))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one tensor along dimension 0; the parts become views of it, unless they are adjacent already."""
+    with torch.no_grad():
+        head = parts[0]
+        offset, adjacent = head.storage_offset(), True
+        for part in parts:
+            adjacent &= part.is_contiguous() and part.storage_offset() == offset
+            adjacent &= part.untyped_storage().data_ptr() == head.untyped_storage().data_ptr()
+            offset += part.numel()
+        rows = sum(p.shape[0] for p in parts)
+        if adjacent and head.device.type != "meta":
+            return head.detach().as_strided((rows, *head.shape[1:]), head.stride(), head.storage_offset())
+        whole = torch.cat([p.detach() for p in parts])
+        for part, piece in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+            part.data = piece
+    return whole

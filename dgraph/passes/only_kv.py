@@ -1,0 +1,36 @@
+"""OnlyKV: a forward that is run for its caches alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dgraph.graph import Graph
+from dgraph.passes.base import Effect, Pass, Report
+
+
+@dataclass(frozen=True)
+class OnlyKV(Pass):
+    """Drop the logits and all that only they need: what is left fills the KV cache (prefill).
+
+        before  ... dgraph.kv_write(...)  %70 = dgraph.paged_attention(...)  ... %88 = linear(%87, lm_head.weight)
+                return logits=%88
+        after   ... dgraph.kv_write(...)
+                return
+
+    The last layer's attention, its feed-forward network, the final norm and the LM head go. Exact.
+    """
+
+    effect: ClassVar[Effect] = Effect.EXACT
+    summary: ClassVar[str] = "drops everything behind the last KV write (prefill)"
+    signature: ClassVar[frozenset[str]] = frozenset({"logits"})
+    changes_weights: ClassVar[bool] = True
+
+    def run(self, graph: Graph, report: Report) -> None:
+        writes = graph.find("kv_write")
+        if not writes:
+            report.skip("no kv_write in the graph; run CacheKV first", graph.output)
+            return
+        graph.set_outputs({})
+        removed = graph.sweep()
+        report.did(f"{removed} calls removed behind the KV write of layer {writes[-1].meta['layer']}")

@@ -1,0 +1,283 @@
+"""PackRows: from a padded batch [b, t, ...] to packed rows [N, ...]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import PassError
+from dgraph.graph import Graph
+from dgraph.ops import OPS, op_of
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.shapes import InputSpec, op_name, where
+
+aten = torch.ops.aten
+
+CU_ROWS = InputSpec("cu_rows", torch.int32, ("b+1",))
+LIMIT = InputSpec("limit", torch.int32, ("N",))
+PACKED = {"input_ids": ("N",), "positions": ("N",)}
+
+
+@dataclass(frozen=True)
+class PackRows(Pass):
+    """Pack all tokens of a step as rows, so that no op but attention knows of sequences.
+
+    Every value is brought into one layout: rows first, then its other dimensions in their order. A transpose between
+    tokens and heads therefore vanishes, and so does every read of a batch or sequence size. Attention becomes
+    `packed_attention`, which takes the sequence boundaries `cu_rows` i32[b+1] and, for each row, the `limit` i32[N] of key
+    positions that it sees.
+
+        before  %4 = linear(%3, self_attn.q_proj.weight)    f32[b, t, 256]
+                %5 = reshape(%4, [%b, %t, -1, 32])          f32[b, t, 8, 32]
+                %6 = transpose(%5, 1, 2)                    f32[b, 8, t, 32]
+        after   %4 = linear(%3, self_attn.q_proj.weight)    f32[N, 256]
+                %5 = reshape(%4, [-1, 8, 32])               f32[N, 8, 32]
+
+    Exact: each row goes through the same operations. A row attends to what `limit` says, which for a whole sequence is
+    what the captured bidirectional attention gave it.
+
+    Raises:
+        PassError: an op for which no row layout is known; the message names op, module and line.
+    """
+
+    effect: ClassVar[Effect] = Effect.EXACT
+    summary: ClassVar[str] = "packs all tokens of a step as rows [N, ...]"
+    signature: ClassVar[frozenset[str]] = frozenset({"input_ids", "positions", "cu_rows", "limit"})
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if not graph.find("attention"):
+            report.skip("no dgraph.attention over [b, heads, t, head_dim]", graph.output)
+            return
+        _Packer(graph, report).run()
+
+
+class _Packer:
+    """Rewrites in place, front to back: `self.old` keeps the type that each value had before."""
+
+    def __init__(self, graph: Graph, report: Report):
+        self.graph, self.report = graph, report
+        self.old = {node: node.meta["val"] for node in graph.nodes}
+        self.new: dict[Node, Node] = {}
+
+    def run(self) -> None:
+        graph = self.graph
+        for name, shape in PACKED.items():
+            node, spec = graph.input(name), InputSpec(name, graph.inputs[name].dtype, shape)
+            graph.inputs[name] = spec
+            node.meta["val"] = graph.symbols.empty(spec.shape, spec.dtype, graph.device)
+        self.cu_rows, self.limit = graph.add_input(CU_ROWS), graph.add_input(LIMIT)
+        for node in graph.calls:
+            if isinstance(self.old[node], (int, torch.SymInt)):
+                continue  # a size of the old layout; nothing reads it when all are packed
+            self.new[node] = self._pack(node)
+        (logits,) = graph.output.args[0]  # type: ignore[union-attr, misc]
+        graph.set_outputs({"logits": self._of(logits)})
+        for node in reversed(graph.calls):
+            if node in self.old and not node.users:
+                graph.fx.erase_node(node)
+        graph.sweep()
+        graph.propagate()
+
+    # -- layout --------------------------------------------------------------------------------------------------
+
+    def _type(self, node: Node) -> torch.Tensor:
+        """A value's type before packing; that of its first part for a split."""
+        value = self.old[node]
+        return value[0] if isinstance(value, (tuple, list)) else value
+
+    def _row_dims(self, node: Node) -> list[int]:
+        """Dimensions of a value's old type that run over sequences or tokens."""
+        names = self.graph.symbols.names_in
+        return [i for i, s in enumerate(self._type(node).shape) if names(s) & {"b", "t"}]
+
+    def _others(self, node: Node) -> list[int]:
+        """The other dimensions, in order: dimension i + 1 of the packed value is old dimension others[i]."""
+        rows = self._row_dims(node)
+        return [i for i in range(self._type(node).dim()) if i not in rows]
+
+    def _sizes(self, node: Node) -> list[int]:
+        """Sizes of the other dimensions."""
+        return [int(self.old[node].shape[i]) for i in self._others(node)]
+
+    def _is_rows(self, node: Node) -> bool:
+        """Whether the old value has one entry per token (and not merely per sequence)."""
+        names = self.graph.symbols.names_in
+        return any("t" in names(s) for s in self._type(node).shape)
+
+    def _dim(self, node: Node, dim: int) -> int:
+        """The packed dimension of an old dimension that is not over rows."""
+        dim %= self.old[node].dim()
+        if dim not in self._others(node):
+            raise self._unknown(node, f"it works along dimension {dim}, which runs over tokens")
+        offset = 1 if self._is_rows(node) else 0
+        return offset + self._others(node).index(dim)
+
+    def _of(self, node: Node) -> Node:
+        return self.new.get(node, node)
+
+    def _unknown(self, node: Node, why: str) -> PassError:
+        return PassError(
+            f"PackRows: op {op_name(node.target)} in module {node.meta.get('role') or 'the model'} "
+            f"({where(node)}) at {node.meta.get('source') or 'unknown line'} has no row layout: {why}."
+        )
+
+    def _call(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+        new = self.graph.call(target, args, kwargs, before=node, by=self.report.name, like=node)
+        new.meta["source"] = node.meta.get("source", "")
+        return new
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    def _pack(self, node: Node) -> Node:
+        sources = [a for a in node.all_input_nodes if not isinstance(self.old[a], (int, torch.SymInt))]
+        if not any(map(self._row_dims, [*sources, node])):
+            return node  # computed from weights alone
+        op = op_of(node.target)
+        name = op.name if op is not None else op_name(node.target)
+        rule = _RULES.get(name)
+        if rule is not None:
+            return rule(self, node)
+        if op is not None and op.inline or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            return self._pointwise(node)
+        raise self._unknown(node, "no rule is known for it; add one to dgraph/passes/pack_rows.py")
+
+    def _pointwise(self, node: Node) -> Node:
+        """Same op; operands without rows lose the dimensions that stood at the place of rows."""
+        rank, rows = self.old[node].dim(), self._row_dims(node)
+        args = []
+        for arg in node.args:
+            if not isinstance(arg, Node) or self._is_rows(arg):
+                args.append(self._of(arg) if isinstance(arg, Node) else arg)
+                continue
+            # Right-aligned broadcasting: dimension i of the operand meets dimension i + rank - operand rank.
+            shift = rank - self.old[arg].dim()
+            at_rows = [r - shift for r in rows if r >= shift]
+            packed = self._of(arg)
+            if any(self.old[arg].shape[i] != 1 for i in at_rows if not self._row_dims(arg)):
+                raise self._unknown(node, f"operand {arg.name} has its own values along tokens but no rows")
+            if at_rows and not self._row_dims(arg):
+                keep = [int(s) for i, s in enumerate(self.old[arg].shape) if i not in at_rows]
+                packed = self._call(node, aten.reshape.default, (packed, keep))
+            args.append(packed)
+        return self._call(node, node.target, tuple(args), node.kwargs)
+
+    def _linear(self, node: Node) -> Node:
+        self._dim(node.args[0], -1)  # type: ignore[arg-type]
+        return self._call(node, node.target, (self._of(node.args[0]), *node.args[1:]))  # type: ignore[arg-type]
+
+    def _embedding(self, node: Node) -> Node:
+        return self._call(node, node.target, (node.args[0], self._of(node.args[1])))  # type: ignore[arg-type]
+
+    def _reshape(self, node: Node) -> Node:
+        source = node.args[0]
+        if not self._is_rows(node):
+            raise self._unknown(node, "its result has no rows")
+        if self._sizes(source) == self._sizes(node):  # type: ignore[arg-type]
+            return self._of(source)  # type: ignore[arg-type]
+        return self._call(node, aten.reshape.default, (self._of(source), [-1, *self._sizes(node)]))  # type: ignore[arg-type]
+
+    def _permute(self, node: Node) -> Node:
+        """Rows stay first; only an exchange among the other dimensions remains."""
+        source: Node = node.args[0]  # type: ignore[assignment]
+        rank = self.old[source].dim()
+        if op_name(node.target) == "permute":
+            order = [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+        else:
+            order = list(range(rank))
+            first, second = (d % rank for d in node.args[1:3])  # type: ignore[operator]
+            order[first], order[second] = order[second], order[first]
+        others = [d for d in order if d in self._others(source)]
+        if others == sorted(others):
+            return self._of(source)
+        packed = [0, *(1 + self._others(source).index(d) for d in others)]
+        return self._call(node, aten.permute.default, (self._of(source), packed))
+
+    def _unsqueeze(self, node: Node) -> Node:
+        source: Node = node.args[0]  # type: ignore[assignment]
+        dim = node.args[1] % self.old[node].dim()  # type: ignore[operator]
+        return self._call(node, node.target, (self._of(source), self._dim_of_result(node, dim)))
+
+    def _dim_of_result(self, node: Node, dim: int) -> int:
+        return (1 if self._is_rows(node) else 0) + self._others(node).index(dim)
+
+    def _expand(self, node: Node) -> Node:
+        """A constant repeated for every sequence: packed, it is the constant."""
+        source: Node = node.args[0]  # type: ignore[assignment]
+        if self._is_rows(source) and self._sizes(source) == self._sizes(node):
+            return self._of(source)
+        if self._is_rows(node) or self._row_dims(source):
+            raise self._unknown(node, "it repeats values along tokens")
+        keep = [int(s) for i, s in enumerate(self.old[source].shape) if i in self._others(node)]
+        return self._call(node, aten.reshape.default, (self._of(source), keep))
+
+    def _matmul(self, node: Node) -> Node:
+        """[b, m, k] (equal for all sequences) @ [b, k, t]: the rotary table of some versions of transformers."""
+        left, right = node.args[:2]
+        rows_last = self._is_rows(right) and self._row_dims(right)[-1] == self.old[right].dim() - 1  # type: ignore[arg-type, index]
+        if self._is_rows(left) or not rows_last or len(self._sizes(left)) != 2:  # type: ignore[arg-type]
+            raise self._unknown(node, "only a constant matrix times columns of tokens is supported")
+        return self._call(node, aten.linear.default, (self._of(right), self._of(left)))  # type: ignore[arg-type]
+
+    def _along(self, node: Node) -> Node:
+        """Ops whose second argument is a dimension."""
+        source: Node = node.args[0]  # type: ignore[assignment]
+        return self._call(node, node.target, (self._of(source), self._dim(source, node.args[1]), *node.args[2:]))  # type: ignore[arg-type]
+
+    def _reduce(self, node: Node) -> Node:
+        source: Node = node.args[0]  # type: ignore[assignment]
+        dims = [self._dim(source, d) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+        return self._call(node, node.target, (self._of(source), dims, *node.args[2:]), node.kwargs)
+
+    def _split(self, node: Node) -> Node:
+        source: Node = node.args[0]  # type: ignore[assignment]
+        dim = node.args[2] if len(node.args) > 2 else 0
+        return self._call(node, node.target, (self._of(source), node.args[1], self._dim(source, dim)))  # type: ignore[arg-type]
+
+    def _getitem(self, node: Node) -> Node:
+        return self._call(node, node.target, (self._of(node.args[0]), node.args[1]))  # type: ignore[arg-type]
+
+    def _cat(self, node: Node) -> Node:
+        parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+        dim = node.args[1] if len(node.args) > 1 else 0
+        return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))  # type: ignore[arg-type]
+
+    def _attention(self, node: Node) -> Node:
+        q, k, v, scale = node.args
+        positions = self.graph.input("positions")
+        args = (*(self._of(x) for x in (q, k, v)), positions, self.cu_rows, self.limit, scale)  # type: ignore[arg-type]
+        new = self._call(node, OPS["packed_attention"], args)
+        self.report.did("attention -> packed_attention", node.meta["layer"])
+        return new
+
+
+_RULES: dict[str, Callable[[_Packer, Node], Node]] = {
+    "attention": _Packer._attention,
+    "to": _Packer._pointwise,
+    "linear": _Packer._linear,
+    "embedding": _Packer._embedding,
+    "reshape": _Packer._reshape,
+    "flatten": _Packer._reshape,
+    "unflatten": _Packer._reshape,
+    "squeeze": _Packer._reshape,
+    "transpose": _Packer._permute,
+    "permute": _Packer._permute,
+    "unsqueeze": _Packer._unsqueeze,
+    "expand": _Packer._expand,
+    "matmul": _Packer._matmul,
+    "bmm": _Packer._matmul,
+    "slice": _Packer._along,
+    "select": _Packer._along,
+    "softmax": _Packer._along,
+    "cumsum": _Packer._along,
+    "mean": _Packer._reduce,
+    "sum": _Packer._reduce,
+    "split": _Packer._split,
+    "split_with_sizes": _Packer._split,
+    "chunk": _Packer._split,
+    "getitem": _Packer._getitem,
+    "cat": _Packer._cat,
+}

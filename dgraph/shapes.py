@@ -1,0 +1,165 @@
+"""Symbolic sizes, fake values and their text: the types of a graph.
+
+A size is a static integer or an expression over symbols. The symbols have one meaning everywhere:
+
+    b, t    sequences and tokens of a captured (padded) batch
+    N       rows of a step (all tokens of all sequences, packed)
+    K       rows left after an eviction (K1, K2, ... after further ones)
+    pages   pages of a KV cache;  P  pages addressed by one sequence
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import VerifyError
+from dgraph.torch_private import OpOverload, fake_mode, new_symbol
+
+Dim = int | str
+"""A size in a declaration: an integer, a symbol ("N") or a symbol plus an integer ("b+1")."""
+
+DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "bool",
+}
+
+# Distinct primes, so that no two symbols ever compare equal by accident of their hints.
+_HINTS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A run-time input of a graph: name, dtype and declared sizes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+
+
+class Symbols:
+    """The symbolic sizes of one captured model; shared by every graph derived from it."""
+
+    def __init__(self) -> None:
+        self.mode = fake_mode()
+        self._sizes: dict[str, torch.SymInt] = {}
+
+    def size(self, name: str) -> torch.SymInt:
+        """The symbol of that name, made on first use."""
+        if name not in self._sizes:
+            self._sizes[name] = new_symbol(self.mode, name, _HINTS[len(self._sizes) % len(_HINTS)])
+        return self._sizes[name]
+
+    def dim(self, dim: Dim) -> int | torch.SymInt:
+        """The size that a declaration means."""
+        if isinstance(dim, int):
+            return dim
+        name, _, offset = dim.partition("+")
+        return self.size(name) + int(offset) if offset else self.size(name)
+
+    def empty(self, shape: Iterable[Dim], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A fake tensor of the declared shape."""
+        sizes = [self.dim(d) for d in shape]  # a new symbol must be made outside of the fake mode
+        with self.mode:
+            return torch.empty(sizes, dtype=dtype, device=device)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A fake tensor with the static shape, dtype and device of a real one."""
+        with self.mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def names_in(self, size: int | torch.SymInt) -> frozenset[str]:
+        """Names of the symbols that a size depends on."""
+        if isinstance(size, int):
+            return frozenset()
+        free = size.node.expr.free_symbols
+        return frozenset(name for name, symbol in self._sizes.items() if symbol.node.expr in free)
+
+    def text(self, size: int | torch.SymInt) -> str:
+        """A size as it reads in a dump: `256`, `N`, `b+1`."""
+        if isinstance(size, int):
+            return str(size)
+        import sympy
+
+        names = {s.node.expr: sympy.Symbol(name) for name, s in self._sizes.items()}
+        return str(size.node.expr.subs(names)).replace(" ", "").replace("1+b", "b+1")
+
+    def type_text(self, value: Any) -> str:
+        """A value's type as it reads in a dump: `f32[N, 256]`, `(i64[K], i32[b+1])`, `()`."""
+        if isinstance(value, Tensor):
+            return f"{DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(self.text(s) for s in value.shape)}]"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(self.type_text(v) for v in value)})"
+        if isinstance(value, (int, torch.SymInt)):
+            return self.text(value)
+        return "()" if value is None else type(value).__name__
+
+    def row_set(self, value: Any) -> str | None:
+        """The symbol of a value's leading dimension, if that is a set of rows (N, K, K1, ...)."""
+        if not isinstance(value, Tensor) or value.dim() == 0 or isinstance(value.shape[0], int):
+            return None
+        name = self.text(value.shape[0])
+        return name if is_row_set(name) else None
+
+
+def is_row_set(name: str) -> bool:
+    """Whether a symbol names a set of rows."""
+    return name == "N" or (name[:1] == "K" and name[1:].isdigit()) or name == "K"
+
+
+class Evaluator:
+    """Computes the type of one node from the types of its arguments."""
+
+    def __init__(self, symbols: Symbols):
+        self.symbols = symbols
+
+    def call(self, node: torch.fx.Node) -> Any:
+        """The fake value of a `call_function` node.
+
+        Raises:
+            VerifyError: the arguments do not fit the op; the message names the node, its layer and the argument types.
+        """
+        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        kwargs = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+        if node.target is operator.getitem:
+            return args[0][args[1]]  # type: ignore[index]
+        if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
+            device = node.args[0].meta["val"].device  # type: ignore[union-attr]
+            return (
+                self.symbols.empty((rows,), torch.int64, device),
+                self.symbols.empty(("b+1",), torch.int32, device),
+            )
+        try:
+            with self.symbols.mode, torch.no_grad():
+                return node.target(*args, **kwargs)  # type: ignore[operator, misc]
+        except Exception as error:
+            types = [f"{n.name}: {self.symbols.type_text(n.meta['val'])}" for n in node.all_input_nodes]
+            raise VerifyError(
+                f"{where(node)}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
+
+
+def op_name(target: Any) -> str:
+    """The name of an op as it reads in a dump: `linear`, `dgraph.importance`, `getitem`."""
+    if isinstance(target, OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def where(node: torch.fx.Node) -> str:
+    """A node's place for a message: pass, layer, role and name."""
+    layer, role, by = node.meta.get("layer"), node.meta.get("role"), node.meta.get("by")
+    place = f"layer {layer}" if layer is not None else "outside the layers"
+    return f"{place}{f' ({role})' if role else ''}, node {node.name}{f', made by {by}' if by else ''}"

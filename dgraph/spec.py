@@ -1,0 +1,68 @@
+"""What dgraph must know about a model beyond its forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from dgraph.errors import InputError
+
+ATTENTION_KINDS = ("block_causal", "bidirectional")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A diffusion language model as its decode loop sees it.
+
+    Attributes:
+        family: name under which the model registered, e.g. "sdar".
+        layers, hidden, heads, kv_heads, head_dim, vocab: sizes of the transformer.
+        mask_id: id of the mask token. Required: without one there is nothing to denoise.
+        eos_ids: ids that end a response (may be empty).
+        pad_id: id that fills unused positions.
+        block_length: rows denoised together, in tokens; the length the model was trained for.
+        attention: "block_causal" (a row sees its own block and earlier ones) or "bidirectional".
+        logit_shift: 0 if the logits of row i predict position i, 1 if they predict position i + 1 (Dream).
+        max_positions: the model's window in tokens, prompt and response together.
+        dtype: dtype of the weights.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    block_length: int
+    attention: str
+    logit_shift: int
+    max_positions: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
+            raise InputError(
+                f"{self.family}: a diffusion model needs a mask token; got mask_id={self.mask_id!r} with a vocabulary "
+                f"of {self.vocab}. Set `mask_token_id` in config.json or pass mask_id=."
+            )
+        if self.attention not in ATTENTION_KINDS:
+            raise InputError(f"{self.family}: attention must be one of {ATTENTION_KINDS}, got {self.attention!r}.")
+        if self.heads % self.kv_heads:
+            raise InputError(f"{self.family}: {self.heads} heads are not a multiple of {self.kv_heads} KV heads.")
+        if self.block_length < 1:
+            raise InputError(f"{self.family}: block_length must be at least 1, got {self.block_length}.")
+        if not self.dtype.is_floating_point:
+            raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only, in field order."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["eos_ids"] = list(self.eos_ids)
+        out["dtype"] = str(self.dtype).removeprefix("torch.")
+        return out

@@ -1,0 +1,205 @@
+"""The verifier: a table of rules, run at the entry of the pipeline and behind every pass.
+
+It recomputes instead of trusting. A message names the pass, the layer, the node, what was got and what was expected.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import VerifyError
+from dgraph.graph import Graph
+from dgraph.ops import op_of
+from dgraph.shapes import Evaluator, InputSpec, op_name, where
+from dgraph.torch_private import OpOverload
+
+HOST_READS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
+"""Ops that read a tensor's values on the host, or whose result's size depends on them."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a pass may not change without saying so."""
+
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Signature:
+        """The signature of a graph as it stands."""
+        weights = tuple(sorted((name, tuple(t.shape), t.dtype) for name, t in graph.tensors.items()))
+        return cls(tuple(graph.inputs.values()), graph.outputs, weights)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: its name, what it demands, and a check that yields one message per violation."""
+
+    name: str
+    demands: str
+    check: Callable[[Graph], Iterable[str]]
+
+
+def verify(
+    graph: Graph,
+    by: str = "capture",
+    before: Signature | None = None,
+    may_change: frozenset[str] = frozenset(),
+    may_change_weights: bool = False,
+) -> None:
+    """Check every rule.
+
+    Args:
+        graph: the graph; left as it is.
+        by: the pass that ran last, for the message.
+        before: the signature in front of that pass; None skips the comparison.
+        may_change: names of inputs and outputs that the pass declared it adds or removes.
+        may_change_weights: whether the pass declared that it replaces weights.
+
+    Raises:
+        VerifyError: with every violation of the first rule that is broken.
+    """
+    for rule in RULES:
+        broken = list(rule.check(graph))
+        if broken:
+            raise VerifyError(f"after {by}: rule '{rule.name}' ({rule.demands}) is broken:\n  " + "\n  ".join(broken[:5]))
+    if before is not None:
+        broken = list(_signature_changes(before, Signature.of(graph), may_change, may_change_weights))
+        if broken:
+            raise VerifyError(f"after {by}: rule 'signature' (only declared changes) is broken:\n  " + "\n  ".join(broken))
+
+
+def _order(graph: Graph) -> Iterable[str]:
+    seen: set[Node] = set()
+    for node in graph.fx.nodes:
+        for arg in node.all_input_nodes:
+            if arg not in seen:
+                yield f"{where(node)} reads {arg.name}, which is defined behind it or not in this graph; expected it in front"
+        seen.add(node)
+
+
+def _tags(graph: Graph) -> Iterable[str]:
+    for node in graph.fx.nodes:
+        missing = [key for key in ("val", "layer", "role", "by") if key not in node.meta]
+        if missing:
+            yield f"node {node.name} has no meta {missing}; make nodes with Graph.call"
+
+
+def _straight(graph: Graph) -> Iterable[str]:
+    for node in graph.fx.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            yield f"{where(node)} is a {node.op}; expected placeholders, calls and one output"
+        elif node.op == "placeholder" and ("weight" in node.meta) == ("input" in node.meta):
+            yield f"placeholder {node.name} is neither weight nor input; make it with add_weight or add_input"
+
+
+def _host(graph: Graph) -> Iterable[str]:
+    for node in graph.calls:
+        if op_name(node.target) in HOST_READS:
+            yield f"{where(node)} calls {op_name(node.target)}, which reads values on the host; a stage must be free of host reads"
+
+
+def _types(graph: Graph) -> Iterable[str]:
+    """Recompute each type from the recomputed types of its arguments, in a copy."""
+    fresh = graph.copy()
+    evaluator = Evaluator(graph.symbols)
+    for mine, theirs in zip(fresh.fx.nodes, graph.fx.nodes, strict=True):
+        if mine.op != "call_function":
+            continue
+        try:
+            mine.meta["val"] = evaluator.call(mine)
+        except VerifyError as error:
+            yield str(error)
+            return
+        got, expected = graph.symbols.type_text(theirs.meta["val"]), graph.symbols.type_text(mine.meta["val"])
+        if got != expected:
+            yield f"{where(theirs)}: got type {got}, expected {expected}; call Graph.propagate() at the end of the pass"
+            return
+
+
+def _rows(graph: Graph) -> Iterable[str]:
+    """No op but a gather may read values over two row sets; a size read before a gather is a value of the earlier set."""
+    for node in graph.calls:
+        op = op_of(node.target)
+        if (op is not None and op.name in ("compact", "keep_index")) or node.target is operator.getitem:
+            continue
+        sets = {s: a.name for a in node.all_input_nodes if (s := graph.row_set(a)) is not None}
+        for value in node.all_input_nodes:
+            size = value.meta["val"]
+            if isinstance(size, torch.SymInt):
+                sets.update({s: value.name for s in graph.symbols.names_in(size) if s[0] in "NK"})
+        if len(sets) > 1:
+            got = ", ".join(f"{name} over {rows}" for rows, name in sorted(sets.items()))
+            yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; gather the others with compact"
+
+
+def _writes(graph: Graph) -> Iterable[str]:
+    """Mutation only through declared arguments, which are inputs; every cache read stands behind the write of its layer."""
+    written: set[Node] = set()
+    for node in graph.calls:
+        op = op_of(node.target)
+        if op is None:
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                yield f"{where(node)} ({op_name(node.target)}) writes in place; expected only declared ops to write"
+            continue
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        for argument, value in zip(schema, node.args, strict=False):
+            if argument.name in op.mutates:
+                if not isinstance(value, Node) or "input" not in value.meta:
+                    yield f"{where(node)} writes {value}; expected a run-time input"
+                    continue
+                written.add(value)
+        if op.name == "paged_attention":
+            for cache in node.args[1:3]:
+                if isinstance(cache, Node) and cache not in written and any(
+                    (o := op_of(u.target)) is not None and o.mutates for u in cache.users
+                ):
+                    yield f"{where(node)} reads {cache.name} in front of its write; expected kv_write first"
+
+
+def _weights(graph: Graph) -> Iterable[str]:
+    for name, node in graph.weight_nodes().items():
+        tensor = graph.tensors.get(name)
+        if tensor is None:
+            yield f"weight {name} has a placeholder but no tensor"
+        elif list(tensor.shape) != list(node.meta["val"].shape) or tensor.dtype != node.meta["val"].dtype:
+            yield f"weight {name}: got {tuple(tensor.shape)} {tensor.dtype}, expected {graph.type_text(node)}"
+
+
+def _signature_changes(before: Signature, after: Signature, may: frozenset[str], may_weights: bool) -> Iterable[str]:
+    changed_inputs = set(before.inputs) ^ set(after.inputs)
+    for spec in sorted(changed_inputs, key=lambda s: s.name):
+        if not _declared(spec.name, may):
+            verb = "removed" if spec in before.inputs else "added"
+            yield f"input {spec.name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
+    for name in sorted(set(before.outputs) ^ set(after.outputs)):
+        if not _declared(name, may):
+            verb = "removed" if name in before.outputs else "added"
+            yield f"output {name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
+    if before.weights != after.weights and not may_weights:
+        names = sorted({w[0] for w in set(before.weights) ^ set(after.weights)})
+        yield f"weights changed ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); the pass does not declare it"
+
+
+def _declared(name: str, may: frozenset[str]) -> bool:
+    """A declared name, or one of a declared numbered family ("k_cache_*")."""
+    return name in may or any(m.endswith("*") and name.startswith(m[:-1]) for m in may)
+
+
+RULES = (
+    Rule("straight", "placeholders, calls, one output", _straight),
+    Rule("order", "values are defined before they are read", _order),
+    Rule("tags", "every node has a type, a layer, a role and a maker", _tags),
+    Rule("weights", "weight placeholders fit their tensors", _weights),
+    Rule("host", "no host reads inside a stage", _host),
+    Rule("rows", "one row set per op", _rows),
+    Rule("types", "recorded types equal recomputed types", _types),
+    Rule("writes", "only declared writes, in front of their reads", _writes),
+)
+"""Every rule, in the order in which they are checked."""

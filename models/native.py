@@ -1,0 +1,112 @@
+"""Native transformers classes (Llama, Qwen2, Qwen3), adopted as they are.
+
+The classes call `dgraph::attention` through transformers' AttentionInterface, so that a captured attention is one node over
+queries and keys after RoPE with un-repeated KV heads. The caller's model is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dgraph.ops  # noqa: F401  (registers dgraph::attention)
+from dgraph.families import Model
+from dgraph.spec import ModelSpec
+
+NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_NAME = "dgraph"
+
+
+class Forward(nn.Module):
+    """A causal-LM class as `forward(input_ids, position_ids) -> logits` with bidirectional attention by dgraph."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        with _attention_by_dgraph(self.model):
+            result = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
+        return result.logits
+
+
+PREFIX = "model."
+"""Where `Forward` keeps the model, in front of every weight's name."""
+
+
+@contextlib.contextmanager
+def _attention_by_dgraph(model: Any) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [b, heads, t, head_dim] in, [b, t, heads, head_dim] out."""
+    out = torch.ops.dgraph.attention(query, key, value, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def native_spec(config: Any, family: str, dtype: torch.dtype, **facts: Any) -> ModelSpec:
+    """The spec of a transformers config; `facts` give what such a config does not know."""
+    heads = config.num_attention_heads
+    eos = facts.pop("eos_ids", config.eos_token_id)
+    mask_id = facts.pop("mask_id", getattr(config, "mask_token_id", None))
+    values: dict[str, Any] = {
+        "family": family,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab": config.vocab_size,
+        "mask_id": mask_id,
+        "eos_ids": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        "pad_id": config.pad_token_id if config.pad_token_id is not None else 0,
+        "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None) or 32,
+        "attention": "block_causal",
+        "logit_shift": 0,
+        "max_positions": config.max_position_embeddings,
+        "dtype": dtype,
+    }
+    return ModelSpec(**{**values, **facts})
+
+
+class NativeFamily:
+    """Adopts native model objects; a folder of one is a causal model unless its config has a mask token."""
+
+    name = "native"
+    summary = "native transformers classes: " + ", ".join(NATIVE)
+
+    def adopt(self, model: Any, **facts: Any) -> Model | None:
+        if type(model).__name__ not in NATIVE or not isinstance(model, nn.Module):
+            return None
+        dtype = next(model.parameters()).dtype
+        spec = native_spec(model.config, type(model).__name__, dtype, **facts)
+        return Model(type(model).__name__, Forward(model).eval(), spec, None, PREFIX)
+
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
+        from dgraph.models.checkpoint import load_checkpoint, read_config
+
+        config = read_config(folder)
+        architecture = (config.get("architectures") or [""])[0]
+        if architecture not in NATIVE:
+            return None
+        return load_checkpoint(folder, config, architecture, self.name, dtype, device)
+
+
+family = NativeFamily()
