@@ -1,0 +1,35 @@
+"""dgraph: a compiler for diffusion language models.
+
+    opt = dgraph.optimize("tiny_sdar", recipe="focus")
+    print(opt.generate("Sort these words: river stone cloud maple").texts[0])
+"""
+
+from __future__ import annotations
+
+from dgraph.api import Optimized, Result, adopt, capture, load, optimize, rewrite
+from dgraph.errors import DgraphError
+from dgraph.families import Embedded, Family, Model
+from dgraph.graph import Graph
+from dgraph.recipes import RECIPES, Phase, Recipe
+from dgraph.spec import ModelSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RECIPES",
+    "DgraphError",
+    "Embedded",
+    "Family",
+    "Graph",
+    "Model",
+    "ModelSpec",
+    "Optimized",
+    "Phase",
+    "Recipe",
+    "Result",
+    "adopt",
+    "capture",
+    "load",
+    "optimize",
+    "rewrite",
+]

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# `ConstantSource` names a symbol that comes from no traced frame. Checked on 2.11 and 2.13.
+from torch._dynamo.source import ConstantSource
+
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
 # Fake tensors with symbolic sizes: `torch.export` gives them for a traced model, but nothing public makes them for a
 # graph that a pass has rewritten. Checked on 2.11 and 2.13.
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-# `ConstantSource` names a symbol that comes from no traced frame. Checked on 2.11 and 2.13.
-from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 __all__ = ["OpOverload", "compile_region", "fake_mode", "inductor_settings", "new_symbol"]

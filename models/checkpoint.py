@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dgraph.models.native import PREFIX, Forward, native_spec
 from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
-from dgraph.models.native import PREFIX, Forward, native_spec
 
 
 def read_config(folder: Path) -> dict[str, Any]:

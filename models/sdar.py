@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dgraph.models.checkpoint import load_checkpoint, read_config
+from dgraph.models.native import PREFIX, Forward, native_spec
 from torch import nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
-from dgraph.models.checkpoint import load_checkpoint, read_config
-from dgraph.models.native import PREFIX, Forward, native_spec
 
 MASK_ID = 151669
 """Mask token of the published checkpoints, whose config does not name it."""

@@ -141,7 +141,7 @@ class _Packer:
         rule = _RULES.get(name)
         if rule is not None:
             return rule(self, node)
-        if op is not None and op.inline or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if (op is not None and op.inline) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._pointwise(node)
         raise self._unknown(node, "no rule is known for it; add one to dgraph/passes/pack_rows.py")
 

@@ -1,0 +1,301 @@
+"""The pipeline: capture -> canonicalise -> passes, verified after each -> stages -> lower -> session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.capture import capture_module
+from dgraph.errors import InputError, UnknownName
+from dgraph.families import Model, resolve
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.passes.base import Pass, Report
+from dgraph.passes.manager import run_passes
+from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
+from dgraph.runtime.session import BlockSession, Progress, SequenceKV
+from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.verify import verify
+
+THRESHOLD = 0.9
+"""Confidence above which a token is committed, unless the caller says otherwise."""
+
+
+def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
+    """Load an embedded model by name or a checkpoint folder by path.
+
+    Raises:
+        UnknownName, CheckpointError: no such model, or a damaged folder.
+    """
+    return resolve(name, dtype, device)
+
+
+def adopt(model: Any, **facts: Any) -> Model:
+    """Adopt a model object of a known family without copying its tensors.
+
+    Args:
+        model: a native transformers Llama, Qwen2 or Qwen3, or a remote-code SDAR.
+        facts: fields of `ModelSpec` that the object's config does not know, e.g. `mask_id=`.
+
+    Raises:
+        CaptureError: no family adopts it.
+        InputError: a fact is missing (a model without a mask token) or out of range.
+    """
+    return resolve(model, **facts)
+
+
+def capture(model: Any, **facts: Any) -> Graph:
+    """Capture a model's forward in canonical form.
+
+    Args:
+        model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
+        facts: as for `adopt`.
+
+    Returns:
+        A verified graph over a padded batch [b, t].
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the op, the module and the line.
+    """
+    found = resolve(model, **facts)
+    graph = capture_module(found.module, found.spec, found.prefix)
+    verify(graph)
+    return graph
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One phase after its passes.
+
+    Attributes:
+        graph: the final graph.
+        reports: one per pass, in order.
+        snapshots: the graph behind each pass, in order, the final one included.
+    """
+
+    graph: Graph
+    reports: tuple[Report, ...]
+    snapshots: tuple[Graph, ...]
+
+    def after(self, name: str) -> Graph:
+        """The graph behind the pass of that name.
+
+        Raises:
+            UnknownName: the phase does not run it.
+        """
+        for report, snapshot in zip(self.reports, self.snapshots, strict=True):
+            if report.name == name:
+                return snapshot
+        raise UnknownName("pass of this phase", name, [r.name for r in self.reports])
+
+
+def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
+    """Derive every phase of a recipe from one captured graph, which is left as it is.
+
+    Phases that begin with the same passes share their work (and the weights that these stack).
+
+    Raises:
+        PassError, VerifyError: a pass applied nowhere, or broke a rule.
+    """
+    done: dict[tuple[Pass, ...], tuple[Graph, Report | None]] = {(): (graph, None)}
+    phases = {}
+    for phase in recipe.phases:
+        keys = [phase.passes[: i + 1] for i in range(len(phase.passes))]
+        for key in keys:
+            if key not in done:
+                derived = done[key[:-1]][0].copy()
+                (report,) = run_passes(derived, key[-1:], phase.optional)
+                done[key] = (derived, report)
+        reports = tuple(report for key in keys if (report := done[key][1]) is not None)
+        snapshots = tuple(done[key][0] for key in keys)
+        phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
+    return phases
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `generate` returns.
+
+    Attributes:
+        texts: per prompt the response text; None without a tokenizer.
+        token_ids: per prompt the response ids, the stop token left out.
+        stats: counts and times; see `GenerationStats`.
+        kv: per prompt its keys and values, if `keep_kv` was set.
+    """
+
+    texts: list[str] | None
+    token_ids: list[list[int]]
+    stats: GenerationStats
+    kv: list[SequenceKV] | None = None
+
+
+class Optimized:
+    """A model under a recipe, ready to generate.
+
+    Attributes:
+        model: what was captured.
+        spec: its facts.
+        recipe: the recipe as a value.
+        phases: per phase its graphs and reports.
+        compiler: what compiled the regions; its `compiled` and `reused` say how many.
+        programs: the lowered program of each phase.
+    """
+
+    def __init__(self, model: Model, captured: Graph, recipe: Recipe, backend: str, buckets: Buckets, progress: Callable[[str], None]):
+        self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
+        progress(f"rewriting for {recipe.name}")
+        self.phases = rewrite(captured, recipe)
+        self.compiler = RegionCompiler(backend, progress)
+        self.programs = {
+            name: LoweredProgram(phase.graph, self.compiler, buckets) for name, phase in self.phases.items()
+        }
+        self._session = BlockSession(
+            self.spec,
+            self.programs,
+            block_cache=recipe.block_cache,  # type: ignore[arg-type]
+            refresh=recipe.refresh,
+            device=captured.device,
+        )
+
+    @property
+    def report(self) -> dict[str, tuple[Report, ...]]:
+        """Per phase what each pass did."""
+        return {name: phase.reports for name, phase in self.phases.items()}
+
+    def graph(self, phase: str = "step", after: str | None = None) -> Graph:
+        """The graph of a phase, at its end or behind one of its passes.
+
+        Raises:
+            UnknownName: no such phase or pass.
+        """
+        if phase not in self.phases:
+            raise UnknownName("phase", phase, self.phases)
+        found = self.phases[phase]
+        return found.graph if after is None else found.after(after)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | Tensor | None = None,
+        max_new_tokens: int = 128,
+        threshold: float | None = None,
+        steps: int | None = None,
+        block_length: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        max_batch: int | None = None,
+        keep_kv: bool = False,
+        observer: Callable[[StepRecord], None] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Result:
+        """Continue prompts; each result is what the prompt alone would give.
+
+        Args:
+            prompts: one text or several, framed by the model's chat template.
+            input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
+            max_new_tokens: length limit of a response.
+            threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
+            steps: instead of a threshold, the number of steps per block.
+            block_length: rows denoised together; default and trained value: the model's.
+            temperature: 0 takes the most likely token; above, tokens are drawn.
+            seed: of the draws.
+            max_batch: prompts per batch; None for all at once.
+            keep_kv: return each sequence's keys and values.
+            observer: called with a record of every step; slows decoding.
+            progress: called after every step.
+
+        Raises:
+            InputError: a prompt or setting that cannot be used; nothing has run then.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
+        ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
+        generation = self._session.generate(
+            ids,
+            max_new_tokens=max_new_tokens,
+            policy=_policy(threshold, steps),
+            block_length=block_length,
+            temperature=temperature,
+            seed=seed,
+            max_batch=max_batch,
+            keep_kv=keep_kv,
+            observer=observer,
+            progress=progress,
+        )
+        tokenizer = self.model.tokenizer
+        texts = [tokenizer.decode(t) for t in generation.token_ids] if tokenizer is not None else None
+        return Result(texts, generation.token_ids, generation.stats, generation.kv)
+
+    def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
+        if self.model.tokenizer is None:
+            raise InputError(f"{self.model.name} came without a tokenizer; pass input_ids instead of texts.")
+        return [self.model.tokenizer.encode(p) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+
+
+def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"input_ids must be int64 [b, t], got {input_ids.dtype} {list(input_ids.shape)}.")
+        return input_ids.tolist()
+    return [list(ids) for ids in input_ids or ()]
+
+
+def _policy(threshold: float | None, steps: int | None) -> Policy:
+    if threshold is not None and steps is not None:
+        raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
+    return FixedSteps(steps) if steps is not None else ConfidenceThreshold(THRESHOLD if threshold is None else threshold)
+
+
+def optimize(
+    model: Any,
+    recipe: str | Recipe = "focus",
+    *,
+    backend: str = "inductor",
+    buckets: str | Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Optimized:
+    """Capture a model, rewrite it by a recipe, and compile it.
+
+    Args:
+        model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a `Model`.
+        recipe: a recipe's name, or a `Recipe`.
+        backend: "inductor", or "eager" to run op by op.
+        buckets: row counts to pad to: "exact", "hybrid", or a list; None for "exact" on a CPU and "hybrid" on a GPU.
+        dtype, device: where and how to load a name or folder; see `load`.
+        facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
+        progress: called with what is being done, for display.
+        options: the recipe's options, e.g. `alpha=1.8`.
+
+    Raises:
+        UnknownName: an unknown model, recipe or option; the message has the closest matches.
+        InputError: an option out of range.
+        CheckpointError, CaptureError: the model cannot be loaded or captured.
+    """
+    tell = progress or (lambda what: None)
+    if isinstance(recipe, str) and recipe not in RECIPES:
+        raise UnknownName("recipe", recipe, RECIPES)
+    if isinstance(recipe, Recipe) and options:
+        raise InputError(f"options {', '.join(options)} were given beside a finished recipe; build it with them instead.")
+    rounding = None if buckets is None else Buckets.of(buckets)
+    tell("loading")
+    found = resolve(model, dtype, device, **dict(facts or {}))
+    chosen = recipe if isinstance(recipe, Recipe) else build(RECIPES, recipe, found.spec, options)
+    tell("capturing")
+    graph = capture_module(found.module, found.spec, found.prefix)
+    verify(graph)
+    if rounding is None:
+        rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
+    return Optimized(found, graph, chosen, backend, rounding, tell)

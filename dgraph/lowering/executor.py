@@ -1,0 +1,179 @@
+"""Lowered programs: the steps of each stage, run over numbered slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.errors import LoweringError
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.program import ProgramResult
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.schedule import Call, Region, schedule
+from dgraph.ops import op_of
+
+
+class Step:
+    """One function over slots: reads some, writes some, and frees those that nobody reads any more."""
+
+    __slots__ = ("args", "frees", "function", "targets")
+
+    def __init__(self, function: Callable[..., Any], args: list[Any], targets: tuple[tuple[int | None, int], ...]):
+        self.function, self.args, self.targets = function, args, targets
+        self.frees: tuple[int, ...] = ()
+
+    def run(self, slots: list[Any]) -> None:
+        """Call the function and store its results."""
+        result = self.function(*(_fill(a, slots) for a in self.args))
+        for part, slot in self.targets:
+            slots[slot] = result if part is None else result[part]
+        for slot in self.frees:
+            slots[slot] = None
+
+    def reads(self) -> set[int]:
+        """Slots among the arguments."""
+        return set(_slots_in(self.args))
+
+
+class Slot(int):
+    """The number of a slot, as it stands for a value among arguments."""
+
+
+def _fill(arg: Any, slots: list[Any]) -> Any:
+    if isinstance(arg, Slot):
+        return slots[arg]
+    return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
+
+
+def _slots_in(args: Iterable[Any]) -> Iterable[int]:
+    for arg in args:
+        if isinstance(arg, Slot):
+            yield arg
+        elif isinstance(arg, list):
+            yield from _slots_in(arg)
+
+
+class LoweredProgram:
+    """A phase, ready to run: see `dgraph.lowering.program.Program`.
+
+    Args:
+        graph: the phase's graph, verified; it is kept for dumps.
+        compiler: makes the region functions; share it among the phases of a model.
+        buckets: rounds the row count of every stage.
+    """
+
+    def __init__(self, graph: Graph, compiler: RegionCompiler, buckets: Buckets):
+        self.graph, self.buckets = graph, buckets
+        self.stages = schedule(graph)
+        self._numbers: dict[Node, Slot] = {}
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self._template: list[Any] = [graph.tensors[n.meta["weight"]].detach() if "weight" in n.meta else None for n in placeholders]
+        for node in placeholders:
+            self._number(node)
+        self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
+        self._steps: list[list[Step]] = []
+        self._cuts: list[Step | None] = []
+        for stage in self.stages:
+            self._steps.append([self._lower(step, compiler) for step in stage.steps])
+            self._cuts.append(None if stage.cut is None else self._lower(stage.cut, compiler))
+        self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
+        self._plan_frees()
+        self._template += [None] * (len(self._numbers) - len(self._template))
+
+    @property
+    def input_names(self) -> frozenset[str]:
+        """Names of the inputs that the program reads."""
+        return frozenset(self._inputs)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """Names of the stages, in order."""
+        return tuple(s.name for s in self.stages)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
+        """Run every stage; see `Program`.
+
+        Raises:
+            LoweringError: an input is missing, or is not of its declared dtype.
+        """
+        slots = list(self._template)
+        live, padded = rows, self.buckets(rows)
+        self._bind(inputs, slots, live, padded)
+        all_live, all_padded, seconds = [], [], []
+        for steps, cut in zip(self._steps, self._cuts, strict=True):
+            start = time.perf_counter()
+            for step in steps:
+                step.run(slots)
+            all_live.append(live)
+            all_padded.append(padded)
+            if cut is not None:
+                keep, cu_rows, _ = cut.args
+                live = int(slots[keep].sum())  # the one host read: the next stage's bucket depends on it
+                padded = self.buckets(live)
+                index = cut.function(slots[keep], slots[cu_rows], padded)
+                for part, slot in cut.targets:
+                    slots[slot] = index[part]
+            seconds.append(time.perf_counter() - start)
+        outputs = {name: slots[slot] for name, slot in self._outputs.items()}
+        return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
+
+    def _bind(self, inputs: Mapping[str, Tensor], slots: list[Any], rows: int, padded: int) -> None:
+        for name, (slot, spec) in self._inputs.items():
+            if name not in inputs:
+                raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
+            value = inputs[name]
+            if value.dtype != spec.dtype:
+                raise LoweringError(f"input {name!r} is {value.dtype}, expected {spec.dtype}.")
+            if spec.shape[0] == "N":
+                if value.shape[0] != rows:
+                    raise LoweringError(f"input {name!r} has {value.shape[0]} rows, expected {rows}.")
+                if padded > rows:
+                    value = torch.cat([value, value.new_zeros(padded - rows, *value.shape[1:])])
+            slots[slot] = value
+
+    def _number(self, node: Node) -> Slot:
+        return self._numbers.setdefault(node, Slot(len(self._numbers)))
+
+    def _lower(self, step: Region | Call, compiler: RegionCompiler) -> Step:
+        if isinstance(step, Region):
+            args = [self._numbers[n] for n in step.inputs]
+            targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))
+            return Step(compiler.function(self.graph, step), args, targets)
+        op = op_of(step.node.target)
+        assert op is not None
+        args = [_numbered(a, self._numbers) for a in step.node.args]
+        written = () if op.mutates and step.node.meta["val"] is None else step.results
+        return Step(op.overload, args, tuple((part, self._number(n)) for part, n in written))
+
+    def _plan_frees(self) -> None:
+        """Free each slot behind its last reader; weights, inputs and outputs stay."""
+        keep = set(self._outputs.values()) | set(range(len(self._template)))
+        last: dict[int, Step] = {}
+        for steps, cut in zip(self._steps, self._cuts, strict=True):
+            for step in steps:
+                last.update(dict.fromkeys(step.reads(), step))
+                last.update({slot: step for _, slot in step.targets})
+            if cut is not None:  # a cut's own arguments are read by the host
+                keep |= cut.reads()
+        frees: dict[Step, list[int]] = {}
+        for slot, step in last.items():
+            if slot not in keep:
+                frees.setdefault(step, []).append(slot)
+        for step, freed in frees.items():
+            step.frees = tuple(freed)
+
+
+def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
+    if isinstance(arg, Node):
+        return numbers[arg]
+    if isinstance(arg, (list, tuple)):
+        return [_numbered(a, numbers) for a in arg]
+    return arg
+

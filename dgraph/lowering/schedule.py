@@ -1,0 +1,164 @@
+"""Scheduling: a graph as alternating regions and calls, cut into stages.
+
+Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and fuse.
+A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike: out-projection,
+residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs their texts are equal,
+so one is compiled and serves every layer, stage and bucket.
+
+A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and what a
+layer derives from shared tables (cos, sin) is derived inside that layer's region. Nothing moves across a stage cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from dgraph.errors import LoweringError
+from dgraph.graph import Graph
+from dgraph.ops import op_of
+from dgraph.shapes import where
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that are compiled together.
+
+    Attributes:
+        nodes: in order.
+        inputs: values from outside, in order of first use (weights and run-time inputs among them).
+        outputs: values that are read outside, in order.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One opaque call, and the nodes that name its results (one node, or one per part of a tuple)."""
+
+    node: Node
+    results: tuple[tuple[int | None, Node], ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps that run without a host read.
+
+    Attributes:
+        name: "step" for an uncut graph, else "prefix", "suffix", "suffix 2", ...
+        steps: in order.
+        rows: the row set that the stage runs on (N, K, ...).
+        cut: the call behind which the next stage starts; None in the last stage.
+    """
+
+    name: str
+    steps: tuple[Region | Call, ...]
+    rows: str
+    cut: Call | None
+
+
+def schedule(graph: Graph) -> tuple[Stage, ...]:
+    """Cut a graph into stages of regions and calls.
+
+    Raises:
+        LoweringError: an attention over a padded batch is left in the graph; PackRows has to run first.
+    """
+    for node in graph.find("attention"):
+        raise LoweringError(f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe.")
+    levels = _levels(graph)
+    slots = _slots(graph, levels)
+    stages: list[Stage] = []
+    steps: list[Region | Call] = []
+    rows = "N"
+    for level in range(max([*levels.values(), *slots.values(), -1]) + 1):
+        members = [n for n in graph.calls if slots.get(n) == level]
+        if members:
+            steps.append(_region(members))
+        for node in graph.calls:
+            if not _is_opaque(node) or levels[node] != level:
+                continue
+            call = Call(node, _results_of(node))
+            if _is_cut(node):
+                stages.append(Stage("", tuple(steps), rows, call))
+                steps, rows = [], node.meta["rows"]
+            else:
+                steps.append(call)
+    stages.append(Stage("", tuple(steps), rows, None))
+    names = _stage_names(len(stages))
+    return tuple(Stage(name, s.steps, s.rows, s.cut) for name, s in zip(names, stages, strict=True))
+
+
+def _stage_names(count: int) -> Iterable[str]:
+    if count == 1:
+        return ("step",)
+    return ("prefix", "suffix", *(f"suffix {i}" for i in range(2, count)))
+
+
+def _is_opaque(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and not op.inline
+
+
+def _is_cut(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.cut
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node picks one result of an opaque call."""
+    return node.target is operator.getitem and _is_opaque(node.args[0])  # type: ignore[arg-type]
+
+
+def _results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
+    parts = [(u.args[1], u) for u in node.users if _is_part(u)]
+    return tuple(parts) if parts else ((None, node),)  # type: ignore[return-value]
+
+
+def _levels(graph: Graph) -> dict[Node, int]:
+    """The level of each node: region l runs in front of all opaque calls of level l, and these in the graph's order.
+
+    A node behind an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
+    Levels never fall along the graph, so calls keep their order and no cache is read in front of its write.
+    """
+    levels: dict[Node, int] = {}
+    lowest = 0
+    for node in graph.calls:
+        if _is_part(node):
+            levels[node] = levels[node.args[0]]  # type: ignore[index]
+            continue
+        opaque, level = _is_opaque(node), 0
+        for arg in node.all_input_nodes:
+            if arg in levels:
+                behind_call = _is_opaque(arg) or _is_part(arg)
+                level = max(level, levels[arg] + (1 if behind_call and not opaque else 0))
+        if opaque:
+            level = lowest = max(level, lowest)
+        levels[node] = level
+    return levels
+
+
+def _slots(graph: Graph, levels: dict[Node, int]) -> dict[Node, int]:
+    """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut."""
+    order = {n: i for i, n in enumerate(graph.fx.nodes)}
+    cuts = [n for n in graph.calls if _is_cut(n)]
+    end = max(levels.values(), default=0) + 1
+    slots: dict[Node, int] = {}
+    for node in reversed(graph.calls):
+        if _is_opaque(node) or _is_part(node):
+            continue
+        at = min((slots.get(u, levels.get(u, end)) for u in node.users), default=end)
+        slots[node] = min([at, *(levels[c] for c in cuts if order[node] < order[c])])
+    return slots
+
+
+def _region(members: list[Node]) -> Region:
+    inside = set(members)
+    inputs = dict.fromkeys(a for n in members for a in n.all_input_nodes if a not in inside)
+    outputs = [n for n in members if any(u not in inside for u in n.users)]
+    return Region(tuple(members), tuple(inputs), tuple(outputs))

@@ -1,0 +1,106 @@
+"""A recipe: which passes make which phase, and how the decode loop runs them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.passes.base import Pass
+from dgraph.spec import ModelSpec
+
+BLOCK_CACHES = ("off", "dc", "dc+")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program to derive from the captured graph.
+
+    Attributes:
+        name: "prefill" or "step".
+        passes: applied in this order. Phases share the work of a common beginning.
+        optional: names of passes that may apply nowhere.
+    """
+
+    name: str
+    passes: tuple[Pass, ...]
+    optional: frozenset[str] = frozenset()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"phase": self.name, "passes": [p.to_json() for p in self.passes], "optional": sorted(self.optional)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method as a value: equal recipes give equal programs.
+
+    Attributes:
+        name: under which it was built.
+        version: raised when the same options come to mean another program.
+        phases: the programs, by phase.
+        block_cache: which rows of the current block stay cached between its steps: "off" (none), "dc" (decoded rows),
+            "dc+" (decoded rows whose right neighbour is decoded too: FOCUS, section 4.3).
+        refresh: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
+    """
+
+    name: str
+    version: int
+    phases: tuple[Phase, ...]
+    block_cache: str = "off"
+    refresh: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_cache not in BLOCK_CACHES:
+            raise InputError(f"block_cache must be one of {', '.join(map(repr, BLOCK_CACHES))}, got {self.block_cache!r}.")
+        if not isinstance(self.refresh, bool):
+            raise InputError(f"refresh must be True or False, got {self.refresh!r}.")
+
+    def phase(self, name: str) -> Phase:
+        """The phase of that name.
+
+        Raises:
+            UnknownName: no such phase.
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise UnknownName("phase", name, [p.name for p in self.phases])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "recipe": self.name,
+            "version": self.version,
+            "block_cache": self.block_cache,
+            "refresh": self.refresh,
+            "phases": [p.to_json() for p in self.phases],
+        }
+
+
+Builder = Callable[..., Recipe]
+"""Takes the spec and keyword options with defaults, returns a recipe; its docstring's first line is the summary."""
+
+
+def options_of(builder: Builder) -> dict[str, Any]:
+    """A builder's options and their defaults, in order."""
+    parameters = list(inspect.signature(builder).parameters.values())[1:]
+    return {p.name: p.default for p in parameters}
+
+
+def build(recipes: dict[str, Builder], name: str, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
+    """Build a recipe by name.
+
+    Raises:
+        UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
+        InputError: an option's value is out of range.
+    """
+    if name not in recipes:
+        raise UnknownName("recipe", name, recipes)
+    known = options_of(recipes[name])
+    for option in options:
+        if option not in known:
+            raise UnknownName(f"option of recipe {name!r}", option, known)
+    return recipes[name](spec, **options)

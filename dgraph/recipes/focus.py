@@ -1,0 +1,38 @@
+"""FOCUS: evict rows that will not be decoded, cache decoded rows within the block."""
+
+from __future__ import annotations
+
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.evict_tokens import EvictTokens
+from dgraph.recipes.base import Phase, Recipe
+from dgraph.recipes.dense import CACHED, PREFILL
+from dgraph.spec import ModelSpec
+
+
+def focus(
+    spec: ModelSpec,
+    alpha: float = 1.5,
+    after: int = 1,
+    signal: str = "delta",
+    select: str = "top",
+    keep: int = 0,
+    block_cache: str = "dc+",
+    refresh: bool = True,
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """FOCUS: evicts rows behind layer `after`, caches decoded rows within the block.
+
+    Args:
+        spec: the model.
+        alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
+        after: the layer behind whose keys and values rows are evicted.
+        signal: "delta" (change of importance from the layer before) or "importance".
+        select: keep the "top", "random" or "bottom" rows of the signal.
+        keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`.
+        refresh: forward a finished block once more before it is committed (as the paper's quality figures do).
+        max_num_logits: rows whose logits exist at a time.
+    """
+    evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
+    step = Phase("step", (*CACHED, evict, ChunkLMHead(max_num_logits)))
+    return Recipe("focus", 1, (PREFILL, step), block_cache, refresh)
