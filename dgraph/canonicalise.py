@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError
 from dgraph.graph import Graph
+from dgraph.nodes import op_name, where
 from dgraph.ops import OPS
-from dgraph.shapes import Evaluator, op_name, where
+from dgraph.shapes import Evaluator
 
 aten = torch.ops.aten
 

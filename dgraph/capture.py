@@ -20,7 +20,8 @@ from torch.fx import Node
 from dgraph.canonicalise import canonicalise
 from dgraph.errors import CaptureError, VerifyError
 from dgraph.graph import Graph
-from dgraph.shapes import InputSpec, op_name
+from dgraph.nodes import op_name
+from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 from dgraph.torch_private import OpOverload
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import VerifyError
-from dgraph.torch_private import OpOverload, fake_mode, new_symbol
+from dgraph.nodes import op_name, where
+from dgraph.torch_private import fake_mode, new_symbol
 
 Dim = int | str
 """A size in a declaration: an integer, a symbol ("N") or a symbol plus an integer ("b+1")."""
@@ -148,18 +149,3 @@ class Evaluator:
                 f"{where(node)}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
-
-
-def op_name(target: Any) -> str:
-    """The name of an op as it reads in a dump: `linear`, `dgraph.importance`, `getitem`."""
-    if isinstance(target, OpOverload):
-        namespace, _, name = target._schema.name.partition("::")
-        return name if namespace == "aten" else f"{namespace}.{name}"
-    return getattr(target, "__name__", str(target))
-
-
-def where(node: torch.fx.Node) -> str:
-    """A node's place for a message: pass, layer, role and name."""
-    layer, role, by = node.meta.get("layer"), node.meta.get("role"), node.meta.get("by")
-    place = f"layer {layer}" if layer is not None else "outside the layers"
-    return f"{place}{f' ({role})' if role else ''}, node {node.name}{f', made by {by}' if by else ''}"

@@ -11,27 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# `ConstantSource` names a symbol that comes from no traced frame. Checked on 2.11 and 2.13.
-from torch._dynamo.source import ConstantSource
-
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
-
-# Fake tensors with symbolic sizes: `torch.export` gives them for a traced model, but nothing public makes them for a
-# graph that a pass has rewritten. Checked on 2.11 and 2.13.
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 __all__ = ["OpOverload", "compile_region", "fake_mode", "inductor_settings", "new_symbol"]
 
 
-def fake_mode() -> FakeTensorMode:
-    """A fake-tensor mode with an empty shape environment of its own."""
+def fake_mode() -> Any:
+    """A fake-tensor mode with an empty shape environment of its own.
+
+    `torch.export` gives fake tensors with symbolic sizes for a traced model, but nothing public makes them for a graph
+    that a pass has rewritten. Checked on 2.11 and 2.13.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
 
 
-def new_symbol(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
-    """A size that shape checks must treat as variable; `hint` (at least 2) only settles comparisons."""
+def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
+    """A size that shape checks must treat as variable; `hint` (at least 2) only settles comparisons.
+
+    `ConstantSource` names a symbol that comes from no traced frame. Checked on 2.11 and 2.13. The imports are late
+    because they pull in Dynamo and, with it, triton.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[arg-type]
     example = mode.from_tensor(torch.empty(hint), symbolic_context=context, source=ConstantSource(name))
     size = example.shape[0]

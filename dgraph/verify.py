@@ -14,8 +14,9 @@ from torch.fx import Node
 
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
+from dgraph.nodes import op_name, where
 from dgraph.ops import op_of
-from dgraph.shapes import Evaluator, InputSpec, op_name, where
+from dgraph.shapes import Evaluator, InputSpec
 from dgraph.torch_private import OpOverload
 
 HOST_READS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}

@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
+from dgraph.nodes import where
 from dgraph.ops import op_of
-from dgraph.shapes import where
 
 
 @dataclass(frozen=True)

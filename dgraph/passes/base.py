@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.shapes import where
+from dgraph.nodes import where
 
 
 class Effect(enum.Enum):

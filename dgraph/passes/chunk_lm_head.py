@@ -10,9 +10,10 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
+from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec, op_name
+from dgraph.shapes import InputSpec
 
 MASKED = InputSpec("masked", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))

@@ -11,9 +11,10 @@ from torch.fx import Node
 
 from dgraph.errors import PassError
 from dgraph.graph import Graph
+from dgraph.nodes import op_name, where
 from dgraph.ops import OPS, op_of
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec, op_name, where
+from dgraph.shapes import InputSpec
 
 aten = torch.ops.aten
 
