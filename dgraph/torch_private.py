@@ -14,6 +14,8 @@ from torch import Tensor
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
+from dgraph.errors import LoweringError
+
 __all__ = ["OpOverload", "compile_region", "fake_mode", "inductor_settings", "new_symbol"]
 
 
@@ -35,12 +37,14 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     `ConstantSource` names a symbol that comes from no traced frame. Checked on 2.11 and 2.13. The imports are late
     because they pull in Dynamo and, with it, triton.
     """
+    from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[arg-type]
     example = mode.from_tensor(torch.empty(hint), symbolic_context=context, source=ConstantSource(name))
     size = example.shape[0]
-    assert isinstance(size, torch.SymInt), f"torch specialised the size {name} to {size}"
+    if not isinstance(size, torch.SymInt):
+        raise LoweringError(f"torch specialised the symbolic size {name} to {size}.")
     return size
 
 

@@ -1,0 +1,56 @@
+"""dgraph::attention: the form in which a model's attention is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.rows import check_heads
+
+CONTRACT = """\
+Bidirectional attention over a dense batch; every query sees every key.
+q [b, Hq, T, D]; k, v [b, Hkv, S, D], post-RoPE, not repeated; query head h reads KV head h // (Hq / Hkv).
+out [b, Hq, T, D], contiguous, in the dtype of q. Scores q.k * scale and sums in fp32 at least.
+There is no mask and there are no padding rows: capture happens before rows are packed."""
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    check_heads("attention", q, k, 1)
+    return F.scaled_dot_product_attention(
+        q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    ).contiguous()
+
+
+def fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for name, b, hq, hkv, t, d in (
+        ("plain", 2, 4, 4, 9, 16),
+        ("gqa", 1, 6, 2, 7, 8),
+        ("one token, multi-query", 3, 3, 1, 1, 10),
+    ):
+        yield Sample(name, (draw(b, hq, t, d), draw(b, hkv, t, d), draw(b, hkv, t, d), d**-0.5))
+    strided = [draw(2, 5, h, 8).transpose(1, 2) for h in (4, 2, 2)]
+    yield Sample("strided, large scores", (strided[0] * 30, strided[1], strided[2], 1.0))
+
+
+OP = register(
+    Op(
+        name="attention",
+        overload=define(
+            "attention", "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", reference, fake
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

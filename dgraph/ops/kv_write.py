@@ -1,0 +1,95 @@
+"""dgraph::kv_write: store the keys and values of rows in the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.rows import sequence_of
+
+CONTRACT = """\
+Position p of sequence s lives at cache[page_table[s, p // page], p % page].
+Writes k and v [N, Hkv, D] of every live row to k_cache and v_cache [pages, page, Hkv, D], all of one dtype;
+returns nothing.
+positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1].
+Padding rows write nothing and may hold anything; table entries that no row addresses are not read. The
+rows of a step address distinct slots, so the order of the writes does not matter.
+A row whose page is not assigned (a negative entry) is an error in the reference and undefined in a kernel."""
+
+
+def reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    cu_rows: Tensor,
+) -> None:
+    live = int(cu_rows[-1])
+    if not live:
+        return
+    page, position = k_cache.shape[1], positions[:live]
+    pages = page_table[sequence_of(cu_rows, live), position // page].long()
+    if bool((pages < 0).any()):
+        raise InputError(
+            "dgraph::kv_write: a row's position lies in a page that its sequence does not have (its "
+            "page_table entry is negative). Assign pages for every position of a step before running it."
+        )
+    k_cache[pages, position % page] = k[:live]
+    v_cache[pages, position % page] = v[:live]
+
+
+def fake(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    cu_rows: Tensor,
+) -> None:
+    return None
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, counts, starts, page, heads, d in (
+        ("one sequence", (4,), (0,), 4, 2, 8),
+        ("ragged, an empty sequence, blocks across pages", (5, 0, 7, 1), (3, 9, 14, 31), 8, 2, 6),
+        ("no rows", (0, 0), (0, 0), 4, 1, 8),
+        ("page of one position", (3, 2), (2, 0), 1, 3, 4),
+    ):
+        lengths = [count + start for count, start in zip(counts, starts, strict=True)]
+        table, pages = page_table_of(lengths, page, generator)
+        k, v = (torch.randn(sum(counts), heads, d, generator=generator) for _ in range(2))
+        caches = [torch.randn(pages, page, heads, d, generator=generator) for _ in range(2)]
+        positions, cu_rows = positions_of(counts, starts), cu_rows_of(counts)
+        yield Sample(
+            name,
+            (k, v, *(cache.clone() for cache in caches), positions, table, cu_rows),
+            (pad_rows(k, 3), pad_rows(v, 3), *caches, pad_rows(positions, 3), table, cu_rows),
+        )
+
+
+OP = register(
+    Op(
+        name="kv_write",
+        overload=define(
+            "kv_write",
+            "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, "
+            "Tensor page_table, Tensor cu_rows) -> ()",
+            reference,
+            fake,
+            mutates=("k_cache", "v_cache"),
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+        mutates=("k_cache", "v_cache"),
+    )
+)

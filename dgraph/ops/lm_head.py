@@ -1,0 +1,160 @@
+"""dgraph::lm_head: logits of the masked rows, in chunks, reduced at once to a token and its confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import pad_rows
+from dgraph.ops.registry import Op, Sample, define, numeric, register
+
+CONTRACT = """\
+Only rows with masked = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
+are freed before the next chunk, so that they take max_num_logits * V values whatever K is.
+h [K, d]; weight [V, d]; bias [V] or None; masked bool[K]; temperature f32[K], >= 0; seed i64[K]
+-> token i64[K], confidence f32[K] (float64 for float64).
+Logits are h @ weight.T + bias in the dtype of h; everything after that is in fp32. The id `suppress`
+(-1: none) counts as if its logit were -inf: a model must not answer a mask with a mask.
+temperature 0: the token of the largest logit (ties: lowest id); confidence is its softmax probability.
+temperature T > 0: p = softmax(logits / T); the token is drawn from p by the Gumbel-max rule, with noise
+from an integer hash of (seed of the row, vocabulary id); confidence is p of the token. A draw depends on
+nothing but logits, T and seed: not on batch, chunk or device.
+Rows that are not masked, and padding rows (masked = False), give token -1 and confidence -inf; they may
+hold anything.
+Deterministic. The chunk length may change the last bits of the logits, as it does for any matrix product."""
+
+MASK32 = 0xFFFFFFFF
+
+
+def reference(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    masked: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+) -> tuple[Tensor, Tensor]:
+    if max_num_logits < 1:
+        raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
+    token = seed.new_full((h.shape[0],), -1)
+    confidence = h.new_full((h.shape[0],), -torch.inf, dtype=numeric(h.dtype))
+    for rows in masked.nonzero().squeeze(1).split(max_num_logits):
+        if len(rows):
+            logits = F.linear(h[rows], weight, bias)
+            token[rows], confidence[rows] = decode_logits(logits, temperature[rows], seed[rows], suppress)
+            del logits  # or two chunks would be alive at once
+    return token, confidence
+
+
+def decode_logits(
+    logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1
+) -> tuple[Tensor, Tensor]:
+    """A token and its probability for each row of logits; see the contract of dgraph::lm_head.
+
+    Args:
+        logits: [R, V].
+        temperature: f32[R]; 0 takes the largest logit.
+        seed: i64[R], one per row; the same seed gives the same draw.
+        suppress: an id that is never produced (the mask token), or -1.
+
+    Returns:
+        token i64[R] and confidence f32[R] (float64 for float64 logits).
+    """
+    logits = logits.to(numeric(logits.dtype))
+    if suppress >= 0:
+        logits = logits.index_fill(1, torch.tensor([suppress], device=logits.device), -torch.inf)
+    warm = (temperature > 0).nonzero().squeeze(1)
+    if len(warm):
+        logits = logits.clone()
+        logits[warm] /= temperature[warm, None].to(logits.dtype)
+    token = logits.argmax(-1)
+    if len(warm):
+        token[warm] = logits[warm].add_(gumbel(seed[warm], logits.shape[1])).argmax(-1)
+    confidence = logits.softmax(-1).gather(1, token[:, None]).squeeze(1)
+    return token, confidence
+
+
+def gumbel(seed: Tensor, vocab: int) -> Tensor:
+    """f32[R, vocab]: standard Gumbel noise, a function of (seed, vocabulary id) alone."""
+    bits = _hash(seed & MASK32)
+    bits = _hash(bits ^ ((seed >> 32) & MASK32))
+    first, second = bits[:, None], _hash(bits ^ 0x5BD1E995)[:, None]
+    index = torch.arange(vocab, dtype=torch.int64, device=seed.device)
+    # Two keyed rounds: with one, the draws of two seeds would be the same noise in another order.
+    noise = _hash((_hash(index ^ first) + second).bitwise_and_(MASK32))
+    # The tail that can win is where the survival probability is small, and there fp32 resolves it best.
+    survival = noise.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return survival.neg_().log1p_().neg_().log_().neg_()
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A 32-bit finaliser in int64; its multipliers are below 2^31, so that no product overflows."""
+    x = x ^ (x >> 16)
+    x.mul_(0x21F0AAAD).bitwise_and_(MASK32)
+    x ^= x >> 15
+    x.mul_(0x735A2D97).bitwise_and_(MASK32)
+    x ^= x >> 15
+    return x
+
+
+def fake(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    masked: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(seed), h.new_empty(h.shape[0], dtype=numeric(h.dtype))
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, k, d, vocab, share, bias, heat, chunk in (
+        ("greedy", 7, 8, 33, 0.6, False, 0.0, 3),
+        ("one chunk, bias", 5, 8, 17, 0.8, True, 0.0, 100),
+        ("sampled", 6, 4, 40, 0.9, False, 1.0, 4),
+        ("sampled and greedy rows", 9, 6, 21, 1.1, True, 0.5, 2),
+        ("nothing masked", 4, 4, 8, -1.0, False, 0.0, 2),
+        ("no rows", 0, 4, 8, 0.5, False, 0.0, 2),
+    ):
+        h, weight = torch.randn(k, d, generator=generator), torch.randn(vocab, d, generator=generator)
+        offset = torch.randn(vocab, generator=generator) if bias else None
+        masked = torch.rand(k, generator=generator) < share
+        temperature = heat * (torch.rand(k, generator=generator) < 0.7)
+        seed = torch.randint(-(2**62), 2**62, (k,), generator=generator)
+        padded = tuple(pad_rows(x, 3) for x in (masked, temperature, seed))
+        padded[0][k:] = False
+        suppress = vocab // 2 if bias else -1
+        yield Sample(
+            name,
+            (h, weight, offset, masked, temperature, seed, chunk, suppress),
+            (pad_rows(h, 3), weight, offset, *padded, chunk, suppress),
+        )
+    twice = torch.randn(4, 6, generator=generator).repeat_interleave(2, dim=0)
+    h, zero = torch.randn(3, 6, generator=generator), torch.zeros(3)
+    yield Sample("ties", (h, twice, None, torch.ones(3).bool(), zero, zero.long(), 2, -1))
+
+
+OP = register(
+    Op(
+        name="lm_head",
+        overload=define(
+            "lm_head",
+            "(Tensor h, Tensor weight, Tensor? bias, Tensor masked, Tensor temperature, Tensor seed, "
+            "SymInt max_num_logits, int suppress) -> (Tensor, Tensor)",
+            reference,
+            fake,
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

@@ -1,0 +1,85 @@
+"""dgraph::packed_attention: attention among the rows of a step, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dgraph.ops.draws import cu_rows_of, limits_of, pad_rows, positions_of
+from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.rows import attend, check_heads, groups, take
+
+CONTRACT = """\
+Attention among packed rows: row i sees the rows j of its own sequence with positions[j] < limit[i].
+q [N, Hq, D]; k, v [N, Hkv, D]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]
+-> [N, Hq, D] in the dtype of q.
+Query head h reads KV head h // (Hq / Hkv). Scores q.k * scale and sums in fp32 at least.
+A row that sees nothing, and a padding row, gives zeros. Padding rows may hold anything.
+Deterministic. The reference pads each sequence to a length that depends on nothing but its own row count,
+so that a sequence gives the same bits alone and in any batch."""
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor, scale: float
+) -> Tensor:
+    check_heads("packed_attention", q, k, 1)
+    out = q.new_zeros(q.shape)
+    for group in groups(cu_rows):
+        rows = group.rows
+        at, end = positions[rows], limit[rows]
+        hidden = (at[:, None, :] >= end[:, :, None]).logical_or_(~group.live[:, None, :])
+        blind = at[:, :1] >= end  # positions ascend: who does not see the first row sees none
+        group.scatter(out, attend(take(q, rows), take(k, rows), take(v, rows), hidden, blind, scale))
+    return out
+
+
+def fake(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor, scale: float
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, counts, block, hq, hkv, d in (
+        ("one sequence, whole blocks", (16,), 8, 4, 2, 16),
+        ("ragged, an empty sequence, prompts not multiples of the block", (5, 0, 33, 1), 4, 4, 4, 8),
+        ("no rows", (0, 0), 4, 2, 1, 8),
+        ("multi-query, odd head dim, block longer than the prompts", (3, 7), 32, 3, 1, 10),
+    ):
+        n, starts = sum(counts), [0] * len(counts)
+        q, k, v = (torch.randn(n, h, d, generator=generator) for h in (hq, hkv, hkv))
+        positions, limit = positions_of(counts, starts), limits_of(counts, starts, block)
+        yield from _sample(name, q, k, v, positions, cu_rows_of(counts), limit)
+    q, k, v = (torch.randn(6, h, 8, generator=generator) for h in (4, 2, 2))
+    positions = torch.tensor([10, 11, 14, 0, 1, 2])
+    limit = torch.tensor([10, 15, 11, 0, 3, 1]).int()
+    yield from _sample(
+        "gaps in the positions, rows that see nothing", q, k, v, positions, cu_rows_of((3, 3)), limit
+    )
+
+
+def _sample(
+    name: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor
+) -> Iterator[Sample]:
+    scale = q.shape[2] ** -0.5
+    padded = (*(pad_rows(x, 5) for x in (q, k, v, positions)), cu_rows, pad_rows(limit, 5), scale)
+    yield Sample(name, (q, k, v, positions, cu_rows, limit, scale), padded)
+
+
+OP = register(
+    Op(
+        name="packed_attention",
+        overload=define(
+            "packed_attention",
+            "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cu_rows, Tensor limit, float scale) "
+            "-> Tensor",
+            reference,
+            fake,
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

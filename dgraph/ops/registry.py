@@ -1,0 +1,97 @@
+"""What an op of dgraph consists of, and the table of all ops.
+
+An op has four parts: a schema (with a fake, so that it can be traced), a reference in plain torch that
+defines what is correct, a contract in words, and samples on which every back end is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAMESPACE = "dgraph"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op.
+
+    Attributes:
+        name: what is special about the call.
+        args: its arguments, in the order of the schema.
+        padded: the same call with padding rows appended (NaN or nonsense); None if it has no rows.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    padded: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of the namespace `dgraph`.
+
+    Attributes:
+        name: its name without the namespace.
+        overload: what a graph holds as the target of a node, `torch.ops.dgraph.<name>.default`.
+        reference: plain torch on any device; the definition of correct, and the back end without a kernel.
+            Takes float64 as well, and then computes in float64.
+        samples: odd shapes and corner cases, drawn from a seeded CPU generator.
+        contract: layout, order, tie rule, padding sentinel and determinism, in words.
+        inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
+        cut: the host must read its result size; a program is cut into stages here.
+        mutates: names of the arguments that it writes.
+    """
+
+    name: str
+    overload: Any  # OpOverload, whose type has no public name
+    reference: Callable[..., Any]
+    samples: Callable[[torch.Generator], Iterable[Sample]]
+    contract: str
+    inline: bool = False
+    cut: bool = False
+    mutates: tuple[str, ...] = ()
+
+
+OPS: dict[str, Op] = {}
+
+
+def define(
+    name: str,
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+) -> Any:
+    """Declare `torch.ops.dgraph.<name>` with `reference` as its kernel on every device.
+
+    A kernel for one device type, added with `torch.library.register_kernel`, replaces the reference there.
+    Returns the overload.
+    """
+    custom = torch.library.custom_op(f"{NAMESPACE}::{name}", reference, mutates_args=mutates, schema=schema)
+    custom.register_fake(fake)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def register(op: Op) -> Op:
+    """Put `op` in the table; a second op of the same name is an error."""
+    if op.name in OPS:
+        raise ValueError(f"op {op.name!r} is registered twice; give the second one another name.")
+    OPS[op.name] = op
+    return op
+
+
+def op_of(target: object) -> Op | None:
+    """The op that is the target of a graph node, as overload or overload packet; None for other targets."""
+    for op in OPS.values():
+        if target is op.overload or target is op.overload.overloadpacket:
+            return op
+    return None
+
+
+def numeric(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an op computes statistics of values of `dtype`: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)

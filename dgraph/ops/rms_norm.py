@@ -1,0 +1,48 @@
+"""dgraph::rms_norm: root-mean-square normalisation (Zhang and Sennrich, 2019) as Qwen3 computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dgraph.ops.draws import pad_rows
+from dgraph.ops.registry import Op, Sample, define, numeric, register
+
+CONTRACT = """\
+weight * (xf * rsqrt(mean(xf^2) + eps)).to(x.dtype), with xf = x in fp32 (float64 stays float64) and the
+mean over the last dimension. x [..., d]; weight [d] -> the shape of x, in the promoted dtype of weight and
+x. Row by row: a padding row influences no other row. Inline: the compiler fuses it."""
+
+
+def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(numeric(x.dtype))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, shape in (
+        ("hidden rows", (7, 33)),
+        ("heads", (5, 3, 16)),
+        ("batch of one row", (1, 1, 8)),
+        ("no rows", (0, 8)),
+    ):
+        x = torch.randn(shape, generator=generator)
+        weight = torch.randn(shape[-1], generator=generator)
+        yield Sample(name, (x, weight, 1e-6), (pad_rows(x, 3), weight, 1e-6))
+    zeros = torch.zeros(2, 8)
+    yield Sample("zeros", (zeros, torch.ones(8), 1e-5), (pad_rows(zeros, 1), torch.ones(8), 1e-5))
+
+
+OP = register(
+    Op(
+        name="rms_norm",
+        overload=define("rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", reference, reference),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+        inline=True,
+    )
+)

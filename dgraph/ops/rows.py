@@ -1,0 +1,130 @@
+"""From packed rows to padded sequences and back; what the references share.
+
+The padded length of a sequence is a function of that sequence alone (`padded_length`), and sequences of equal
+padded length are computed together. So the result for a sequence does not depend on what else is in the
+batch, and a short sequence does not pay for a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+
+# Bound on the scores or mask elements of a group, 16 MiB in fp32; one sequence alone may take more.
+GROUP_ELEMENTS = 1 << 22
+
+
+def padded_length(n: int, least: int = 8) -> int:
+    """`n` rounded up to `least`, or else to four steps per octave: 16, 20, 24, 28, 32, 40, 48, 56, 64, ..."""
+    if n <= least:
+        return least
+    step = max(least // 2, 1 << max((n - 1).bit_length() - 3, 0))
+    return -(-n // step) * step
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """values[rows] for i64 rows of any shape; several times faster than indexing on a CPU."""
+    return values.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+
+
+def sequence_of(cu_rows: Tensor, rows: int) -> Tensor:
+    """i64[rows]: the sequence of each row; b for padding rows."""
+    index = torch.arange(rows, dtype=cu_rows.dtype, device=cu_rows.device)
+    return torch.searchsorted(cu_rows[1:].contiguous(), index, right=True)
+
+
+def offsets_of(flags: Tensor, cu_rows: Tensor) -> Tensor:
+    """i64[b+1]: row offsets of the rows that are flagged, from bool[N] and the offsets of all rows."""
+    running = F.pad(flags.cumsum(0), (1, 0))
+    return running[cu_rows.long()]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of one padded shape.
+
+    Attributes:
+        sequences: i64[g].
+        rows: i64[g, R], row index; slots past the end of a sequence repeat its first row.
+        live: bool[g, R], False in those slots.
+        keys: padded number of keys of each sequence.
+    """
+
+    sequences: Tensor
+    rows: Tensor
+    live: Tensor
+    keys: int
+
+    def scatter(self, out: Tensor, values: Tensor) -> None:
+        """Write values[g, R, ...] of the live slots to their rows in `out`."""
+        rows, values = self.rows.flatten(), values.flatten(0, 1)
+        if not bool(self.live.all()):
+            slots = self.live.flatten().nonzero().squeeze(1)
+            rows, values = rows[slots], values.index_select(0, slots)
+        out.index_copy_(0, rows, values)
+
+
+def groups(
+    cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, cost: int = 1
+) -> Iterator[Group]:
+    """Sequences that have rows, grouped by padded shape.
+
+    Args:
+        cu_rows: [b+1] row offsets.
+        keys: padded number of keys per sequence; with 0 it is left out. None: as many as padded rows.
+        least: smallest padded number of rows.
+        cost: elements held per row and key.
+    """
+    starts = cu_rows.tolist()
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for s in range(len(starts) - 1):
+        count = starts[s + 1] - starts[s]
+        if count:
+            length = padded_length(count, least)
+            shapes.setdefault((length, length if keys is None else keys[s]), []).append(s)
+    for (length, width), members in sorted(shapes.items()):
+        if not width:
+            continue
+        size = max(1, GROUP_ELEMENTS // (length * width * cost))
+        for at in range(0, len(members), size):
+            sequences = torch.tensor(members[at : at + size], device=cu_rows.device)
+            first = cu_rows[sequences].long()[:, None]
+            column = torch.arange(length, device=cu_rows.device)
+            live = column < cu_rows[sequences + 1].long()[:, None] - first
+            yield Group(sequences, torch.where(live, first + column, first), live, width)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, blind: Tensor, scale: float) -> Tensor:
+    """Attention of padded sequences: q[g, R, Hq, D], k and v[g, K, Hkv, D] -> [g, R, Hq, D].
+
+    Args:
+        hidden: bool[g, R, K], or bool[g, 1, K] if all rows of a sequence see the same; True: not seen.
+        blind: bool[g, R], rows that see nothing; they give zeros.
+
+    Keys and values must be finite, also where nothing sees them.
+    """
+    # A mask in the dtype of q is what the CPU kernel reads; it converts a boolean one several times slower.
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask.expand(-1, q.shape[1], -1)[:, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    return out.masked_fill(blind[:, :, None, None], 0) if bool(blind.any()) else out
+
+
+def check_heads(op: str, q: Tensor, k: Tensor, dim: int) -> None:
+    """Query heads must be a multiple of KV heads (dimension `dim` of q and k)."""
+    if q.shape[dim] % k.shape[dim]:
+        raise InputError(
+            f"dgraph::{op}: query heads must be a multiple of KV heads, got {q.shape[dim]}, {k.shape[dim]}."
+        )

@@ -1,0 +1,180 @@
+"""dgraph::select_tokens: which rows of a block survive eviction (FOCUS, sections on budget and selection)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import cu_rows_of, pad_rows
+from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.rows import offsets_of, sequence_of
+
+CONTRACT = """\
+FOCUS budget and selection, per sequence; M = its masked rows, a list in row order. Rows that are not
+masked are always kept.
+Budget: K = min(|M|, ceil(alpha * max(average, 1))), the product in fp32; alpha = inf gives |M|.
+With keep > 0 instead: K = min(|M|, keep).
+All of M is kept unless |M| > K > 0. Else the base selection is {score >= mean + std} if that has at least
+K rows (not considered with keep > 0), otherwise the K rows of largest score; ties: lower row first. Mean
+and population standard deviation over M are accumulated in float64 in row order. To the base selection are
+added
+ - AR context: of list neighbours i, i + 1 whose positions differ by exactly 1: i, if the base selection
+   has i + 1 (one hop);
+ - placeholder integrity: every m of M with progress < position(m) < r, where r is the largest kept
+   position of M, and progress the absolute position of the rightmost row retained so far in this block
+   (block start - 1 before its first step).
+r(S) = position of the last kept row of the sequence. New limit = min(limit, r(S) + 1) for every row of the
+sequence; new progress = max(progress, r(S)), unchanged for a sequence without rows.
+score f32[N], finite; masked bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];
+progress i32[b] -> keep bool[N], limit i32[N], progress i32[b].
+Scores of rows that are not masked are not read. Padding rows give keep False and limit 0; they may hold
+anything.
+Deterministic; the result of a sequence is the same alone and in any batch."""
+
+
+def reference(
+    score: Tensor,
+    masked: Tensor,
+    positions: Tensor,
+    cu_rows: Tensor,
+    limit: Tensor,
+    average: Tensor,
+    progress: Tensor,
+    alpha: float,
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not alpha > 0:
+        raise InputError(f"dgraph::select_tokens: alpha must be above 0 (inf keeps everything), got {alpha}.")
+    n, live = score.shape[0], int(cu_rows[-1])
+    sequence = sequence_of(cu_rows, live)
+    index = masked[:live].nonzero().squeeze(1)
+    offsets = offsets_of(masked, cu_rows)
+    kept = torch.zeros_like(masked)
+    kept[:live] = ~masked[:live]
+    if len(index):
+        # [b, m] tables over the masked lists; slots past the end of a list are not valid.
+        count = offsets.diff()
+        column = torch.arange(int(count.max()), device=score.device)
+        valid = column < count[:, None]
+        rows = index[torch.where(valid, offsets[:-1, None] + column, 0)]
+        budget = _budget(count, average, alpha, keep)
+        chosen = _choose(score[rows], positions[rows], valid, count, budget, progress, by_spread=keep <= 0)
+        kept[rows[valid]] = chosen[valid]
+    at = torch.where(kept[:live], positions[:live], -1)
+    last = at.new_full((cu_rows.shape[0] - 1,), -1).scatter_reduce_(0, sequence, at, "amax")
+    new_limit = limit.new_zeros(n)
+    new_limit[:live] = torch.minimum(limit[:live], last[sequence].to(limit.dtype) + 1)
+    return kept, new_limit, torch.maximum(progress, last.to(progress.dtype))
+
+
+def _budget(count: Tensor, average: Tensor, alpha: float, keep: int) -> Tensor:
+    """i64[b]: K per sequence."""
+    if keep > 0:
+        return count.clamp(max=keep)
+    wanted = torch.ceil(average.float().clamp(min=1.0) * torch.tensor(alpha, dtype=torch.float32))
+    return torch.minimum(wanted, count.float()).long()
+
+
+def _choose(
+    score: Tensor,
+    position: Tensor,
+    valid: Tensor,
+    count: Tensor,
+    budget: Tensor,
+    progress: Tensor,
+    by_spread: bool,
+) -> Tensor:
+    """bool[b, m]: which slots of the masked lists are kept."""
+    order = torch.where(valid, score, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    rank = torch.empty_like(order)
+    rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    base = valid & (rank < budget[:, None])
+    if by_spread:
+        above = valid & (score.double() >= _threshold(score, valid, count)[:, None])
+        base = torch.where(above.sum(1)[:, None] >= budget[:, None], above, base)
+    follows = F.pad(position[:, 1:] - position[:, :-1] == 1, (0, 1))
+    chosen = valid & (base | (follows & F.pad(base[:, 1:], (0, 1))))
+    rightmost = torch.where(chosen, position, -1).amax(1, keepdim=True)
+    chosen |= valid & (position > progress[:, None]) & (position < rightmost)
+    evict = (budget > 0) & (count > budget)
+    return torch.where(evict[:, None], chosen, valid)
+
+
+def _threshold(score: Tensor, valid: Tensor, count: Tensor) -> Tensor:
+    """f64[b]: mean + population standard deviation.
+
+    Running sums add the slots past the end of a list last and as zeros, so that other lists change no bit.
+    """
+    wide = torch.where(valid, score.double(), 0.0)
+    mean = wide.cumsum(1)[:, -1] / count
+    spread = torch.where(valid, wide - mean[:, None], 0.0)
+    return mean + (spread.square().cumsum(1)[:, -1] / count).sqrt()
+
+
+def fake(
+    score: Tensor,
+    masked: Tensor,
+    positions: Tensor,
+    cu_rows: Tensor,
+    limit: Tensor,
+    average: Tensor,
+    progress: Tensor,
+    alpha: float,
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(masked), torch.empty_like(limit), torch.empty_like(progress)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    infinite = float("inf")
+    for name, counts, share, alpha, keep, levels in (
+        ("a step of three blocks", (32, 20, 32), 0.8, 1.5, 0, 0),
+        ("alpha = inf", (8, 5), 0.9, infinite, 0, 0),
+        ("ties", (16, 16, 9), 0.9, 2.0, 0, 3),
+        ("all scores equal", (12,), 1.1, 1.5, 0, 1),
+        ("fixed budget", (32, 7, 3), 0.8, 1.5, 6, 0),
+        ("everything masked, empty sequences", (0, 9, 0, 1), 1.1, 1.0, 0, 0),
+        ("nothing masked", (4, 3), -1.0, 1.5, 0, 0),
+        ("no rows", (0, 0), 0.5, 1.5, 0, 0),
+    ):
+        n, b = sum(counts), len(counts)
+        score = torch.randn(n, generator=generator)
+        if levels:
+            score = (score * levels / 3).round()
+        masked = torch.rand(n, generator=generator) < share
+        # Some positions of a block are cached already, so that rows have gaps.
+        parts = [
+            torch.randperm(c + c // 3, generator=generator)[:c].sort().values + 32 * s
+            for s, c in enumerate(counts)
+        ]
+        positions, cu_rows = torch.cat(parts), cu_rows_of(counts)
+        limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()
+        average = torch.rand(b, generator=generator) * 3 + 0.5
+        progress = torch.tensor([32 * s - 1 + s * 3 for s in range(b)]).int()
+        rest = (average, progress, alpha, keep)
+        yield Sample(
+            name,
+            (score, masked, positions, cu_rows, limit, *rest),
+            (*(pad_rows(x, 5) for x in (score, masked, positions)), cu_rows, pad_rows(limit, 5), *rest),
+        )
+
+
+OP = register(
+    Op(
+        name="select_tokens",
+        overload=define(
+            "select_tokens",
+            "(Tensor score, Tensor masked, Tensor positions, Tensor cu_rows, Tensor limit, Tensor average, "
+            "Tensor progress, float alpha, int keep) -> (Tensor, Tensor, Tensor)",
+            reference,
+            fake,
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

@@ -1,0 +1,151 @@
+"""dgraph::lm_head: chunks, greedy decoding and seeded draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from dgraph.errors import InputError
+from dgraph.ops import decode_logits
+from dgraph.ops.lm_head import gumbel
+
+lm_head = torch.ops.dgraph.lm_head
+
+
+def problem(rows: int = 23, width: int = 12, vocab: int = 50) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    h, weight = (torch.randn(n, width, generator=generator) for n in (rows, vocab))
+    bias, masked = torch.randn(vocab, generator=generator), torch.rand(rows, generator=generator) < 0.7
+    return h, weight, bias, masked
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chunks_change_nothing(temperature: float) -> None:
+    h, weight, bias, masked = problem()
+    heat, seed = torch.full((23,), temperature), torch.arange(23)
+    whole = lm_head(h, weight, bias, masked, heat, seed, 1000, -1)
+    for chunk in (1, 2, 7, 23):
+        token, confidence = lm_head(h, weight, bias, masked, heat, seed, chunk, -1)
+        assert token.equal(whole[0])
+        assert_close(confidence, whole[1], rtol=1e-5, atol=1e-6)
+
+
+def test_no_more_rows_at_once_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, weight, bias, masked = problem()
+    seen: list[int] = []
+    project = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (seen.append(len(x)), project(x, *rest))[1])
+    lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 5, -1)
+    assert max(seen) <= 5
+    assert sum(seen) == int(masked.sum())
+
+
+def test_greedy_is_argmax_and_softmax() -> None:
+    h, weight, bias, masked = problem()
+    token, confidence = lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 1000, -1)
+    logits = F.linear(h[masked], weight, bias)
+    assert token[masked].equal(logits.argmax(-1))
+    assert confidence[masked].equal(logits.softmax(-1).amax(-1))
+    assert (token[~masked] == -1).all()
+    assert (confidence[~masked] == -torch.inf).all()
+
+
+def test_greedy_ties_take_the_lowest_id() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    token, confidence = decode_logits(logits, torch.zeros(2), torch.zeros(2).long())
+    assert token.tolist() == [1, 0]
+    assert_close(confidence[1].item(), 0.25)
+
+
+def test_confidence_of_a_draw_is_its_probability_at_that_temperature() -> None:
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    heat = torch.linspace(0.2, 3, 40)
+    token, confidence = decode_logits(logits, heat, torch.arange(40))
+    probabilities = (logits / heat[:, None]).softmax(-1)
+    assert_close(confidence, probabilities.gather(1, token[:, None]).squeeze(1))
+
+
+def test_the_suppressed_id_is_never_produced_and_carries_no_probability() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(200, 3)
+    for heat in (0.0, 1.0):
+        token, confidence = decode_logits(logits, torch.full((200,), heat), torch.arange(200), suppress=1)
+        without = torch.tensor([0.0, 1.0]).softmax(0)
+        assert set(token.tolist()) <= {0, 2}
+        assert_close(confidence, without[token.div(2, rounding_mode="floor")])
+    assert logits[0, 1] == 9.0
+
+
+def test_a_draw_depends_on_logits_temperature_and_seed_alone() -> None:
+    h, weight, bias, masked = problem()
+    heat, seed = torch.full((23,), 1.0), torch.randint(-(2**63), 2**63 - 1, (23,))
+    token, _ = lm_head(h, weight, bias, masked, heat, seed, 4, -1)
+    order = torch.randperm(23)
+    shuffled, _ = lm_head(h[order], weight, bias, masked[order], heat[order], seed[order], 9, -1)
+    assert shuffled.equal(token[order])
+    logits = torch.zeros(1000, 64)
+    draws, _ = decode_logits(logits, torch.ones(1000), torch.arange(1000))
+    assert draws.equal(decode_logits(logits, torch.ones(1000), torch.arange(1000))[0])
+    assert len(set(draws.tolist())) == 64
+    assert len(set(decode_logits(logits, torch.ones(1000), torch.full((1000,), 3))[0].tolist())) == 1
+
+
+def test_greedy_and_drawn_rows_mix() -> None:
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(2))
+    heat = torch.arange(50) % 2 * 1.5
+    token, confidence = decode_logits(logits, heat, torch.arange(50))
+    cold = heat == 0
+    assert token[cold].equal(logits[cold].argmax(-1))
+    alone = decode_logits(logits[~cold], heat[~cold], torch.arange(50)[~cold])
+    assert token[~cold].equal(alone[0])
+    assert confidence[~cold].equal(alone[1])
+
+
+@pytest.mark.parametrize("stride", [1, 2**20, 2**32, 3**35])
+def test_draws_follow_the_probabilities(stride: int) -> None:
+    """Chi-square over 20,000 seeds that differ in low or high bits only."""
+    n, logits = 20_000, torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
+    token, _ = decode_logits(logits.expand(n, 6), torch.full((n,), 1.3), torch.arange(n) * stride)
+    expected = (logits / 1.3).softmax(0) * n
+    chi = ((torch.bincount(token, minlength=6) - expected).square() / expected).sum()
+    assert chi < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_noise_is_gumbel_and_independent_across_seeds_and_ids() -> None:
+    noise = gumbel(torch.arange(64), 4000)
+    assert noise.dtype == torch.float32
+    assert noise.isfinite().all()
+    assert_close(noise.mean().item(), 0.57722, rtol=0, atol=0.02)
+    assert_close(noise.var().item(), torch.pi**2 / 6, rtol=0.02, atol=0)
+    correlation = torch.corrcoef(noise) - torch.eye(64)
+    assert correlation.abs().max() < 0.08  # 4.9 standard errors of 4,000 pairs
+    assert torch.corrcoef(noise[:, :64].T.contiguous()).fill_diagonal_(0).abs().max() < 0.62
+    assert len(noise.unique()) > 0.99 * noise.numel()
+
+
+def test_noise_is_the_integer_hash_of_seed_and_id() -> None:
+    """In unbounded integers and float64: nothing overflows, and no device can do otherwise."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
+        x = (x ^ (x >> 15)) * 0x735A2D97 % 2**32
+        return x ^ (x >> 15)
+
+    def noise(seed: int, token: int) -> float:
+        key = mix(mix(seed % 2**32) ^ (seed >> 32) % 2**32)
+        bits = mix((mix(token ^ key) + mix(key ^ 0x5BD1E995)) % 2**32)
+        return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-24)))
+
+    seeds = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789123456789]
+    want = [[noise(seed, token) for token in range(500)] for seed in seeds]
+    assert_close(gumbel(torch.tensor(seeds), 500), torch.tensor(want), rtol=1e-5, atol=1e-5)
+
+
+def test_max_num_logits_must_be_positive() -> None:
+    h, weight, bias, masked = problem()
+    with pytest.raises(InputError, match="max_num_logits must be at least 1 row, got 0"):
+        lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 0, -1)
