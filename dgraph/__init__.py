@@ -1,7 +1,7 @@
 """dgraph: a compiler for diffusion language models.
 
-    opt = dgraph.optimize("tiny_sdar", recipe="focus")
-    print(opt.generate("Sort these words: river stone cloud maple").texts[0])
+opt = dgraph.optimize("tiny_sdar", recipe="focus")
+print(opt.generate("Sort these words: river stone cloud maple").texts[0])
 """
 
 from __future__ import annotations

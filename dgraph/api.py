@@ -105,16 +105,15 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
     Raises:
         PassError, VerifyError: a pass applied nowhere, or broke a rule.
     """
-    done: dict[tuple[Pass, ...], tuple[Graph, Report | None]] = {(): (graph, None)}
+    done: dict[tuple[Pass, ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
     phases = {}
     for phase in recipe.phases:
         keys = [phase.passes[: i + 1] for i in range(len(phase.passes))]
         for key in keys:
             if key not in done:
                 derived = done[key[:-1]][0].copy()
-                (report,) = run_passes(derived, key[-1:], phase.optional)
-                done[key] = (derived, report)
-        reports = tuple(report for key in keys if (report := done[key][1]) is not None)
+                done[key] = (derived, run_passes(derived, key[-1:], phase.optional))
+        reports = tuple(report for key in keys for report in done[key][1])
         snapshots = tuple(done[key][0] for key in keys)
         phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
     return phases
@@ -149,7 +148,15 @@ class Optimized:
         programs: the lowered program of each phase.
     """
 
-    def __init__(self, model: Model, captured: Graph, recipe: Recipe, backend: str, buckets: Buckets, progress: Callable[[str], None]):
+    def __init__(
+        self,
+        model: Model,
+        captured: Graph,
+        recipe: Recipe,
+        backend: str,
+        buckets: Buckets,
+        progress: Callable[[str], None],
+    ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         progress(f"rewriting for {recipe.name}")
         self.phases = rewrite(captured, recipe)
@@ -252,7 +259,9 @@ def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[i
 def _policy(threshold: float | None, steps: int | None) -> Policy:
     if threshold is not None and steps is not None:
         raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
-    return FixedSteps(steps) if steps is not None else ConfidenceThreshold(THRESHOLD if threshold is None else threshold)
+    return (
+        FixedSteps(steps) if steps is not None else ConfidenceThreshold(THRESHOLD if threshold is None else threshold)
+    )
 
 
 def optimize(
@@ -270,7 +279,8 @@ def optimize(
     """Capture a model, rewrite it by a recipe, and compile it.
 
     Args:
-        model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a `Model`.
+        model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a
+        `Model`.
         recipe: a recipe's name, or a `Recipe`.
         backend: "inductor", or "eager" to run op by op.
         buckets: row counts to pad to: "exact", "hybrid", or a list; None for "exact" on a CPU and "hybrid" on a GPU.
@@ -288,7 +298,9 @@ def optimize(
     if isinstance(recipe, str) and recipe not in RECIPES:
         raise UnknownName("recipe", recipe, RECIPES)
     if isinstance(recipe, Recipe) and options:
-        raise InputError(f"options {', '.join(options)} were given beside a finished recipe; build it with them instead.")
+        raise InputError(
+            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
+        )
     rounding = None if buckets is None else Buckets.of(buckets)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))

@@ -1,8 +1,8 @@
 """Canonical form: the same text for the same mathematics, whichever way a model's author spelled it.
 
 In order: drop what computes nothing, give SDPA its dgraph name, raise RMSNorm and rotary embedding to single ops. Every
-rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit the captured forward, because
-the reference of each raised op performs the same operations in the same order.
+rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit the captured forward,
+because the reference of each raised op performs the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError
 from dgraph.graph import Graph
-from dgraph.nodes import op_name, where
+from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import OPS
 from dgraph.shapes import Evaluator
 
 aten = torch.ops.aten
 
-_CHECKS = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
+_CHECKS = {
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}
 _MAYBE_SAME_VALUE = {"to", "_to_copy", "expand", "slice"}
 _SAME_VALUE = {"alias", "detach", "clone", "contiguous", "lift_fresh_copy", "dropout"}
 
@@ -62,42 +68,49 @@ def _type_and_drop_no_ops(graph: Graph) -> None:
             # A view of a value that is no longer contiguous once no-ops are gone; reshape means the same.
             node.target = aten.reshape.default
         if _is_no_op(node):
-            graph.replace(node, node.args[0])  # type: ignore[arg-type]
+            graph.replace(node, args_of(node)[0])
             continue
         node.meta["val"] = evaluator.call(node)
-        source = node.args[0] if node.args else None
+        source = args_of(node)[0] if args_of(node) else None
         if op_name(node.target) in _MAYBE_SAME_VALUE and isinstance(source, Node):
             before, after = source.meta["val"], node.meta["val"]
-            if before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape):
+            if (
+                before.dtype == after.dtype
+                and before.device == after.device
+                and list(before.shape) == list(after.shape)
+            ):
                 graph.replace(node, source)
 
 
 def _is_no_op(node: Node) -> bool:
     name = op_name(node.target)
-    if name == "dropout" and node.args[2]:
+    if name == "dropout" and args_of(node)[2]:
         raise CaptureError(f"{where(node)}: dropout in training mode; call model.eval() before capture.")
     if name in _SAME_VALUE:
         return True
-    return name == "mul" and len(node.args) > 1 and isinstance(node.args[1], float) and node.args[1] == 1.0
+    return name == "mul" and len(args_of(node)) > 1 and isinstance(args_of(node)[1], float) and args_of(node)[1] == 1.0
 
 
 def _raise_attention(graph: Graph, node: Node) -> None:
     if node.target is not aten.scaled_dot_product_attention.default:
         return
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(names, args_of(node), strict=False)), **node.kwargs}
     for name, unwanted in (("attn_mask", given.get("attn_mask")), ("is_causal", given.get("is_causal"))):
         if unwanted not in (None, False):
             raise CaptureError(
                 f"op scaled_dot_product_attention in module {node.meta['role'] or 'the model'} ({where(node)}) at "
-                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward attends in "
+                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's "
+                f"forward attends in "
                 f"both directions and dgraph adds block structure itself. Build the model without it."
             )
     q, k, v = given["query"], given["key"], given["value"]
     scale = given.get("scale")
     if scale is None:
         scale = q.meta["val"].shape[-1] ** -0.5
-    new = graph.call(OPS["attention"], (q, k, v, scale), before=node, by="", like=node, source=node.meta.get("source", ""))
+    new = graph.call(
+        OPS["attention"], (q, k, v, scale), before=node, by="", like=node, source=node.meta.get("source", "")
+    )
     graph.replace(node, new)
 
 
@@ -107,7 +120,9 @@ def _raise_rms_norm(graph: Graph, node: Node) -> None:
     if found is None:
         return
     x, weight, eps = found
-    new = graph.call(OPS["rms_norm"], (x, weight, eps), before=node, by="", like=node, source=node.meta.get("source", ""))
+    new = graph.call(
+        OPS["rms_norm"], (x, weight, eps), before=node, by="", like=node, source=node.meta.get("source", "")
+    )
     graph.replace(node, new)
 
 
@@ -119,16 +134,20 @@ def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
     def inner(x32: Node, rsqrt: Node) -> tuple[Node, float] | None:
         if op_name(rsqrt.target) != "rsqrt":
             return None
-        total = rsqrt.args[0]
-        if not _is(total, aten.add.Tensor) or not isinstance(total.args[1], float):
+        total = args_of(rsqrt)[0]
+        if not _is(total, aten.add.Tensor) or not isinstance(args_of(total)[1], float):
             return None
-        mean = total.args[0]
-        if not _is(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or not (len(mean.args) > 2 and mean.args[2]):
+        mean = args_of(total)[0]
+        if (
+            not _is(mean, aten.mean.dim)
+            or list(args_of(mean)[1]) != [-1]
+            or not (len(args_of(mean)) > 2 and args_of(mean)[2])
+        ):
             return None
-        square = mean.args[0]
-        if not _is(square, aten.pow.Tensor_Scalar) or square.args[0] is not x32 or square.args[1] != 2:
+        square = args_of(mean)[0]
+        if not _is(square, aten.pow.Tensor_Scalar) or args_of(square)[0] is not x32 or args_of(square)[1] != 2:
             return None
-        return x32, total.args[1]
+        return x32, args_of(total)[1]
 
     matched = _commuted(product, aten.mul.Tensor, inner)
     if matched is None:
@@ -142,47 +161,54 @@ def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
 
 def _raise_rope(graph: Graph, node: Node) -> None:
     """x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin."""
-    if node.target is not aten.add.Tensor or not all(_is(a, aten.mul.Tensor) for a in node.args[:2]):
+    if node.target is not aten.add.Tensor or not all(_is(a, aten.mul.Tensor) for a in args_of(node)[:2]):
         return
-    for plain, rotated in (node.args[:2], node.args[1::-1]):
-        x, cos = plain.args[:2]  # type: ignore[union-attr]
-        half, sin = rotated.args[:2]  # type: ignore[union-attr]
-        if isinstance(half, Node) and _rotates(half, x):  # type: ignore[arg-type]
-            new = graph.call(OPS["rope"], (x, cos, sin), before=node, by="", like=node, source=node.meta.get("source", ""))
+    for plain, rotated in (args_of(node)[:2], args_of(node)[1::-1]):
+        x, cos = args_of(plain)[:2]
+        half, sin = args_of(rotated)[:2]
+        if isinstance(half, Node) and _rotates(half, x):
+            new = graph.call(
+                OPS["rope"], (x, cos, sin), before=node, by="", like=node, source=node.meta.get("source", "")
+            )
             graph.replace(node, new)
             return
 
 
 def _rotates(node: Node, x: Node) -> bool:
-    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or node.args[1] not in (-1, x.meta["val"].dim() - 1):  # type: ignore[arg-type]
+    if (
+        not _is(node, aten.cat.default)
+        or len(args_of(node)[0]) != 2
+        or args_of(node)[1] not in (-1, x.meta["val"].dim() - 1)
+    ):
         return False
-    negative, first = node.args[0]  # type: ignore[misc]
+    negative, first = args_of(node)[0]
     if not _is(negative, aten.neg.default):
         return False
     size = x.meta["val"].shape[-1]
-    return _is_slice(negative.args[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
+    return _is_slice(args_of(negative)[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
 
 
 def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
-    if not _is(node, aten.slice.Tensor) or node.args[0] is not x:
+    if not _is(node, aten.slice.Tensor) or args_of(node)[0] is not x:
         return False
     last, size = x.meta["val"].dim() - 1, x.meta["val"].shape[-1]
-    dim, begin, end, *step = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
+    given = list(args_of(node)[1:])
+    dim, begin, end, *step = given + [0, None, None][len(given) :]
     begin, end = begin or 0, size if end is None else min(end, size)
     return dim in (-1, last) and begin == start and end == stop and step in ([], [1])
 
 
 def _commuted(node: Any, target: Any, match: Callable[[Any, Any], Any]) -> Any:
     """The match of a two-operand node, whichever way round its operands stand."""
-    if not _is(node, target) or not all(isinstance(a, Node) for a in node.args[:2]):
+    if not _is(node, target) or not all(isinstance(a, Node) for a in args_of(node)[:2]):
         return None
-    left, right = node.args[:2]
+    left, right = args_of(node)[:2]
     found = match(left, right)
     return found if found is not None else match(right, left)
 
 
 def _through_cast(node: Node) -> Node:
-    return node.args[0] if op_name(node.target) in ("to", "_to_copy") else node  # type: ignore[return-value]
+    return args_of(node)[0] if op_name(node.target) in ("to", "_to_copy") else node
 
 
 def _is(node: Any, target: Any) -> bool:

@@ -1,8 +1,8 @@
 """Capture: a module's forward as a graph, through `torch.export`.
 
 The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]. Its attention is either one
-`dgraph::attention` call (what the families in `dgraph.models` arrange) or `scaled_dot_product_attention`; both become the
-anchor of every later pass. Weights and buffers become inputs of the graph, by name.
+`dgraph::attention` call (what the families in `dgraph.models` arrange) or `scaled_dot_product_attention`; both become
+the anchor of every later pass. Weights and buffers become inputs of the graph, by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     graph = Graph(spec)
     mapping: dict[Node, Node] = {}
     signature = program.graph_signature
-    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
     tensors = {**program.state_dict, **program.constants}
     inputs = iter((INPUT_IDS, POSITIONS))
     for node in program.graph.nodes:
@@ -138,10 +142,10 @@ def _tensor(module: nn.Module, name: str, tensors: dict[str, Any]) -> torch.Tens
 def _check_callable(node: Node) -> None:
     if isinstance(node.target, OpOverload) or getattr(node.target, "__module__", "") in ("_operator", "math"):
         return
-    place, line = _source(node), (node.meta.get("stack_trace") or "").strip().splitlines()
+    line = (node.meta.get("stack_trace") or "no source").strip().splitlines()[-1].strip()
     raise CaptureError(
-        f"op {op_name(node.target)} ({node.name}) in module {_module_path(node) or 'the model'} at {place or 'unknown line'} "
-        f"({line[-1].strip() if line else 'no source'}) is not a plain tensor op; a forward must be a straight line."
+        f"op {op_name(node.target)} ({node.name}) in module {_module_path(node) or 'the model'} at "
+        f"{_source(node) or 'unknown line'} ({line}) is not a plain tensor op; a forward must be a straight line."
     )
 
 
@@ -162,7 +166,7 @@ def _tags(node: Node, prefix: str) -> dict[str, Any]:
 
 
 def split_layer(path: str) -> tuple[int | None, str]:
-    """A dotted path as (layer index, rest): "model.layers.3.mlp" is (3, "mlp"), "model.norm" is (None, "model.norm")."""
+    """A dotted path as (layer index, rest): "layers.3.mlp" is (3, "mlp"), "model.norm" is (None, "model.norm")."""
     found = _LAYER.search(path)
     if found is None:
         return None, path

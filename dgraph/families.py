@@ -1,7 +1,7 @@
 """Model families: found through the entry-point group `dgraph.models`, never imported by name.
 
-An entry point is a `Family` (adopts model objects, loads checkpoint folders) or an `Embedded` model (a name for a folder
-that is installed with its package). Another project adds a family by declaring an entry point of that group.
+An entry point is a `Family` (adopts model objects, loads checkpoint folders) or an `Embedded` model (a name for a
+folder that is installed with its package). Another project adds a family by declaring an entry point of that group.
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ def embedded() -> dict[str, Embedded]:
     return {name: e for name, e in _entries().items() if isinstance(e, Embedded)}
 
 
-def resolve(model: Any, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any) -> Model:
+def resolve(
+    model: Any, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+) -> Model:
     """A `Model` from whatever names one.
 
     Args:
         model: the name of an embedded model, a checkpoint folder, a model object of a known family, or a `Model`.
-        dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and folders.
+        dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and
+            folders.
         device: where to load; None for "cpu". Only for names and folders.
         facts: fields of the spec to override (only for model objects).
 
@@ -131,10 +134,15 @@ def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(name)
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
-            raise CheckpointError(f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: {', '.join(embedded())}.")
+            raise CheckpointError(
+                f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: "
+                f"{', '.join(embedded())}."
+            )
         raise UnknownName("model", str(name), embedded())
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.")
+        raise CheckpointError(
+            f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer."
+        )
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"cannot load {name} as {dtype}; weights must be float32, bfloat16 or float16.")
     if dtype is None and target.type == "cpu":

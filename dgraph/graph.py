@@ -1,7 +1,7 @@
 """The graph: what every pass reads and rewrites.
 
-A `Graph` is a straight line of calls over an `torch.fx.Graph`: weights first, then run-time inputs, then calls, then one
-output. Every node carries in `meta`:
+A `Graph` is a straight line of calls over an `torch.fx.Graph`: weights first, then run-time inputs, then calls, then
+one output. Every node carries in `meta`:
 
     val     its type: a fake tensor (or a tuple of them, or None for an op that only writes)
     layer   the index of its transformer layer, or None outside the layers
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import VerifyError
+from dgraph.nodes import args_of
 from dgraph.ops import Op, op_of
 from dgraph.shapes import Evaluator, InputSpec, Symbols
 from dgraph.spec import ModelSpec
@@ -87,7 +88,7 @@ class Graph:
 
     def result(self, name: str) -> Node:
         """The node that an output returns."""
-        return self.output.args[0][self.outputs.index(name)]  # type: ignore[index, return-value]
+        return args_of(self.output)[0][self.outputs.index(name)]
 
     def type_text(self, node: Node) -> str:
         """A node's type as it reads in a dump."""
@@ -223,7 +224,7 @@ class Graph:
         evaluator = Evaluator(self.symbols)
         for node in self.calls:
             node.meta["val"] = evaluator.call(node)
-        self.output.meta["val"] = tuple(n.meta["val"] for n in self.output.args[0])  # type: ignore[union-attr]
+        self.output.meta["val"] = tuple(n.meta["val"] for n in args_of(self.output)[0])
 
     def live_after(self, node: Node) -> list[Node]:
         """Values defined up to and including `node` that a later node reads, in order; weights are left out."""
@@ -244,7 +245,7 @@ class Graph:
         node, wanted = self.input(name), self.row_set(like)
         while self.row_set(node) != wanted:
             compact = next(
-                (c for c in self.find("compact") if self.row_set(c.args[0][0]) == self.row_set(node)), None  # type: ignore[index, arg-type]
+                (c for c in self.find("compact") if self.row_set(args_of(c)[0][0]) == self.row_set(node)), None
             )
             if compact is None:
                 raise VerifyError(f"input {name!r} has rows {self.row_set(node)}; nothing carries them to {wanted}.")
@@ -252,11 +253,11 @@ class Graph:
         return node
 
     def _carry(self, node: Node, compact: Node, by: str) -> Node:
-        values, index = list(compact.args[0]), compact.args[1]  # type: ignore[arg-type]
+        values, index = list(args_of(compact)[0]), args_of(compact)[1]
         if node in values:
             at = values.index(node)
             for user in compact.users:
-                if user.args[1] == at:
+                if args_of(user)[1] == at:
                     return user
         else:
             at = len(values)
@@ -297,4 +298,3 @@ class Graph:
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
-

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import VerifyError
-from dgraph.nodes import op_name, where
+from dgraph.nodes import args_of, op_name, where
 from dgraph.torch_private import fake_mode, new_symbol
 
 Dim = int | str
@@ -130,19 +130,20 @@ class Evaluator:
         Raises:
             VerifyError: the arguments do not fit the op; the message names the node, its layer and the argument types.
         """
-        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
-        kwargs = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+        target: Any = node.target
+        args: Any = torch.fx.map_arg(args_of(node), lambda n: n.meta["val"])
+        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
         if node.target is operator.getitem:
-            return args[0][args[1]]  # type: ignore[index]
+            return args[0][args[1]]
         if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
-            device = node.args[0].meta["val"].device  # type: ignore[union-attr]
+            device = args_of(node)[0].meta["val"].device
             return (
                 self.symbols.empty((rows,), torch.int64, device),
                 self.symbols.empty(("b+1",), torch.int32, device),
             )
         try:
             with self.symbols.mode, torch.no_grad():
-                return node.target(*args, **kwargs)  # type: ignore[operator, misc]
+                return target(*args, **kwargs)
         except Exception as error:
             types = [f"{n.name}: {self.symbols.type_text(n.meta['val'])}" for n in node.all_input_nodes]
             raise VerifyError(

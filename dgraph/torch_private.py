@@ -40,7 +40,7 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[arg-type]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[arg-type]
     example = mode.from_tensor(torch.empty(hint), symbolic_context=context, source=ConstantSource(name))
     size = example.shape[0]
     if not isinstance(size, torch.SymInt):
@@ -48,7 +48,9 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     return size
 
 
-def compile_region(module: torch.fx.GraphModule, example_inputs: Sequence[Tensor], settings: dict[str, Any]) -> Callable[..., Any]:
+def compile_region(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Tensor], settings: dict[str, Any]
+) -> Callable[..., Any]:
     """Compile a straight-line module with Inductor for every size of its symbolic dimensions.
 
     `torch.compile` would trace the module again and key its code by guards, and AOTInductor bakes weights in;

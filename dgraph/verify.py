@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
-from dgraph.nodes import op_name, where
+from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import op_of
 from dgraph.shapes import Evaluator, InputSpec
 from dgraph.torch_private import OpOverload
@@ -69,11 +69,15 @@ def verify(
     for rule in RULES:
         broken = list(rule.check(graph))
         if broken:
-            raise VerifyError(f"after {by}: rule '{rule.name}' ({rule.demands}) is broken:\n  " + "\n  ".join(broken[:5]))
+            raise VerifyError(
+                f"after {by}: rule '{rule.name}' ({rule.demands}) is broken:\n  " + "\n  ".join(broken[:5])
+            )
     if before is not None:
         broken = list(_signature_changes(before, Signature.of(graph), may_change, may_change_weights))
         if broken:
-            raise VerifyError(f"after {by}: rule 'signature' (only declared changes) is broken:\n  " + "\n  ".join(broken))
+            raise VerifyError(
+                f"after {by}: rule 'signature' (only declared changes) is broken:\n  " + "\n  ".join(broken)
+            )
 
 
 def _order(graph: Graph) -> Iterable[str]:
@@ -81,7 +85,7 @@ def _order(graph: Graph) -> Iterable[str]:
     for node in graph.fx.nodes:
         for arg in node.all_input_nodes:
             if arg not in seen:
-                yield f"{where(node)} reads {arg.name}, which is defined behind it or not in this graph; expected it in front"
+                yield f"{where(node)} reads {arg.name}, defined behind it or not in this graph; expected it in front"
         seen.add(node)
 
 
@@ -103,7 +107,7 @@ def _straight(graph: Graph) -> Iterable[str]:
 def _host(graph: Graph) -> Iterable[str]:
     for node in graph.calls:
         if op_name(node.target) in HOST_READS:
-            yield f"{where(node)} calls {op_name(node.target)}, which reads values on the host; a stage must be free of host reads"
+            yield f"{where(node)} calls {op_name(node.target)}; expected no op that reads values on the host"
 
 
 def _types(graph: Graph) -> Iterable[str]:
@@ -125,7 +129,8 @@ def _types(graph: Graph) -> Iterable[str]:
 
 
 def _rows(graph: Graph) -> Iterable[str]:
-    """No op but a gather may read values over two row sets; a size read before a gather is a value of the earlier set."""
+    """No op but a gather may read values over two row sets; a size read before a gather is a value of the earlier
+    set."""
     for node in graph.calls:
         op = op_of(node.target)
         if (op is not None and op.name in ("compact", "keep_index")) or node.target is operator.getitem:
@@ -137,11 +142,12 @@ def _rows(graph: Graph) -> Iterable[str]:
                 sets.update({s: value.name for s in graph.symbols.names_in(size) if s[0] in "NK"})
         if len(sets) > 1:
             got = ", ".join(f"{name} over {rows}" for rows, name in sorted(sets.items()))
-            yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; gather the others with compact"
+            yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; compact the others"
 
 
 def _writes(graph: Graph) -> Iterable[str]:
-    """Mutation only through declared arguments, which are inputs; every cache read stands behind the write of its layer."""
+    """Mutation only through declared arguments, which are inputs; every cache read stands behind the write of its
+    layer."""
     written: set[Node] = set()
     for node in graph.calls:
         op = op_of(node.target)
@@ -149,17 +155,19 @@ def _writes(graph: Graph) -> Iterable[str]:
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 yield f"{where(node)} ({op_name(node.target)}) writes in place; expected only declared ops to write"
             continue
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
-        for argument, value in zip(schema, node.args, strict=False):
+        schema = op.overload._schema.arguments
+        for argument, value in zip(schema, args_of(node), strict=False):
             if argument.name in op.mutates:
                 if not isinstance(value, Node) or "input" not in value.meta:
                     yield f"{where(node)} writes {value}; expected a run-time input"
                     continue
                 written.add(value)
         if op.name == "paged_attention":
-            for cache in node.args[1:3]:
-                if isinstance(cache, Node) and cache not in written and any(
-                    (o := op_of(u.target)) is not None and o.mutates for u in cache.users
+            for cache in args_of(node)[1:3]:
+                if (
+                    isinstance(cache, Node)
+                    and cache not in written
+                    and any((o := op_of(u.target)) is not None and o.mutates for u in cache.users)
                 ):
                     yield f"{where(node)} reads {cache.name} in front of its write; expected kv_write first"
 
@@ -185,7 +193,8 @@ def _signature_changes(before: Signature, after: Signature, may: frozenset[str],
             yield f"output {name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
     if before.weights != after.weights and not may_weights:
         names = sorted({w[0] for w in set(before.weights) ^ set(after.weights)})
-        yield f"weights changed ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); the pass does not declare it"
+        more = ", ..." if len(names) > 4 else ""
+        yield f"weights changed ({', '.join(names[:4])}{more}); the pass does not declare it"
 
 
 def _declared(name: str, may: frozenset[str]) -> bool:

@@ -29,7 +29,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    folder: Path, config: dict[str, Any], architecture: str, family: str, dtype: torch.dtype | None, device: torch.device
+    folder: Path,
+    config: dict[str, Any],
+    architecture: str,
+    family: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> Model:
     """A native transformers model filled from a folder's shards.
 
@@ -48,7 +53,9 @@ def load_checkpoint(
 
     tensors = read_tensors(folder)
     dtype = dtype or next(iter(tensors.values())).dtype
-    known = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")}
+    known = {
+        k: v for k, v in config.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
+    }
     native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(native_config)
@@ -90,7 +97,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{shard} is damaged or not a safetensors file: {error}.") from error
         if twice := sorted(set(loaded) & set(tensors)):
-            raise CheckpointError(f"{shard} holds {twice[0]} and {len(twice) - 1} more that an earlier shard holds too.")
+            raise CheckpointError(
+                f"{shard} holds {twice[0]} and {len(twice) - 1} more that an earlier shard holds too."
+            )
         tensors.update(loaded)
     return tensors
 
@@ -99,14 +108,21 @@ def _check_keys(folder: Path, expected: dict[str, tuple[int, ...]], got: dict[st
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     missing = sorted(set(expected) - set(got) - tied)
     extra = sorted(set(got) - set(expected))
-    wrong = [f"{k} is {tuple(got[k].shape)}, expected {s}" for k, s in expected.items() if k in got and got[k].shape != s]
+    wrong = [
+        f"{k} is {tuple(got[k].shape)}, expected {s}" for k, s in expected.items() if k in got and got[k].shape != s
+    ]
     floating = [f"{k} is {t.dtype}" for k, t in got.items() if not t.dtype.is_floating_point]
-    for what, names in (("missing", missing), ("unexpected", extra), ("wrong shape", wrong), ("not floating-point", floating)):
+    for what, names in (
+        ("missing", missing),
+        ("unexpected", extra),
+        ("wrong shape", wrong),
+        ("not floating-point", floating),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(
-                f"checkpoint {folder}: {what}: {', '.join(names[:3])}{more}. Its config.json and its shards do not belong "
-                f"together; fetch or export the checkpoint again."
+                f"checkpoint {folder}: {what}: {', '.join(names[:3])}{more}. Its config.json and its shards do not "
+                f"belong together; fetch or export the checkpoint again."
             )
 
 
@@ -128,7 +144,7 @@ class FileTokenizer:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        self._template = settings.get("chat_template")
+        self._template: str = settings.get("chat_template") or ""
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a prompt in its chat frame."""

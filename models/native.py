@@ -1,7 +1,7 @@
 """Native transformers classes (Llama, Qwen2, Qwen3), adopted as they are.
 
-The classes call `dgraph::attention` through transformers' AttentionInterface, so that a captured attention is one node over
-queries and keys after RoPE with un-repeated KV heads. The caller's model is left as it was.
+The classes call `dgraph::attention` through transformers' AttentionInterface, so that a captured attention is one
+node over queries and keys after RoPE with un-repeated KV heads. The caller's model is left as it was.
 """
 
 from __future__ import annotations

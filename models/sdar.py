@@ -1,14 +1,15 @@
 """SDAR: block diffusion over Qwen3 (JetLM/SDAR-*-Chat-b{16,32,64}).
 
-SDAR's parameters carry Qwen3's names and shapes, so a checkpoint or a remote-code model object is assigned to the native
-Qwen3 class without a copy. Its block length is in no config key of the published checkpoints, only in their name.
+SDAR's parameters carry Qwen3's names and shapes, so a checkpoint or a remote-code model object is assigned to the
+native Qwen3 class without a copy. Its block length is in no config key of the published checkpoints, only in their
+name.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from dgraph.models.checkpoint import load_checkpoint, read_config
@@ -33,8 +34,10 @@ class SDARFamily:
             return None
         import transformers
 
-        raw = model.config.to_dict()
-        known = {k: v for k, v in raw.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")}
+        raw: dict[str, Any] = cast(Any, model.config).to_dict()
+        known = {
+            k: v for k, v in raw.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
+        }
         config = transformers.Qwen3Config(**known)
         with torch.device("meta"):
             native = transformers.Qwen3ForCausalLM(config)

@@ -14,7 +14,8 @@ class Buckets:
     """Rounds a row count up to one that a stage was prepared for.
 
     Attributes:
-        kind: "exact" (no padding), "hybrid" (powers of two up to 128, then multiples of 256: FOCUS, section 5) or "list".
+        kind: "exact" (no padding), "hybrid" (powers of two up to 128, then multiples of 256: FOCUS, section 5) or
+            "list".
         sizes: the ascending list of kind "list"; larger counts round up to multiples of the last.
     """
 

@@ -16,6 +16,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
+from dgraph.nodes import args_of
 from dgraph.ops import op_of
 
 
@@ -73,7 +74,9 @@ class LoweredProgram:
         self.stages = schedule(graph)
         self._numbers: dict[Node, Slot] = {}
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._template: list[Any] = [graph.tensors[n.meta["weight"]].detach() if "weight" in n.meta else None for n in placeholders]
+        self._template: list[Any] = [
+            graph.tensors[n.meta["weight"]].detach() if "weight" in n.meta else None for n in placeholders
+        ]
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
@@ -148,7 +151,7 @@ class LoweredProgram:
             return Step(compiler.function(self.graph, step), args, targets)
         op = op_of(step.node.target)
         assert op is not None
-        args = [_numbered(a, self._numbers) for a in step.node.args]
+        args = [_numbered(a, self._numbers) for a in args_of(step.node)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         return Step(op.overload, args, tuple((part, self._number(n)) for part, n in written))
 
@@ -176,4 +179,3 @@ def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_numbered(a, numbers) for a in arg]
     return arg
-

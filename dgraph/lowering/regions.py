@@ -14,6 +14,7 @@ from torch.fx import Node
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.schedule import Region
+from dgraph.nodes import args_of
 from dgraph.ops import op_of
 from dgraph.shapes import DTYPES, Symbols
 from dgraph.torch_private import compile_region, inductor_settings
@@ -98,7 +99,7 @@ def region_text(graph: Graph, region: Region) -> str:
         numbers[node] = f"%{len(numbers)}"
         lines.append(f"{numbers[node]} = input: {type_of(node.meta['val'])}")
     for node in region.nodes:
-        args = torch.fx.map_arg((node.args, node.kwargs), lambda n: _Named(numbers[n]))
+        args = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: _Named(numbers[n]))
         numbers[node] = f"%{len(numbers)}"
         lines.append(f"{numbers[node]} = {node.target}{args}: {type_of(node.meta['val'])}")
     lines.append(f"return {', '.join(numbers[n] for n in region.outputs)}")
@@ -124,13 +125,13 @@ def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
         shape = [s if isinstance(s, int) else graph.symbols.text(s) for s in value.shape]
         mapping[node].meta["val"] = sizes.empty(shape, value.dtype, value.device)
     for node in region.nodes:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: mapping[n])
+        args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: mapping[n])
         op = op_of(node.target)
-        target = op.reference if op is not None else node.target
-        mapping[node] = own.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        target: Any = op.reference if op is not None else node.target
+        mapping[node] = own.call_function(target, args, kwargs)
         fakes = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with sizes.mode, torch.no_grad():
-            mapping[node].meta["val"] = target(*fakes[0], **fakes[1])  # type: ignore[operator]
+            mapping[node].meta["val"] = target(*fakes[0], **fakes[1])
     own.output(tuple(mapping[n] for n in region.outputs))
     return torch.fx.GraphModule(torch.nn.Module(), own)
 
@@ -143,14 +144,13 @@ def _inductor(module: torch.fx.GraphModule, device: torch.device) -> RegionFunct
             for rows in (3, 5):  # Inductor may have specialised to one size without a word
                 function(*(_example(n.meta["val"], rows) for n in placeholders))
     except Exception as error:
-        code = module.code.strip()
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise LoweringError(
-            f"Inductor cannot compile this region: {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
-            f"{code}\nUse backend='eager' to run it op by op."
+            f"Inductor cannot compile this region: {reason}\n{module.code.strip()}\n"
+            f"Use backend='eager' to run it op by op."
         ) from error
     return function
 
 
 def _example(value: Tensor, rows: int) -> Tensor:
     return torch.zeros([s if isinstance(s, int) else rows for s in value.shape], dtype=value.dtype, device=value.device)
-

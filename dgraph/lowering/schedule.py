@@ -1,12 +1,13 @@
 """Scheduling: a graph as alternating regions and calls, cut into stages.
 
-Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and fuse.
-A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike: out-projection,
-residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs their texts are equal,
-so one is compiled and serves every layer, stage and bucket.
+Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and
+fuse. A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike:
+out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs
+their texts are equal, so one is compiled and serves every layer, stage and bucket.
 
-A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and what a
-layer derives from shared tables (cos, sin) is derived inside that layer's region. Nothing moves across a stage cut.
+A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and
+what a layer derives from shared tables (cos, sin) is derived inside that layer's region. Nothing moves across a stage
+cut.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
-from dgraph.nodes import where
+from dgraph.nodes import args_of, where
 from dgraph.ops import op_of
 
 
@@ -70,7 +71,9 @@ def schedule(graph: Graph) -> tuple[Stage, ...]:
         LoweringError: an attention over a padded batch is left in the graph; PackRows has to run first.
     """
     for node in graph.find("attention"):
-        raise LoweringError(f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe.")
+        raise LoweringError(
+            f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
+        )
     levels = _levels(graph)
     slots = _slots(graph, levels)
     stages: list[Stage] = []
@@ -112,12 +115,12 @@ def _is_cut(node: Node) -> bool:
 
 def _is_part(node: Node) -> bool:
     """Whether a node picks one result of an opaque call."""
-    return node.target is operator.getitem and _is_opaque(node.args[0])  # type: ignore[arg-type]
+    return node.target is operator.getitem and _is_opaque(args_of(node)[0])
 
 
 def _results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
-    parts = [(u.args[1], u) for u in node.users if _is_part(u)]
-    return tuple(parts) if parts else ((None, node),)  # type: ignore[return-value]
+    parts = [(args_of(u)[1], u) for u in node.users if _is_part(u)]
+    return tuple(parts) if parts else ((None, node),)
 
 
 def _levels(graph: Graph) -> dict[Node, int]:
@@ -130,7 +133,7 @@ def _levels(graph: Graph) -> dict[Node, int]:
     lowest = 0
     for node in graph.calls:
         if _is_part(node):
-            levels[node] = levels[node.args[0]]  # type: ignore[index]
+            levels[node] = levels[args_of(node)[0]]
             continue
         opaque, level = _is_opaque(node), 0
         for arg in node.all_input_nodes:

@@ -1,7 +1,7 @@
 """What a pass is, and the report that it writes.
 
-A pass is a frozen dataclass. Its fields are its whole configuration, so `repr` is its history entry, its JSON is part of
-the cache key, and equality is equality of configurations.
+A pass is a frozen dataclass. Its fields are its whole configuration, so `repr` is its history entry, its JSON is part
+of the cache key, and equality is equality of configurations.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from dgraph.graph import Graph
+from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -25,8 +26,8 @@ class CacheKV(Pass):
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)
 
-    Exact for a step that holds every row whose keys changed: all rows are written before any is read, so a row sees what
-    it saw, and the rows that are no longer recomputed as they were last written.
+    Exact for a step that holds every row whose keys changed: all rows are written before any is read, so a row sees
+    what it saw, and the rows that are no longer recomputed as they were last written.
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
@@ -41,11 +42,11 @@ class CacheKV(Pass):
             if layer is None:
                 report.skip("an attention outside the layers has no cache", node)
                 continue
-            q, k, v, positions, cu_rows, limit, scale = node.args
-            heads, dim = (int(s) for s in k.meta["val"].shape[1:])  # type: ignore[union-attr]
+            q, k, v, positions, cu_rows, limit, scale = args_of(node)
+            heads, dim = (int(s) for s in k.meta["val"].shape[1:])
             shape = ("pages", "page", heads, dim)
             table = graph.add_input(PAGE_TABLE)
-            dtype = k.meta["val"].dtype  # type: ignore[union-attr]
+            dtype = k.meta["val"].dtype
             k_cache, v_cache = (graph.add_input(InputSpec(f"{n}_cache_{layer}", dtype, shape)) for n in "kv")
             write = (k, v, k_cache, v_cache, positions, table, cu_rows)
             graph.call(OPS["kv_write"], write, before=node, by=report.name)

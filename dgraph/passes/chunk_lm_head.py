@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -25,8 +25,8 @@ class ChunkLMHead(Pass):
     """Replace the LM head and the decision behind it by one op that keeps no logits.
 
     Only rows that are still masked are projected (the others' logits decide nothing), `max_num_logits` rows at a time;
-    each chunk gives its tokens and their confidences and is freed (dLLM-Serve's logit budget). The graph's output `logits`
-    becomes `token` i64 and `confidence` f32. The mask token itself is never predicted.
+    each chunk gives its tokens and their confidences and is freed (dLLM-Serve's logit budget). The graph's output
+    `logits` becomes `token` i64 and `confidence` f32. The mask token itself is never predicted.
 
         before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
                 return logits=%3
@@ -43,9 +43,7 @@ class ChunkLMHead(Pass):
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "logits of masked rows only, in chunks; token and confidence without keeping logits"
-    signature: ClassVar[frozenset[str]] = frozenset(
-        {"logits", "token", "confidence", "masked", "temperature", "seed"}
-    )
+    signature: ClassVar[frozenset[str]] = frozenset({"logits", "token", "confidence", "masked", "temperature", "seed"})
 
     def __post_init__(self) -> None:
         if self.max_num_logits < 1:
@@ -61,8 +59,8 @@ class ChunkLMHead(Pass):
             return
         for spec in (MASKED, TEMPERATURE, SEED):
             graph.add_input(spec)
-        hidden, weight, *bias = logits.args
-        per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]  # type: ignore[arg-type]
+        hidden, weight, *bias = args_of(logits)
+        per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]
         args = (hidden, weight, bias[0] if bias else None, *per_row, self.max_num_logits, graph.spec.mask_id)
         head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
         results: dict[str, Node] = {}

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
+from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.chunk_lm_head import MASKED
@@ -28,15 +29,17 @@ SELECTIONS = ("top", "random", "bottom")
 
 @dataclass(frozen=True)
 class EvictTokens(Pass):
-    """Keep, behind layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4, appendix E).
+    """Keep, behind layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4,
+    appendix E).
 
-    Importance of a masked row (Eq. 2): the attention that it receives from the masked rows of its sequence, from queries
-    and keys after RoPE, pooled over neighbours, summed over heads. The signal is its change from layer `after - 1` to
-    layer `after` (Eq. 3). Each sequence keeps max(K, N_sigma) masked rows, K = ceil(alpha x decoded tokens per step so
-    far) (Eq. 4), N_sigma = rows whose signal is at least one standard deviation above the mean; further the masked
-    left neighbour of each kept row, every masked row between the rightmost row kept so far and the rightmost row kept
-    now, and every row that is not masked. Keys and values of layer `after` are still written for all rows; from its
-    attention on, all runs on the kept rows (row set K), which see their sequence up to its last kept row.
+    Importance of a masked row (Eq. 2): the attention that it receives from the masked rows of its sequence, from
+    queries and keys after RoPE, pooled over neighbours, summed over heads. The signal is its change from layer `after
+    - 1` to layer `after` (Eq. 3). Each sequence keeps max(K, N_sigma) masked rows, K = ceil(alpha x decoded tokens
+    per step so far) (Eq. 4), N_sigma = rows whose signal is at least one standard deviation above the mean; further
+    the masked left neighbour of each kept row, every masked row between the rightmost row kept so far and the
+    rightmost row kept now, and every row that is not masked. Keys and values of layer `after` are still written for
+    all rows; from its attention on, all runs on the kept rows (row set K), which see their sequence up to its last
+    kept row.
 
         before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
@@ -68,19 +71,21 @@ class EvictTokens(Pass):
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
-    signature: ClassVar[frozenset[str]] = frozenset(
-        {"masked", "average", "progress", "noise", "kept", "score"}
-    )
+    signature: ClassVar[frozenset[str]] = frozenset({"masked", "average", "progress", "noise", "kept", "score"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.alpha, (int, float)) or math.isnan(self.alpha) or self.alpha < 1:
-            raise InputError(f"alpha must be at least 1 (the paper uses 1.2 to 1.8; inf evicts nothing), got {self.alpha}.")
+            raise InputError(
+                f"alpha must be at least 1 (the paper uses 1.2 to 1.8; inf evicts nothing), got {self.alpha}."
+            )
         for name, value, known in (("signal", self.signal, SIGNALS), ("select", self.select, SELECTIONS)):
             if value not in known:
                 raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         lowest = 1 if self.signal == "delta" else 0
         if self.after < lowest:
-            raise InputError(f"after must be a layer of at least {lowest} for signal={self.signal!r}, got {self.after}.")
+            raise InputError(
+                f"after must be a layer of at least {lowest} for signal={self.signal!r}, got {self.after}."
+            )
         if self.keep < 0:
             raise InputError(f"keep must be 0 (dynamic budget) or a number of rows, got {self.keep}.")
         if self.pool < 1 or self.pool % 2 == 0:
@@ -91,12 +96,16 @@ class EvictTokens(Pass):
         writes = graph.find("kv_write", self.after)
         if not reads or not writes:
             for node in graph.find("packed_attention", self.after) + graph.find("attention", self.after):
-                report.skip("this attention reads no cache, so evicted rows would be lost to it; run CacheKV first", node)
+                report.skip(
+                    "this attention reads no cache, so evicted rows would be lost to it; run CacheKV first", node
+                )
             if self.after >= graph.spec.layers:
-                raise InputError(f"after={self.after} is not a layer of this model, which has 0..{graph.spec.layers - 1}.")
+                raise InputError(
+                    f"after={self.after} is not a layer of this model, which has 0..{graph.spec.layers - 1}."
+                )
             return
         anchor, write = reads[0], writes[0]
-        rows = graph.row_set(anchor.args[0])  # type: ignore[arg-type]
+        rows = graph.row_set(args_of(anchor)[0])
         if rows != "N":
             report.skip(f"rows were evicted in front of this layer already (row set {rows})", anchor)
             return
@@ -110,7 +119,9 @@ class EvictTokens(Pass):
             by=report.name,
         )
         keep, new_limit, new_progress = graph.parts(chosen, 3, report.name)
-        cut = graph.call(OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set())
+        cut = graph.call(
+            OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set()
+        )
         index, new_cu_rows = graph.parts(cut, 2, report.name)
         carried = self._compact(graph, anchor, index, {limit: new_limit}, report.name)
         graph.redirect(cu_rows, new_cu_rows, behind=cut)
@@ -128,7 +139,9 @@ class EvictTokens(Pass):
         if self.signal == "delta":
             earlier = graph.find("paged_attention", self.after - 1)
             if not earlier:
-                raise PassError(f"layer {self.after - 1} has no paged attention to take the importance from; run CacheKV first.")
+                raise PassError(
+                    f"layer {self.after - 1} has no paged attention to take the importance from; run CacheKV first."
+                )
             before = self._importance(graph, earlier[0], graph.find("kv_write", self.after - 1)[0], by)
             score = graph.call(aten.sub.Tensor, (score, before), before=anchor, by=by)
         if self.select == "bottom":
@@ -136,7 +149,7 @@ class EvictTokens(Pass):
         return score
 
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
-        q, k, scale = read.args[0], write.args[0], read.args[-1]
+        q, k, scale = args_of(read)[0], args_of(write)[0], args_of(read)[-1]
         args = (q, k, graph.input("masked"), graph.input("cu_rows"), scale, self.pool)
         return graph.call(OPS["importance"], args, before=read, by=by)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
+from dgraph.nodes import args_of
 from dgraph.passes.base import Effect, Pass, Report
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ class FuseProjections(Pass):
         groups: dict[tuple[Node, int | None], list[Node]] = {}
         for node in graph.calls:
             if node.target is aten.linear.default and node.meta["layer"] is not None:
-                groups.setdefault((node.args[0], node.meta["layer"]), []).append(node)  # type: ignore[arg-type]
+                groups.setdefault((args_of(node)[0], node.meta["layer"]), []).append(node)
         for members in groups.values():
             if len(members) < 2:
                 continue
@@ -53,27 +54,27 @@ class FuseProjections(Pass):
 
 def _obstacle(graph: Graph, members: Sequence[Node]) -> str | None:
     """Why a group cannot be fused, or None."""
-    weights = [n.args[1] for n in members]
-    if any("weight" not in w.meta for w in weights):  # type: ignore[union-attr]
+    weights = [args_of(n)[1] for n in members]
+    if any("weight" not in w.meta for w in weights):
         return "a projection's weight is computed, not an input"
-    if any(len(w.users) > 1 for w in weights):  # type: ignore[union-attr]
+    if any(len(w.users) > 1 for w in weights):
         return "a projection's weight is read elsewhere too"
-    biased = [len(n.args) > 2 and n.args[2] is not None for n in members]
+    biased = [len(args_of(n)) > 2 and args_of(n)[2] is not None for n in members]
     if any(biased) and not all(biased):
         return "some of the projections have a bias and some have none"
-    if len({w.meta["val"].dtype for w in weights}) > 1:  # type: ignore[union-attr]
+    if len({w.meta["val"].dtype for w in weights}) > 1:
         return "the projections' weights differ in dtype"
     return None
 
 
 def _fuse(graph: Graph, members: Sequence[Node], by: str) -> str:
     first = members[0]
-    sizes = [int(n.args[1].meta["val"].shape[0]) for n in members]  # type: ignore[union-attr]
-    args = [first.args[0], _stacked_weight(graph, [n.args[1] for n in members])]  # type: ignore[misc]
-    if len(first.args) > 2 and first.args[2] is not None:
-        args.append(_stacked_weight(graph, [n.args[2] for n in members]))  # type: ignore[misc]
+    sizes = [int(args_of(n)[1].meta["val"].shape[0]) for n in members]
+    args = [args_of(first)[0], _stacked_weight(graph, [args_of(n)[1] for n in members])]
+    if len(args_of(first)) > 2 and args_of(first)[2] is not None:
+        args.append(_stacked_weight(graph, [args_of(n)[2] for n in members]))
     linear = graph.call(aten.linear.default, args, before=first, by=by)
-    name = args[1].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]  # type: ignore[union-attr]
+    name = args[1].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]
     linear.meta["role"] = f"{first.meta['role'].rpartition('.')[0]}.{name}".lstrip(".")
     dim = first.meta["val"].dim() - 1
     pieces = graph.call(aten.split_with_sizes.default, (linear, sizes, dim), before=first, by=by, like=linear)
@@ -89,7 +90,9 @@ def _stacked_weight(graph: Graph, parts: Sequence[Node]) -> Node:
     while all(p[shared] == paths[0][shared] for p in paths) and shared < min(map(len, paths)) - 2:
         shared += 1
     middle = "+".join(".".join(p[shared:-1]) for p in paths)
-    return graph.add_weight(".".join([*paths[0][:shared], middle, paths[0][-1]]), stack([graph.tensors[n] for n in names]))
+    return graph.add_weight(
+        ".".join([*paths[0][:shared], middle, paths[0][-1]]), stack([graph.tensors[n] for n in names])
+    )
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import PassError
 from dgraph.graph import Graph
-from dgraph.nodes import op_name, where
+from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import OPS, op_of
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -29,8 +29,8 @@ class PackRows(Pass):
 
     Every value is brought into one layout: rows first, then its other dimensions in their order. A transpose between
     tokens and heads therefore vanishes, and so does every read of a batch or sequence size. Attention becomes
-    `packed_attention`, which takes the sequence boundaries `cu_rows` i32[b+1] and, for each row, the `limit` i32[N] of key
-    positions that it sees.
+    `packed_attention`, which takes the sequence boundaries `cu_rows` i32[b+1] and, for each row, the `limit` i32[N]
+    of key positions that it sees.
 
         before  %4 = linear(%3, self_attn.q_proj.weight)    f32[b, t, 256]
                 %5 = reshape(%4, [%b, %t, -1, 32])          f32[b, t, 8, 32]
@@ -75,7 +75,7 @@ class _Packer:
             if isinstance(self.old[node], (int, torch.SymInt)):
                 continue  # a size of the old layout; nothing reads it when all are packed
             self.new[node] = self._pack(node)
-        (logits,) = graph.output.args[0]  # type: ignore[union-attr, misc]
+        (logits,) = args_of(graph.output)[0]
         graph.set_outputs({"logits": self._of(logits)})
         for node in reversed(graph.calls):
             if node in self.old and not node.users:
@@ -150,7 +150,7 @@ class _Packer:
         """Same op; operands without rows lose the dimensions that stood at the place of rows."""
         rank, rows = self.old[node].dim(), self._row_dims(node)
         args = []
-        for arg in node.args:
+        for arg in args_of(node):
             if not isinstance(arg, Node) or self._is_rows(arg):
                 args.append(self._of(arg) if isinstance(arg, Node) else arg)
                 continue
@@ -167,29 +167,29 @@ class _Packer:
         return self._call(node, node.target, tuple(args), node.kwargs)
 
     def _linear(self, node: Node) -> Node:
-        self._dim(node.args[0], -1)  # type: ignore[arg-type]
-        return self._call(node, node.target, (self._of(node.args[0]), *node.args[1:]))  # type: ignore[arg-type]
+        self._dim(args_of(node)[0], -1)
+        return self._call(node, node.target, (self._of(args_of(node)[0]), *args_of(node)[1:]))
 
     def _embedding(self, node: Node) -> Node:
-        return self._call(node, node.target, (node.args[0], self._of(node.args[1])))  # type: ignore[arg-type]
+        return self._call(node, node.target, (args_of(node)[0], self._of(args_of(node)[1])))
 
     def _reshape(self, node: Node) -> Node:
-        source = node.args[0]
+        source = args_of(node)[0]
         if not self._is_rows(node):
             raise self._unknown(node, "its result has no rows")
-        if self._sizes(source) == self._sizes(node):  # type: ignore[arg-type]
-            return self._of(source)  # type: ignore[arg-type]
-        return self._call(node, aten.reshape.default, (self._of(source), [-1, *self._sizes(node)]))  # type: ignore[arg-type]
+        if self._sizes(source) == self._sizes(node):
+            return self._of(source)
+        return self._call(node, aten.reshape.default, (self._of(source), [-1, *self._sizes(node)]))
 
     def _permute(self, node: Node) -> Node:
         """Rows stay first; only an exchange among the other dimensions remains."""
-        source: Node = node.args[0]  # type: ignore[assignment]
+        source = args_of(node)[0]
         rank = self.old[source].dim()
         if op_name(node.target) == "permute":
-            order = [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+            order = [d % rank for d in args_of(node)[1]]
         else:
             order = list(range(rank))
-            first, second = (d % rank for d in node.args[1:3])  # type: ignore[operator]
+            first, second = (d % rank for d in args_of(node)[1:3])
             order[first], order[second] = order[second], order[first]
         others = [d for d in order if d in self._others(source)]
         if others == sorted(others):
@@ -198,8 +198,8 @@ class _Packer:
         return self._call(node, aten.permute.default, (self._of(source), packed))
 
     def _unsqueeze(self, node: Node) -> Node:
-        source: Node = node.args[0]  # type: ignore[assignment]
-        dim = node.args[1] % self.old[node].dim()  # type: ignore[operator]
+        source = args_of(node)[0]
+        dim = args_of(node)[1] % self.old[node].dim()
         return self._call(node, node.target, (self._of(source), self._dim_of_result(node, dim)))
 
     def _dim_of_result(self, node: Node, dim: int) -> int:
@@ -207,7 +207,7 @@ class _Packer:
 
     def _expand(self, node: Node) -> Node:
         """A constant repeated for every sequence: packed, it is the constant."""
-        source: Node = node.args[0]  # type: ignore[assignment]
+        source = args_of(node)[0]
         if self._is_rows(source) and self._sizes(source) == self._sizes(node):
             return self._of(source)
         if self._is_rows(node) or self._row_dims(source):
@@ -217,39 +217,41 @@ class _Packer:
 
     def _matmul(self, node: Node) -> Node:
         """[b, m, k] (equal for all sequences) @ [b, k, t]: the rotary table of some versions of transformers."""
-        left, right = node.args[:2]
-        rows_last = self._is_rows(right) and self._row_dims(right)[-1] == self.old[right].dim() - 1  # type: ignore[arg-type, index]
-        if self._is_rows(left) or not rows_last or len(self._sizes(left)) != 2:  # type: ignore[arg-type]
+        left, right = args_of(node)[:2]
+        rows_last = self._is_rows(right) and self._row_dims(right)[-1] == self.old[right].dim() - 1
+        if self._is_rows(left) or not rows_last or len(self._sizes(left)) != 2:
             raise self._unknown(node, "only a constant matrix times columns of tokens is supported")
-        return self._call(node, aten.linear.default, (self._of(right), self._of(left)))  # type: ignore[arg-type]
+        return self._call(node, aten.linear.default, (self._of(right), self._of(left)))
 
     def _along(self, node: Node) -> Node:
         """Ops whose second argument is a dimension."""
-        source: Node = node.args[0]  # type: ignore[assignment]
-        return self._call(node, node.target, (self._of(source), self._dim(source, node.args[1]), *node.args[2:]))  # type: ignore[arg-type]
+        source = args_of(node)[0]
+        return self._call(
+            node, node.target, (self._of(source), self._dim(source, args_of(node)[1]), *args_of(node)[2:])
+        )
 
     def _reduce(self, node: Node) -> Node:
-        source: Node = node.args[0]  # type: ignore[assignment]
-        dims = [self._dim(source, d) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
-        return self._call(node, node.target, (self._of(source), dims, *node.args[2:]), node.kwargs)
+        source = args_of(node)[0]
+        dims = [self._dim(source, d) for d in args_of(node)[1]]
+        return self._call(node, node.target, (self._of(source), dims, *args_of(node)[2:]), node.kwargs)
 
     def _split(self, node: Node) -> Node:
-        source: Node = node.args[0]  # type: ignore[assignment]
-        dim = node.args[2] if len(node.args) > 2 else 0
-        return self._call(node, node.target, (self._of(source), node.args[1], self._dim(source, dim)))  # type: ignore[arg-type]
+        source = args_of(node)[0]
+        dim = args_of(node)[2] if len(args_of(node)) > 2 else 0
+        return self._call(node, node.target, (self._of(source), args_of(node)[1], self._dim(source, dim)))
 
     def _getitem(self, node: Node) -> Node:
-        return self._call(node, node.target, (self._of(node.args[0]), node.args[1]))  # type: ignore[arg-type]
+        return self._call(node, node.target, (self._of(args_of(node)[0]), args_of(node)[1]))
 
     def _cat(self, node: Node) -> Node:
-        parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))  # type: ignore[arg-type]
+        parts = list(args_of(node)[0])
+        dim = args_of(node)[1] if len(args_of(node)) > 1 else 0
+        return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))
 
     def _attention(self, node: Node) -> Node:
-        q, k, v, scale = node.args
+        q, k, v, scale = args_of(node)
         positions = self.graph.input("positions")
-        args = (*(self._of(x) for x in (q, k, v)), positions, self.cu_rows, self.limit, scale)  # type: ignore[arg-type]
+        args = (*(self._of(x) for x in (q, k, v)), positions, self.cu_rows, self.limit, scale)
         new = self._call(node, OPS["packed_attention"], args)
         self.report.did("attention -> packed_attention", node.meta["layer"])
         return new

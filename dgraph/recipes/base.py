@@ -54,7 +54,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.block_cache not in BLOCK_CACHES:
-            raise InputError(f"block_cache must be one of {', '.join(map(repr, BLOCK_CACHES))}, got {self.block_cache!r}.")
+            raise InputError(
+                f"block_cache must be one of {', '.join(map(repr, BLOCK_CACHES))}, got {self.block_cache!r}."
+            )
         if not isinstance(self.refresh, bool):
             raise InputError(f"refresh must be True or False, got {self.refresh!r}.")
 

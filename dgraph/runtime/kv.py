@@ -1,0 +1,161 @@
+"""Paged keys and values of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import DgraphError, InputError
+from dgraph.spec import ModelSpec
+
+
+class KVStore:
+    """One key and one value cache [pages, page, Hkv, D] per layer, and who owns which page.
+
+    Position p of a sequence lives at cache[table[p // page], p % page] in every layer. Pages are handed out
+    when a sequence is allocated and come back when it is freed; the caches grow when too few are free.
+    Growing replaces the tensors, so ask for `tensors()` after the last `allocate`.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        if page_size < 1:
+            raise InputError(f"KV store: a page holds at least 1 position, got page_size={page_size}.")
+        self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
+        self._row = (kv_heads, head_dim)
+        self._caches = [(self._empty(0), self._empty(0)) for _ in range(layers)]
+        self._pages = 0
+        self._free: list[int] = []  # the lowest page last: low pages are used first
+        self._owned: dict[int, list[int]] = {}
+        self._next = 0
+
+    @classmethod
+    def for_spec(
+        cls,
+        spec: ModelSpec,
+        *,
+        page_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> KVStore:
+        """The store of a model. `page_size` (positions, default: the block length) is a multiple or a
+        divisor of the block length, so that a block never straddles more pages than it must."""
+        size = spec.block_length if page_size is None else page_size
+        if size < 1 or (size % spec.block_length and spec.block_length % size):
+            raise InputError(
+                f"KV store: page_size must be a multiple or a divisor of {spec.family}'s block length "
+                f"{spec.block_length}, got {size}."
+            )
+        return cls(
+            spec.layers,
+            spec.kv_heads,
+            spec.head_dim,
+            page_size=size,
+            dtype=dtype or spec.dtype,
+            device=device,
+        )
+
+    @property
+    def pages(self) -> int:
+        """Pages that exist."""
+        return self._pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence owns."""
+        return len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all caches in bytes."""
+        return sum(t.numel() * t.element_size() for pair in self._caches for t in pair)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` positions."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, tokens: Sequence[int]) -> list[int]:
+        """Room for one sequence per entry, for that many positions; returns their handles in order.
+
+        What a page holds at first is finite but arbitrary: zeros, or what an earlier sequence left.
+        """
+        counts = [self.pages_for(n) for n in tokens]
+        missing = sum(counts) - len(self._free)
+        if missing > 0:
+            self._grow(self._pages + missing)
+        handles = []
+        for count in counts:
+            self._owned[self._next] = [self._free.pop() for _ in range(count)]
+            handles.append(self._next)
+            self._next += 1
+        return handles
+
+    def free(self, sequence: int) -> None:
+        """Hand the pages of a sequence back."""
+        self._free.extend(reversed(self._pages_of(sequence)))
+        del self._owned[sequence]
+
+    def page_table(self, sequences: Sequence[int]) -> Tensor:
+        """i32[b, P], P the most pages of any of them; entries past a sequence's own pages are -1."""
+        pages = [self._pages_of(s) for s in sequences]
+        table = torch.full((len(pages), max(map(len, pages), default=0)), -1, dtype=torch.int32)
+        for row, owned in zip(table, pages, strict=True):
+            row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
+        return table.to(self.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The caches under the names that programs ask for: k_cache_0, v_cache_0, k_cache_1, ..."""
+        named = {}
+        for layer, (keys, values) in enumerate(self._caches):
+            named[f"k_cache_{layer}"] = keys
+            named[f"v_cache_{layer}"] = values
+        return named
+
+    def gather(self, sequence: int, tokens: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, copies of the keys and values [tokens, Hkv, D] of positions 0 .. tokens-1 (default:
+        all pages).
+        """
+        pages = torch.tensor(self._pages_of(sequence), dtype=torch.int64, device=self.device)
+        room = len(pages) * self.page_size
+        if tokens is not None and tokens > room:
+            raise DgraphError(f"KV store: sequence {sequence} has {room} positions, asked for {tokens}.")
+        return [(k[pages].flatten(0, 1)[:tokens], v[pages].flatten(0, 1)[:tokens]) for k, v in self._caches]
+
+    def _pages_of(self, sequence: int) -> list[int]:
+        if sequence not in self._owned:
+            raise DgraphError(
+                f"KV store: sequence {sequence} is not allocated (never was, or was freed already); "
+                f"{len(self._owned)} are."
+            )
+        return self._owned[sequence]
+
+    def _grow(self, pages: int) -> None:
+        if not self._owned:  # nothing to keep
+            self._pages, self._free = 0, []
+        kept = self._pages
+        for layer in range(len(self._caches)):
+            old = self._caches[layer]
+            if kept == 0:  # let go of the old tensors first, so that both never exist at once
+                old = self._caches[layer] = (self._empty(0), self._empty(0))
+            new = (self._empty(pages), self._empty(pages))
+            for source, target in zip(old, new, strict=True):
+                target[:kept] = source[:kept]
+            self._caches[layer] = new
+        # Only now: if memory ran out above, what was allocated before is still whole.
+        self._free = list(range(pages - 1, kept - 1, -1)) + self._free
+        self._pages = pages
+
+    def _empty(self, pages: int) -> Tensor:
+        # Zeros, not uninitialised memory: a kernel may load positions past a row's limit and weigh them by 0,
+        # and 0 * NaN would reach the result.
+        return torch.zeros(pages, self.page_size, *self._row, dtype=self.dtype, device=self.device)

@@ -1,0 +1,77 @@
+"""Which of the predicted tokens of a step are committed. Vectorised over sequences, on the device, no host
+read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+
+
+class Policy(Protocol):
+    """A decode policy."""
+
+    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
+        """confidence f32[b, B], -inf where nothing can be committed; step i64[b], from 0 in each block ->
+        bool[b, B].
+
+        Every sequence with a committable position gets at least one; a position that is not committable,
+        none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """Commit what is more confident than `threshold`, at least the single most confident (ties: lower
+    position).
+
+    The comparison is strict (SDAR's rule) and in fp32, so threshold=1.0 commits one token per step.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        value = self.threshold
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise InputError(
+                f"ConfidenceThreshold: threshold is a probability in (0, 1], got {value!r}. "
+                f"Published settings lie between 0.8 and 0.95; 1.0 decodes one token per step."
+            )
+
+    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
+        best = torch.zeros_like(confidence, dtype=torch.bool)
+        best.scatter_(1, confidence.argmax(dim=1, keepdim=True), True)
+        return ((confidence > self.threshold) | best) & (confidence > -math.inf)
+
+
+@dataclass(frozen=True)
+class FixedSteps:
+    """Denoise a block of B tokens in `steps` steps: step i commits the n_i most confident (ties: lower
+    position).
+
+    n_i = B // steps, and one more in the first B % steps steps; at least one. A block that begins with the
+    prompt's remainder has fewer masks and needs fewer steps; one whose rows were evicted may need more.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise InputError(
+                f"FixedSteps: steps is a number of denoising steps per block, at least 1, got {self.steps!r}."
+            )
+
+    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
+        b, block = confidence.shape
+        count = (block // self.steps + (step < block % self.steps).long()).clamp(min=1)
+        order = confidence.argsort(dim=1, descending=True, stable=True)
+        columns = torch.arange(block, device=confidence.device).expand(b, block)
+        rank = torch.empty_like(order).scatter_(1, order, columns)
+        return (rank < count[:, None]) & (confidence > -math.inf)

@@ -1,0 +1,51 @@
+"""Random numbers that depend on what is drawn, not on when or where.
+
+A draw belongs to (seed, prompt, position, step of its sequence). A hash of these makes it the same for
+every batch size, row order and device. The mixer is a 32-bit one (Wellons, "lowbias32") on int64 values:
+its products stay below 2**63, so nothing relies on overflow.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+_LANES = (0x9E3779B9, 0x85EBCA6B)  # two independent 32-bit chains make one 62-bit seed
+_NOISE = 0x27D4EB2F
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+
+def mix(x: IntOrTensor) -> IntOrTensor:
+    """A bijection of 32-bit words (0 <= x < 2**32) that scatters them; ints or i64 tensors."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD
+    return x ^ (x >> 15)
+
+
+def sequence_keys(seed: int, prompt: Tensor) -> Tensor:
+    """i64[b] prompt indices -> i64[2, b]: what `row_seeds` starts from. `seed` is any int; its low 64 bits
+    count.
+    """
+    lanes = [mix(mix(lane ^ (seed & WORD)) ^ ((seed >> 32) & WORD)) for lane in _LANES]
+    start = torch.tensor(lanes, dtype=torch.int64, device=prompt.device)
+    return mix(start[:, None] ^ prompt)
+
+
+def row_seeds(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
+    """i64[N] seeds >= 0 of rows.
+
+    keys: i64[2, N] from `sequence_keys`, per row; positions i64[N]: absolute positions; counter i64[N]:
+    forward steps that the row's sequence has done before.
+    """
+    high, low = mix(mix(keys ^ counter) ^ positions).unbind(0)
+    return (high >> 2 << 32) | low
+
+
+def uniform(seeds: Tensor) -> Tensor:
+    """f32 in [0, 1) of `row_seeds`, independent of what a program draws from the same seeds."""
+    word = mix(mix((seeds & WORD) ^ _NOISE) ^ (seeds >> 32))
+    return (word >> 8).float() * 2.0**-24

@@ -1,0 +1,236 @@
+"""The decode loop's state for block-causal models, and its transitions, as tensors on the device.
+
+A window of two blocks per sequence: columns [0, B) are the previous block, columns [B, 2B) the current one.
+A row of the previous block is forwarded once more to commit it (its keys and values then see the whole
+decoded block); it rides in the same forward as the next block's first step. That is exact for block-causal
+attention: every layer writes its keys before any row reads them, and each row has its own limit.
+
+Nothing here loops over sequences, and only `summary` is meant to be read by the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies import Policy
+from dgraph.runtime.rows import RowResults, StepRows
+
+BlockCache = Literal["off", "dc", "dc+"]
+BLOCK_CACHES: tuple[BlockCache, ...] = ("off", "dc", "dc+")
+
+
+def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
+    """Columns whose keys and values are frozen within their block: bool[b, B] -> bool[b, B].
+
+    decoded: before the commit of the step. "off": none. "dc": the decoded ones. "dc+": the decoded ones whose
+    right neighbour is decoded too; the last column counts as having one (FOCUS, delayed cache).
+    """
+    if rule == "off":
+        return torch.zeros_like(decoded)
+    if rule == "dc":
+        return decoded
+    right = torch.cat([decoded[:, 1:], torch.ones_like(decoded[:, :1])], dim=1)
+    return decoded & right
+
+
+@dataclass
+class StepState:
+    """State of b sequences. Attributes that the transitions replace:
+
+    tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet
+    (its token is the mask token; programs never answer a mask with a mask, but one that does still ends);
+    start i64[b]: position of the current block's first row; progress i32[b]: rightmost position kept in
+    this block so far, start - 1 before its first step; decoded, steps i64[b]: tokens and steps of this
+    block; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; commit_rows i64[]:
+    rows forwarded to commit, all steps; active bool[b]; broken bool[b]: the last step gave nothing to
+    commit, or NaN; canvas i64[b, T]: prompt and every block so far.
+
+    Fixed: prompt_end i64[b]; end i64[b] = prompt + max_new_tokens; stop_ids i64[E]; mask_id.
+    """
+
+    tokens: Tensor
+    pending: Tensor
+    masked: Tensor
+    start: Tensor
+    progress: Tensor
+    decoded: Tensor
+    steps: Tensor
+    counter: Tensor
+    total: Tensor
+    commit_rows: Tensor
+    active: Tensor
+    broken: Tensor
+    canvas: Tensor
+    prompt_end: Tensor
+    end: Tensor
+    stop_ids: Tensor
+    mask_id: int
+
+    @classmethod
+    def begin(
+        cls,
+        canvas: Tensor,
+        prompt_end: Tensor,
+        *,
+        max_new_tokens: int,
+        block: int,
+        mask_id: int,
+        stop_ids: Tensor,
+    ) -> StepState:
+        """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
+        block.
+
+        canvas i64[b, T]: prompts, then mask tokens to the end of the longest sequence's last block.
+        """
+        b, device = len(canvas), canvas.device
+        start = prompt_end // block * block
+        columns = start[:, None] + torch.arange(-block, block, device=device)
+        pending = torch.zeros(b, 2 * block, dtype=torch.bool, device=device)
+        pending[:, block:] = True
+        zeros = torch.zeros(b, dtype=torch.int64, device=device)
+        return cls(
+            tokens=canvas.gather(1, columns.clamp(min=0)),
+            pending=pending,
+            masked=columns[:, block:] >= prompt_end[:, None],
+            start=start,
+            progress=(start - 1).int(),
+            decoded=zeros,
+            steps=zeros,
+            counter=zeros,
+            total=zeros,
+            commit_rows=torch.zeros((), dtype=torch.int64, device=device),
+            active=torch.ones(b, dtype=torch.bool, device=device),
+            broken=torch.zeros(b, dtype=torch.bool, device=device),
+            canvas=canvas,
+            prompt_end=prompt_end,
+            end=prompt_end + max_new_tokens,
+            stop_ids=stop_ids,
+            mask_id=mask_id,
+        )
+
+    @property
+    def block(self) -> int:
+        return self.masked.shape[1]
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded)."""
+        mean = self.decoded.float() / self.steps.clamp(min=1).float()
+        return torch.where(self.steps > 0, mean, 1.0)
+
+    def live(self) -> Tensor:
+        """bool[b, 2B]: what the next step forwards."""
+        return self.pending & self.active[:, None]
+
+    def summary(self) -> Tensor:
+        """i64[4]: rows of the next step, active sequences, tokens decoded so far, broken sequences."""
+        return torch.stack([self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()])
+
+    def rows(self, count: int) -> StepRows:
+        """Pack the rows of the next step. `count` is `summary()[0]`: the host has it, nothing is read
+        here.
+        """
+        live = self.live()
+        block, width = self.block, 2 * self.block
+        index = torch.nonzero_static(live.flatten(), size=count)[:, 0]
+        sequence, column = index // width, index % width
+        columns = torch.arange(width, device=live.device)
+        # Rows of the current block see up to the rightmost row that is forwarded: a cached tail of the
+        # block is invisible, as in every public version of FOCUS (L + r(P) + 1 keys).
+        reach = torch.where(live[:, block:], columns[block:], -1).amax(dim=1) + 1 - block + self.start
+        current = column >= block
+        limit = torch.where(current, reach[sequence], self.start[sequence]).int()
+        masked = current & self.masked[sequence, (column - block).clamp(min=0)]
+        cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
+        cu_rows[1:] = live.sum(dim=1).cumsum(0)
+        return StepRows(
+            sequence=sequence,
+            column=column,
+            input_ids=self.tokens[sequence, column],
+            positions=self.start[sequence] - block + column,
+            limit=limit,
+            masked=masked,
+            cu_rows=cu_rows,
+        )
+
+    def apply(
+        self,
+        rows: StepRows,
+        results: RowResults,
+        policy: Policy,
+        block_cache: BlockCache,
+        refresh: bool,
+        progress: Tensor | None = None,
+    ) -> Tensor:
+        """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
+
+        progress i32[b]: as the program updated it; None where it does not evict (nobody reads it then).
+        """
+        token = self._on_block(rows, results.token, -1)
+        confidence = self._on_block(rows, results.confidence, -math.inf)
+        invalid = confidence.isnan()
+        commit = policy.choose(confidence.nan_to_num(nan=0.0, neginf=-math.inf), self.steps)
+        self.broken = self.active & (invalid.any(dim=1) | ~commit.any(dim=1))
+
+        self.commit_rows = self.commit_rows + (self.live()[:, : self.block]).sum()
+        if progress is not None:
+            self.progress = torch.where(self.active, progress, self.progress)
+        # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
+        ready = ready_columns(~self.masked, block_cache)
+        self._decode(commit, token)
+        current = self.pending[:, self.block :] & ~ready
+        self._advance(current, refresh)
+        return commit
+
+    def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:
+        """Per-row values -> [b, B] on the current block; `fill` where no row was."""
+        window = values.new_full((self.tokens.numel(),), fill)
+        window[rows.sequence * 2 * self.block + rows.column] = values
+        return window.view_as(self.tokens)[:, self.block :]
+
+    def _decode(self, commit: Tensor, token: Tensor) -> None:
+        block = self.block
+        current = torch.where(commit, token, self.tokens[:, block:])
+        self.tokens = torch.cat([self.tokens[:, :block], current], dim=1)
+        self.masked = self.masked & ~commit
+        count = commit.sum(dim=1)
+        self.decoded = self.decoded + count
+        self.steps = self.steps + (count > 0)
+        self.total = self.total + count
+        self.counter = self.counter + self.active
+        # A finished sequence's block no longer changes, so writing it again is harmless.
+        columns = self.start[:, None] + torch.arange(block, device=current.device)
+        self.canvas = self.canvas.scatter(1, columns, current)
+
+    def _advance(self, pending: Tensor, refresh: bool) -> None:
+        """Finish sequences, or move their window by one block. pending bool[b, B]: of the current block."""
+        block, masked, current = self.block, self.masked, self.tokens[:, self.block :]
+        columns = torch.arange(block, device=masked.device)
+        positions = self.start[:, None] + columns
+        generated = ~masked & (positions >= self.prompt_end[:, None])  # a stop token of the prompt is none
+        stop = (current[:, :, None] == self.stop_ids).any(dim=2) & generated
+        first_stop = torch.where(stop, columns, block + 1).amin(dim=1)
+        first_mask = torch.where(masked, columns, block).amin(dim=1)
+        complete = first_mask == block
+        # What comes after a stop token is dropped, so a stop token with no mask before it ends the sequence
+        # at once.
+        finished = (first_stop < first_mask) | (complete & (self.start + block >= self.end))
+        self.active = self.active & ~finished
+
+        shift = (complete & self.active)[:, None]
+        committing = torch.ones_like(pending) if refresh else pending
+        previous = torch.where(shift, committing, False)  # else cleared: this step has committed it
+        self.pending = torch.cat([previous, pending | shift], dim=1)
+        shifted = torch.cat([current, torch.full_like(current, self.mask_id)], dim=1)
+        self.tokens = torch.where(shift, shifted, self.tokens)
+        self.masked = masked | shift
+        moved = shift[:, 0]
+        self.start = torch.where(moved, self.start + block, self.start)
+        self.progress = torch.where(moved, (self.start - 1).int(), self.progress)
+        self.decoded = torch.where(moved, 0, self.decoded)
+        self.steps = torch.where(moved, 0, self.steps)

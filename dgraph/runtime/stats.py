@@ -1,0 +1,169 @@
+"""What a generation did: counts, times, and a record per step for an observer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.rows import RowResults, StepRows
+from dgraph.runtime.state import StepState
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of one `generate`, prompts beyond max_batch included.
+
+    Attributes:
+        steps: forward passes of the decode loop (one serves the whole batch).
+        tokens: tokens delivered: up to a stop token and max_new_tokens.
+        decoded: tokens committed, delivered or not.
+        rows: live rows by stage: "prefill" and the stages of the step program.
+        padded: rows that these stages ran on, padding of the buckets included.
+        commit_rows: rows of the first step stage that were forwarded to commit a decoded block.
+        seconds: by stage as its program observed them on the host, and "decode loop": everything else. On a
+        GPU
+            a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
+        total: seconds of the whole call.
+        last_stage: the stage whose rows `rows_per_token` counts.
+        sequence_steps: steps of each prompt, in the order of the prompts.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    decoded: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
+    commit_rows: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+    last_stage: str = ""
+    sequence_steps: list[int] = field(default_factory=list)
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows of the last stage per decoded token (FOCUS Table 5: through the layers after eviction)."""
+        return self.rows.get(self.last_stage, 0) / self.decoded if self.decoded else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a sequence decodes per step, on average over all steps of all sequences."""
+        steps = sum(self.sequence_steps)
+        return self.decoded / steps if steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Delivered tokens per second of the whole call."""
+        return self.tokens / self.total if self.total else 0.0
+
+    def count_stage(self, name: str, rows: int, padded: int, seconds: float) -> None:
+        """Add one run of a stage."""
+        self.rows[name] = self.rows.get(name, 0) + rows
+        self.padded[name] = self.padded.get(name, 0) + padded
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def finish(self, total: float) -> None:
+        """Set the total and give what no stage accounts for to "decode loop"."""
+        self.total = total
+        stages = sum(s for name, s in self.seconds.items() if name != "decode loop")
+        self.seconds["decode loop"] = max(0.0, total - stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the derived figures included."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "decoded": self.decoded,
+            "rows": dict(self.rows),
+            "padded": dict(self.padded),
+            "commit_rows": self.commit_rows,
+            "rows_per_token": self.rows_per_token,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": dict(self.seconds),
+            "total": self.total,
+            "last_stage": self.last_stage,
+            "sequence_steps": list(self.sequence_steps),
+        }
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the decode loop as an observer gets it: copies on the CPU, N rows of b sequences.
+
+    Attributes:
+        step: from 0 within its batch.
+        prompts: i64[b], indices of the batch's prompts among all prompts of the call.
+        sequence: i64[N], index of each row's prompt among all prompts.
+        input_ids, positions i64[N]; limit i32[N]; masked bool[N]: what was forwarded.
+        kept: bool[N], rows that reached the last stage.
+        score: f32[N] as the program selected by it, None where it has no such output.
+        token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
+        committed: bool[N], rows whose token was committed.
+        average, progress: f32[b], i32[b] as the program got them.
+        progress_after: i32[b] as the program returned it (unchanged where it does not evict).
+    """
+
+    step: int
+    prompts: Tensor
+    sequence: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    limit: Tensor
+    masked: Tensor
+    kept: Tensor
+    score: Tensor | None
+    token: Tensor
+    confidence: Tensor
+    committed: Tensor
+    average: Tensor
+    progress: Tensor
+    progress_after: Tensor
+
+    @property
+    def committed_positions(self) -> Tensor:
+        """i64[C]"""
+        return self.positions[self.committed]
+
+    @property
+    def committed_tokens(self) -> Tensor:
+        """i64[C]"""
+        return self.token[self.committed]
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        prompts: Tensor,
+        state: StepState,
+        rows: StepRows,
+        results: RowResults,
+        committed: Tensor,
+        outputs: dict[str, Tensor],
+    ) -> StepRecord:
+        """`state` as it was before the step; committed bool[b, B] as `StepState.apply` returned it."""
+
+        def copy(value: Tensor) -> Tensor:  # a program may overwrite its outputs in the next step
+            return value.detach().to("cpu", copy=True)
+
+        window = torch.cat([torch.zeros_like(committed), committed], dim=1)
+        score = outputs.get("score")
+        return cls(
+            step=step,
+            prompts=copy(prompts),
+            sequence=copy(prompts[rows.sequence]),
+            input_ids=copy(rows.input_ids),
+            positions=copy(rows.positions),
+            limit=copy(rows.limit),
+            masked=copy(rows.masked),
+            kept=copy(results.kept),
+            score=None if score is None else copy(score[: len(rows.masked)]),
+            token=copy(results.token),
+            confidence=copy(results.confidence),
+            committed=copy(window[rows.sequence, rows.column]),
+            average=copy(state.average),
+            progress=copy(state.progress),
+            progress_after=copy(outputs.get("progress", state.progress)),
+        )

@@ -1,0 +1,137 @@
+"""Pages: who owns them, what growing keeps, what comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dgraph.errors import DgraphError, InputError
+from dgraph.runtime import KVStore
+from tests.runtime.fake import fake_spec
+
+
+def store(page_size: int = 4, layers: int = 2) -> KVStore:
+    return KVStore(layers, 3, 5, page_size=page_size, dtype=torch.float32)
+
+
+def fill(kv: KVStore, sequence: int, tokens: int, value: float) -> None:
+    """Write `value + position` into every layer through the page table."""
+    table = kv.page_table([sequence])[0].long()
+    positions = torch.arange(tokens)
+    page, slot = table[positions // kv.page_size], positions % kv.page_size
+    for layer, cache in enumerate(kv.tensors().values()):
+        cache[page, slot] = (value + layer / 8 + positions)[:, None, None]
+
+
+def check(kv: KVStore, sequence: int, tokens: int, value: float) -> None:
+    layers = kv.gather(sequence, tokens)
+    flat = [t for pair in layers for t in pair]
+    for layer, cache in enumerate(flat):
+        assert cache.shape == (tokens, 3, 5)
+        assert cache.equal((value + layer / 8 + torch.arange(tokens))[:, None, None].expand(-1, 3, 5))
+
+
+def test_pages_are_disjoint_and_come_back() -> None:
+    rng, kv = random.Random(0), store()
+    live: dict[int, int] = {}
+    most = 0
+    for _ in range(200):
+        if live and rng.random() < 0.6:
+            handle = rng.choice(list(live))
+            kv.free(handle)
+            del live[handle]
+        else:
+            counts = [rng.randint(1, 30) for _ in range(rng.randint(1, 3))]
+            for handle, tokens in zip(kv.allocate(counts), counts, strict=True):
+                live[handle] = tokens
+                fill(kv, handle, tokens, handle * 1000)
+        table = kv.page_table(list(live))
+        owned = table[table >= 0].tolist()
+        assert len(owned) == len(set(owned)) == kv.pages - kv.free_pages
+        most = max(most, len(owned))
+        assert sum(map(kv.pages_for, live.values())) == len(owned)
+        for handle, tokens in live.items():
+            check(kv, handle, tokens, handle * 1000)
+    for handle in live:
+        kv.free(handle)
+    assert kv.free_pages == kv.pages
+    assert kv.pages == most  # freed pages are used again before new ones are made
+
+
+def test_it_grows_by_what_is_missing_and_keeps_what_is_there() -> None:
+    kv = store(page_size=2)
+    assert (kv.pages, kv.bytes) == (0, 0)
+    (first,) = kv.allocate([5])
+    assert (kv.pages, kv.free_pages) == (3, 0)
+    assert kv.bytes == 2 * 2 * 3 * 2 * 3 * 5 * 4
+    fill(kv, first, 5, 7.0)
+    second, third = kv.allocate([2, 3])
+    assert kv.pages == 6
+    assert kv.page_table([third, first, second]).tolist() == [[4, 5, -1], [0, 1, 2], [3, -1, -1]]
+    check(kv, first, 5, 7.0)
+    assert list(kv.tensors()) == ["k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"]
+    assert kv.tensors()["v_cache_1"].shape == (6, 2, 3, 5)
+    kv.free(first)
+    before = kv.tensors()["k_cache_0"]
+    kv.allocate([6])
+    assert kv.tensors()["k_cache_0"] is before  # nothing moves while pages are free
+    assert kv.page_table([]).shape == (0, 0)
+
+
+def test_unused_pages_are_finite() -> None:
+    kv = store()
+    (only,) = kv.allocate([9])
+    assert all(torch.isfinite(t).all() for t in kv.tensors().values())
+    assert kv.gather(only)[0][0].shape == (12, 3, 5)
+    kept = kv.gather(only, 3)[1][1]
+    fill(kv, only, 9, 1.0)
+    assert kept.eq(0).all()  # a copy
+
+
+def test_out_of_memory_leaves_the_store_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = store()
+    (first,) = kv.allocate([8])
+    fill(kv, first, 8, 3.0)
+    real, calls = KVStore._empty, []
+
+    def fails(self: KVStore, pages: int) -> torch.Tensor:
+        calls.append(pages)
+        if len(calls) == 3:  # in the second layer
+            raise torch.OutOfMemoryError("no memory")
+        return real(self, pages)
+
+    monkeypatch.setattr(KVStore, "_empty", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        kv.allocate([100])
+    monkeypatch.undo()
+    assert (kv.pages, kv.free_pages) == (2, 0)
+    check(kv, first, 8, 3.0)
+    (second,) = kv.allocate([4])
+    fill(kv, second, 4, 9.0)
+    check(kv, first, 8, 3.0)
+    assert {len(t) for t in kv.tensors().values()} == {3}
+
+
+def test_page_sizes_fit_the_block() -> None:
+    for size in (1, 2, 8, 16, 32, 64):
+        assert KVStore.for_spec(fake_spec(16), page_size=size).page_size == size
+    assert KVStore.for_spec(fake_spec(16)).page_size == 16
+    assert KVStore.for_spec(fake_spec(16), dtype=torch.bfloat16).dtype == torch.bfloat16
+    for size in (0, -16, 3, 24):
+        with pytest.raises(InputError, match=r"multiple or a divisor of fake's block length 16, got"):
+            KVStore.for_spec(fake_spec(16), page_size=size)
+    with pytest.raises(InputError, match="a page holds at least 1 position, got page_size=0"):
+        store(page_size=0)
+
+
+def test_misuse_is_named() -> None:
+    kv = store()
+    (only,) = kv.allocate([4])
+    with pytest.raises(DgraphError, match="sequence 0 has 4 positions, asked for 5"):
+        kv.gather(only, 5)
+    kv.free(only)
+    for call in (kv.free, kv.gather, lambda s: kv.page_table([s])):
+        with pytest.raises(DgraphError, match="sequence 0 is not allocated"):
+            call(only)

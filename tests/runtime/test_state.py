@@ -1,0 +1,167 @@
+"""Transitions of the step state on cases small enough to write down."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime import ConfidenceThreshold
+from dgraph.runtime.rows import RowResults, prefill_rows, row_results
+from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.state import StepState, ready_columns
+
+KNOWN = 4069107984540586624
+MASK, STOP, NONE = 99, 50, -torch.inf
+ONE = ConfidenceThreshold(1.0)
+
+
+def begin(prompts: list[list[int]], new: int, block: int = 4) -> StepState:
+    width = -(-(max(map(len, prompts)) + new) // block) * block
+    canvas = torch.full((len(prompts), width), MASK)
+    for row, prompt in zip(canvas, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    lengths = torch.tensor([len(p) for p in prompts])
+    stops = torch.tensor([STOP])
+    return StepState.begin(canvas, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops)
+
+
+def step(state: StepState, decode: dict[tuple[int, int], int], **options) -> Tensor:
+    """One step in which (sequence, position) -> token are confident and nothing else is a candidate."""
+    rows = state.rows(state.summary().tolist()[0])
+    token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
+    for (sequence, position), value in decode.items():
+        at = (rows.sequence == sequence) & (rows.positions == position)
+        assert at.sum() == 1
+        assert rows.masked[at].all()
+        token[at], confidence[at] = value, 0.9
+    results = RowResults(token, confidence, torch.ones_like(rows.masked))
+    policy = ConfidenceThreshold(0.5)
+    return state.apply(rows, results, policy, options.get("cache", "off"), options.get("refresh", True))
+
+
+def pending(state: StepState, sequence: int = 0) -> list[int]:
+    """Positions that the next step forwards."""
+    rows = state.rows(state.summary().tolist()[0])
+    return rows.positions[rows.sequence == sequence].tolist()
+
+
+def test_ready_columns() -> None:
+    decoded = torch.tensor([[True, True, False, True], [False, True, True, False]])
+    assert not ready_columns(decoded, "off").any()
+    assert ready_columns(decoded, "dc").equal(decoded)
+    expected = torch.tensor([[True, False, False, True], [False, True, False, False]])
+    assert ready_columns(decoded, "dc+").equal(expected)
+
+
+def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
+    state = begin([[1, 2, 3, 4, 5, 6], [7]], 3)
+    rows = state.rows(8)
+    assert rows.cu_rows.tolist() == [0, 4, 8]
+    assert rows.positions.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert rows.input_ids.tolist() == [5, 6, MASK, MASK, 7, MASK, MASK, MASK]
+    assert rows.masked.tolist() == [False, False, True, True, False, True, True, True]
+    assert rows.limit.tolist() == [8] * 4 + [4] * 4
+    assert state.progress.tolist() == [3, -1]
+    assert state.average.tolist() == [1.0, 1.0]
+    full = prefill_rows(state.canvas, state.start, 4, 4)
+    assert (full.positions.tolist(), full.input_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
+    assert (full.limit.tolist(), full.cu_rows.tolist()) == ([4] * 4, [0, 4, 4])
+
+
+def test_a_token_is_forwarded_once_more_before_it_is_cached() -> None:
+    state = begin([[1]], 7)
+    step(state, {(0, 2): 20}, cache="dc+")
+    assert pending(state) == [0, 1, 2, 3]  # 0 is decoded, but 1 is not
+    step(state, {(0, 1): 10}, cache="dc+")
+    assert pending(state) == [0, 1, 2, 3]  # 1 was forwarded as a mask: 0 is not ready; 2's neighbour is one
+    step(state, {}, cache="dc+")
+    assert pending(state) == [2, 3]
+    assert state.steps.tolist() == [2]  # a step that decodes nothing is not counted
+    assert state.average.tolist() == [1.0]
+    assert state.broken.tolist() == [True]
+
+
+def test_a_cached_tail_is_out_of_sight() -> None:
+    state = begin([[1, 2, 3, 4, 5]], 7)
+    step(state, {(0, 7): 20, (0, 6): 21}, cache="dc")
+    step(state, {}, cache="dc")
+    rows = state.rows(1)
+    assert (rows.positions.tolist(), rows.limit.tolist()) == ([5], [6])
+
+
+def test_a_complete_block_is_committed_in_the_next_step() -> None:
+    # 0 was cached by the first step and 3, the last, by the second.
+    for refresh, committed in ((True, [0, 1, 2, 3]), (False, [1, 2])):
+        state = begin([[1, 2]], 10)
+        step(state, {(0, 3): 30}, cache="dc+", refresh=refresh)
+        assert pending(state) == [1, 2, 3]
+        step(state, {(0, 2): 20}, cache="dc+", refresh=refresh)
+        assert pending(state) == [*committed, 4, 5, 6, 7]
+        rows = state.rows(state.summary().tolist()[0])
+        assert rows.limit.tolist() == [4] * len(committed) + [8] * 4
+        assert rows.masked.tolist() == [False] * len(committed) + [True] * 4
+        assert (state.progress.tolist(), state.steps.tolist(), state.decoded.tolist()) == ([3], [0], [0])
+        step(state, {(0, 5): 49}, cache="dc+", refresh=refresh)
+        assert pending(state) == [4, 5, 6, 7]
+        assert state.commit_rows.item() == len(committed)
+        assert state.counter.tolist() == [3]
+        assert state.total.tolist() == [3]
+        assert state.canvas[0, :8].tolist() == [1, 2, 20, 30, MASK, 49, MASK, MASK]
+
+
+def test_a_sequence_ends_with_its_last_block_or_a_stop_token() -> None:
+    state = begin([[1], [STOP, 2], [3, 4, 5, 6]], 2)
+    step(state, {(0, 2): STOP, (1, 3): STOP, (2, 4): STOP})
+    assert state.active.tolist() == [True, True, False]  # masks stand before the other two
+    assert pending(state, 2) == []
+    step(state, {(0, 1): 8, (1, 2): 9})
+    assert state.active.tolist() == [False, False, False]
+    assert state.summary().tolist() == [0, 0, 5, 0]
+    assert state.broken.tolist() == [False] * 3  # a finished sequence needs nothing to commit
+
+
+def test_program_outputs_come_back_to_their_rows() -> None:
+    state = begin([[1, 2], [3]], 2)
+    rows = state.rows(8)
+    token, confidence = torch.tensor([7, 8, 9, -1]), torch.tensor([0.5, 0.25, 0.75, NONE])
+    kept = torch.tensor([0, 3, 6, -1])
+    got = row_results(rows, token, confidence, kept)
+    assert got.kept.tolist() == [True, False, False, True, False, False, True, False]
+    assert got.token.tolist() == [7, -1, -1, 8, -1, -1, 9, -1]
+    assert got.confidence.tolist() == [NONE, NONE, NONE, 0.25, NONE, NONE, 0.75, NONE]  # row 0 is not masked
+    committed = state.apply(rows, got, ONE, "off", True, torch.tensor([3, 2], dtype=torch.int32))
+    assert committed.tolist() == [[False, False, False, True], [False, False, True, False]]
+    assert state.progress.tolist() == [3, 2]
+
+
+def test_a_mask_token_as_an_answer_counts_as_decoded() -> None:
+    state = begin([[1]], 3)
+    assert step(state, {(0, 1): MASK, (0, 2): 5}).tolist() == [[False, True, True, False]]
+    assert state.masked.tolist() == [[False, False, False, True]]
+
+
+def test_nan_is_found() -> None:
+    state = begin([[1], [2]], 3)
+    rows = state.rows(8)
+    confidence = torch.tensor([NONE, 0.5, 0.5, 0.5, NONE, 0.5, torch.nan, 0.5])
+    state.apply(rows, RowResults(torch.ones(8).long(), confidence, rows.masked), ONE, "off", True)
+    assert state.broken.tolist() == [False, True]
+
+
+def test_seeds_are_a_function_of_what_is_drawn() -> None:
+    prompt = torch.arange(40)[:, None, None]
+    position, counter = torch.arange(40)[None, :, None], torch.arange(10)[None, None, :]
+    shape = torch.broadcast_shapes(prompt.shape, position.shape, counter.shape)
+    flat = [x.expand(shape).flatten() for x in (prompt, position, counter)]
+    seeds = row_seeds(sequence_keys(1, flat[0]), flat[1], flat[2])
+    assert seeds.unique().numel() == seeds.numel()
+    assert (seeds >= 0).all()
+    assert row_seeds(sequence_keys(1, flat[0][7:9]), flat[1][7:9], flat[2][7:9]).equal(seeds[7:9])
+    assert not row_seeds(sequence_keys(2, flat[0]), flat[1], flat[2]).eq(seeds).any()
+    draws = uniform(seeds)
+    assert ((draws >= 0) & (draws < 1)).all()
+    share = torch.histc(draws, bins=10, min=0, max=1) / len(draws)
+    assert ((share - 0.1).abs() < 0.01).all()
+    # A known value: a draw must not change with the release, or a seed would mean nothing.
+    one = row_seeds(sequence_keys(3, torch.tensor([2])), torch.tensor([5]), torch.tensor([1]))
+    assert one.item() == KNOWN
