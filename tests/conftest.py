@@ -1,0 +1,54 @@
+"""One captured tiny model, and the graph behind each of the common passes. Tests copy a graph before they rewrite it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.graph import Graph
+from tests.oracle.models import random_weights, tiny_config, to_transformers
+from tests.tiny import BLOCK, MASK, rewritten
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model() -> dgraph.Model:
+    """A Qwen3 of 4 layers with random weights whose decode is not trivial."""
+    config = tiny_config()
+    return dgraph.adopt(to_transformers(config, random_weights(config, 0)), mask_id=MASK, block_length=BLOCK)
+
+
+@pytest.fixture(scope="session")
+def captured(model: dgraph.Model) -> Graph:
+    return dgraph.capture(model)
+
+
+@pytest.fixture(scope="session")
+def packed(captured: Graph) -> Graph:
+    from dgraph.passes.pack_rows import PackRows
+
+    return rewritten(captured, PackRows())
+
+
+@pytest.fixture(scope="session")
+def cached(packed: Graph) -> Graph:
+    from dgraph.passes.cache_kv import CacheKV
+
+    return rewritten(packed, CacheKV())
+
+
+@pytest.fixture(scope="session")
+def evicted(cached: Graph) -> Graph:
+    from dgraph.passes.evict_tokens import EvictTokens
+
+    return rewritten(cached, EvictTokens(alpha=1.5, after=1))

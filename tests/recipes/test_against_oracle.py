@@ -1,0 +1,218 @@
+"""The compiled programs against the plain-PyTorch oracle: same rows, same tokens, same caches, step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.api import Optimized
+from dgraph.lowering.buckets import Buckets
+from dgraph.recipes import RECIPES, build
+from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.stats import StepRecord
+from tests.oracle import focus as oracle
+from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
+
+LAYERS, EOS = 3, 5
+
+
+@dataclass(frozen=True)
+class Setup:
+    config: Any
+    weights: dict[str, torch.Tensor]
+    model: dgraph.Model
+    graph: dgraph.Graph
+
+
+def setup_for(block: int) -> Setup:
+    config = tiny_config(layers=LAYERS)
+    weights = random_weights(config, seed=3)
+    model = dgraph.adopt(
+        to_transformers(config, weights), mask_id=mask_id(config), eos_ids=(EOS,), block_length=block
+    )
+    return Setup(config, weights, model, dgraph.capture(model))
+
+
+@pytest.fixture(scope="module")
+def setups() -> dict[int, Setup]:
+    return {block: setup_for(block) for block in (16, 32, 64)}
+
+
+def optimized(setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, **options: Any) -> Optimized:
+    built = build(RECIPES, recipe, setup.model.spec, options)
+    return Optimized(setup.model, setup.graph, built, backend, Buckets.of(buckets), lambda what: None)
+
+
+def prompts_for(block: int) -> list[list[int]]:
+    """Ragged: shorter than a block, several blocks and a remainder, exactly two blocks."""
+    draw = torch.Generator().manual_seed(block)
+    lengths = (block // 2 + 1, 2 * block + 3, 2 * block)
+    return [torch.randint(6, 90, (n,), generator=draw).tolist() for n in lengths]
+
+
+def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
+    """What the compiled program did with one prompt, in the oracle's terms."""
+    found = []
+    for record in records:
+        mine = record.sequence == prompt
+        if not mine.any():
+            continue
+        at = record.prompts.tolist().index(prompt)
+        positions = record.positions[mine]
+        found.append(
+            {
+                "positions": positions.tolist(),
+                "masked": positions[record.masked[mine]].tolist(),
+                "kept": positions[record.kept[mine]].tolist(),
+                "committed": list(
+                    zip(
+                        positions[record.committed[mine]].tolist(),
+                        record.token[mine & record.committed].tolist(),
+                        strict=True,
+                    )
+                ),
+                "average": float(record.average[at]),
+                "progress": int(record.progress_after[at]),
+                "score": None if record.score is None else record.score[mine] * record.masked[mine],
+            }
+        )
+    return found
+
+
+def check(setup: Setup, block: int, run: Optimized, policy: dict[str, Any], expected: dict[str, Any]) -> None:
+    prompts, records = prompts_for(block), []
+    new = 2 * block + block // 2
+    result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **policy)
+    compared = 0
+    for i, prompt in enumerate(prompts):
+        if expected.get("select") == "random":
+            key = sequence_keys(0, torch.tensor([i]))
+
+            def noise(step: int, positions: list[int], key: torch.Tensor = key) -> torch.Tensor:
+                where, when = torch.as_tensor(positions), torch.full((len(positions),), step)
+                return uniform(row_seeds(key.expand(2, len(positions)), where, when))
+
+            expected = {**expected, "noise": noise}
+        trace = oracle.generate(
+            setup.weights,
+            setup.config,
+            prompt,
+            max_new_tokens=new,
+            block_length=block,
+            mask_id=setup.model.spec.mask_id,
+            eos_ids=(EOS,),
+            **policy,
+            **expected,
+        )
+        assert result.token_ids[i] == trace.tokens
+        mine = steps_of(records, i)
+        assert len(mine) == len(trace.steps)
+        for got, want in zip(mine, trace.steps, strict=True):
+            assert got["positions"] == want.positions
+            assert got["masked"] == want.masked
+            assert got["kept"] == want.kept
+            assert got["committed"] == want.committed
+            assert got["average"] == pytest.approx(want.average, rel=1e-6)
+            if expected.get("evict", True):
+                assert got["progress"] == want.progress
+                torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)
+            compared += 1
+        assert result.kv is not None
+        assert result.kv[i].committed == trace.committed_end
+        for layer in range(LAYERS):
+            for got_kv, want_kv in zip(result.kv[i].layers[layer], trace.kv(layer), strict=True):
+                torch.testing.assert_close(got_kv[: trace.committed_end], want_kv, rtol=1e-4, atol=1e-4)
+    assert compared > 3 * len(prompts), "the decode was too short to compare anything"
+
+
+FOCUS_CASES = {
+    "defaults": {},
+    "alpha 1.2": {"alpha": 1.2},
+    "no refresh": {"refresh": False},
+    "block cache off": {"block_cache": "off"},
+    "block cache dc": {"block_cache": "dc", "refresh": False},
+    "importance": {"signal": "importance", "alpha": 1.8},
+    "importance of layer 0": {"signal": "importance", "after": 0},
+    "after layer 2": {"after": 2},
+    "keep 4": {"keep": 4},
+    "bottom": {"select": "bottom", "keep": 2},
+    "random": {"select": "random", "keep": 8},
+}
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("options", [FOCUS_CASES["defaults"], FOCUS_CASES["no refresh"]], ids=["refresh", "no refresh"])
+def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, options: dict[str, Any]) -> None:
+    setup = setups[block]
+    check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
+
+
+@pytest.mark.parametrize("options", FOCUS_CASES.values(), ids=FOCUS_CASES)
+def test_focus_options(setups: dict[int, Setup], options: dict[str, Any]) -> None:
+    check(setups[32], 32, optimized(setups[32], "focus", **options), {"threshold": 0.7}, options)
+
+
+@pytest.mark.parametrize("steps", [8, 32])
+def test_focus_with_fixed_steps(setups: dict[int, Setup], steps: int) -> None:
+    check(setups[32], 32, optimized(setups[32], "focus"), {"steps": steps}, {})
+
+
+@pytest.mark.parametrize("block_cache", ["off", "dc", "dc+"])
+@pytest.mark.parametrize("refresh", [True, False])
+def test_dense(setups: dict[int, Setup], block_cache: str, refresh: bool) -> None:
+    options = {"block_cache": block_cache, "refresh": refresh}
+    check(setups[16], 16, optimized(setups[16], "dense", **options), {"threshold": 0.7}, {"evict": False, **options})
+
+
+@pytest.mark.parametrize("buckets", [None, "hybrid", [48, 200]])
+def test_focus_compiled_by_inductor(setups: dict[int, Setup], buckets: Any) -> None:
+    check(setups[32], 32, optimized(setups[32], "focus", "inductor", buckets), {"threshold": 0.7}, {})
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_lossless_limit_is_the_dense_program_bit_for_bit(setups: dict[int, Setup], backend: str) -> None:
+    """alpha = inf, block_cache = "off": the same tokens and the same bits in every cache."""
+    setup, prompts = setups[32], prompts_for(32)
+    dense = optimized(setup, "dense", backend)
+    limit = optimized(setup, "focus", backend, alpha=math.inf, block_cache="off")
+    settings = {"input_ids": prompts, "max_new_tokens": 80, "threshold": 0.6, "keep_kv": True}
+    want, got = dense.generate(**settings), limit.generate(**settings)
+    assert got.token_ids == want.token_ids
+    assert got.stats.rows["suffix"] == got.stats.rows["prefix"] == want.stats.rows["step"]
+    assert want.kv is not None
+    assert got.kv is not None
+    for mine, theirs in zip(got.kv, want.kv, strict=True):
+        assert mine.committed == theirs.committed
+        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
+            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
+                assert torch.equal(got_kv, want_kv)
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batch_gives_what_each_prompt_gives_alone(setups: dict[int, Setup], recipe: str, temperature: float) -> None:
+    setup, prompts = setups[32], prompts_for(32)
+    run = optimized(setup, recipe)
+    settings: dict[str, Any] = {"max_new_tokens": 64, "threshold": 0.6, "temperature": temperature, "seed": 7}
+    together = run.generate(input_ids=prompts, **settings).token_ids
+    in_turn = run.generate(input_ids=prompts, max_batch=1, **settings).token_ids
+    assert together == in_turn
+    if temperature == 0:  # draws depend on the prompt's index, so alone only the greedy run can be the same
+        assert together == [run.generate(input_ids=[p], **settings).token_ids[0] for p in prompts]
+    else:
+        assert together == run.generate(input_ids=prompts, **settings).token_ids
+        assert together != run.generate(input_ids=prompts, **{**settings, "seed": 8}).token_ids
+
+
+def test_focus_sends_fewer_rows_through_the_deeper_layers(setups: dict[int, Setup]) -> None:
+    setup, prompts = setups[32], prompts_for(32)
+    settings: dict[str, Any] = {"input_ids": prompts, "max_new_tokens": 64, "threshold": 0.6}
+    dense = optimized(setup, "dense").generate(**settings).stats
+    focus = optimized(setup, "focus").generate(**settings).stats
+    assert focus.rows_per_token < focus.rows["prefix"] / focus.decoded < dense.rows_per_token
+    assert focus.rows_per_token == focus.rows["suffix"] / focus.decoded

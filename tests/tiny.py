@@ -1,0 +1,144 @@
+"""What several tests of the core share: small models, hand-built graphs, and a plain interpreter of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import op_name
+from dgraph.ops import op_of
+from dgraph.passes.base import Pass, Report
+from dgraph.passes.manager import run_passes
+from dgraph.shapes import Dim, InputSpec
+from dgraph.spec import ModelSpec
+
+VOCAB = 97
+MASK = VOCAB - 1
+BLOCK = 8
+PAGE = 4
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    """Facts of a model of two layers that no test runs."""
+    fields: dict[str, Any] = {
+        "family": "hand",
+        "layers": 2,
+        "hidden": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "vocab": VOCAB,
+        "mask_id": MASK,
+        "eos_ids": (),
+        "pad_id": 0,
+        "block_length": BLOCK,
+        "attention": "block_causal",
+        "logit_shift": 0,
+        "max_positions": 256,
+        "dtype": torch.float32,
+    }
+    return ModelSpec(**(fields | changes))
+
+
+class Hand:
+    """A graph that is written down node by node; `call` appends one."""
+
+    def __init__(self, **spec: Any):
+        self.graph = Graph(tiny_spec(**spec))
+        self.graph.set_outputs({})
+        self.layer: int | None = None
+
+    def input(self, name: str, *shape: Dim, dtype: torch.dtype = torch.float32) -> Node:
+        return self.graph.add_input(InputSpec(name, dtype, shape))
+
+    def weight(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
+        generator = torch.Generator().manual_seed(len(self.graph.tensors))
+        return self.graph.add_weight(name, torch.randn(shape, generator=generator).to(dtype))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call(target, args, kwargs, before=self.graph.output, by="")
+        node.meta.update(layer=self.layer, role="block" if self.layer is not None else "")
+        return node
+
+    def returns(self, **results: Node) -> Graph:
+        self.graph.set_outputs(results)
+        return self.graph
+
+
+def rewritten(graph: Graph, *passes: Pass) -> Graph:
+    """A copy of the graph behind passes, each verified."""
+    copy = graph.copy()
+    run_passes(copy, passes)
+    return copy
+
+
+def report_of(graph: Graph, step: Pass) -> Report:
+    """What a pass reports on a copy of the graph, whether or not it applied."""
+    return run_passes(graph.copy(), [step], frozenset({step.name}))[0]
+
+
+def ops_of(graph: Graph, layer: int | None | str = "all") -> list[str]:
+    """Names of the calls, in order; of one layer if given."""
+    return [op_name(n.target) for n in graph.calls if layer in ("all", n.meta["layer"])]
+
+
+@torch.no_grad()
+def interpret(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run a graph node by node in plain torch. Caches among the inputs are written in place."""
+    values: dict[Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = graph.tensors[node.meta["weight"]] if "weight" in node.meta else inputs[node.meta["input"]]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            op = op_of(node.target)
+            function: Callable[..., Any] = op.reference if op is not None else node.target  # type: ignore[assignment]
+            values[node] = function(*args, **kwargs)
+    return {name: values[node] for name, node in graph.results().items()}
+
+
+def draw(length: int, seed: int = 0) -> list[int]:
+    """Token ids without the mask."""
+    return torch.randint(0, MASK, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def rows_of(sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """Inputs of a packed step: each sequence's rows at consecutive positions from its start, all visible to each."""
+    starts = starts or [0] * len(sequences)
+    counts = [len(s) for s in sequences]
+    ids = torch.tensor([token for s in sequences for token in s], dtype=torch.int64)
+    spans = list(zip(starts, counts, strict=True))
+    return {
+        "input_ids": ids,
+        "positions": torch.tensor([p for start, n in spans for p in range(start, start + n)], dtype=torch.int64),
+        "limit": torch.tensor([start + n for start, n in spans for _ in range(n)], dtype=torch.int32),
+        "cu_rows": torch.tensor([0, *counts]).cumsum(0).int(),
+        "masked": ids == MASK,
+        "temperature": torch.zeros(len(ids)),
+        "seed": torch.arange(len(ids)) * 7 + 1,
+        "average": torch.ones(len(counts)),
+        "progress": torch.tensor(starts, dtype=torch.int32) - 1,
+    }
+
+
+def caches_of(spec: ModelSpec, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Empty paged caches (NaN) for sequences of those lengths, pages in no particular order."""
+    needed = [-(-n // PAGE) for n in lengths]
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).int()
+    table = torch.full((len(lengths), max(needed)), -1, dtype=torch.int32)
+    for s, part in enumerate(order.split(needed)):
+        table[s, : len(part)] = part
+    shape = (len(order), PAGE, spec.kv_heads, spec.head_dim)
+    caches = {f"{kind}_cache_{layer}": torch.full(shape, torch.nan) for layer in range(spec.layers) for kind in "kv"}
+    return {"page_table": table, **caches}
+
+
+def read_cache(inputs: Mapping[str, Tensor], name: str, sequence: int, length: int) -> Tensor:
+    """Positions [0, length) of one sequence in a paged cache."""
+    table = inputs["page_table"][sequence]
+    return torch.stack([inputs[name][table[p // PAGE], p % PAGE] for p in range(length)])
