@@ -53,7 +53,10 @@ class Symbols:
 
     def __init__(self) -> None:
         self.mode = fake_mode()
+        # Types of calls by op and argument types; see `Evaluator`.
+        self.results: dict[Any, Any] = {}
         self._sizes: dict[str, torch.SymInt] = {}
+        self._texts: dict[Any, str] = {}
 
     def size(self, name: str) -> torch.SymInt:
         """The symbol of that name, made on first use."""
@@ -90,10 +93,13 @@ class Symbols:
         """A size as it reads in a dump: `256`, `N`, `b+1`."""
         if isinstance(size, int):
             return str(size)
-        import sympy
+        expression = size.node.expr
+        if expression not in self._texts:
+            import sympy
 
-        names = {s.node.expr: sympy.Symbol(name) for name, s in self._sizes.items()}
-        return str(size.node.expr.subs(names)).replace(" ", "").replace("1+b", "b+1")
+            names = {s.node.expr: sympy.Symbol(name) for name, s in self._sizes.items()}
+            self._texts[expression] = str(expression.subs(names)).replace(" ", "").replace("1+b", "b+1")
+        return self._texts[expression]
 
     def type_text(self, value: Any) -> str:
         """A value's type as it reads in a dump: `f32[N, 256]`, `(i64[K], i32[b+1])`, `()`."""
@@ -130,17 +136,24 @@ class Evaluator:
         Raises:
             VerifyError: the arguments do not fit the op; the message names the node, its layer and the argument types.
         """
-        target: Any = node.target
         args: Any = torch.fx.map_arg(args_of(node), lambda n: n.meta["val"])
         kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
         if node.target is operator.getitem:
             return args[0][args[1]]
         if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
-            device = args_of(node)[0].meta["val"].device
+            device = args[0].device
             return (
                 self.symbols.empty((rows,), torch.int64, device),
                 self.symbols.empty(("b+1",), torch.int32, device),
             )
+        # Layers are alike, so most calls have been typed before; a type is a function of op and argument types.
+        key = (node.target, _key(args), _key(kwargs))
+        if key not in self.symbols.results:
+            self.symbols.results[key] = self._compute(node, args, kwargs)
+        return self.symbols.results[key]
+
+    def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
         try:
             with self.symbols.mode, torch.no_grad():
                 return target(*args, **kwargs)
@@ -150,3 +163,17 @@ class Evaluator:
                 f"{where(node)}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
+
+
+def _key(value: Any) -> Any:
+    """A hashable stand-in for arguments: types of tensors, values of everything else."""
+    if isinstance(value, Tensor):
+        sizes = (*value.shape, *value.stride())
+        return (value.dtype, value.device, value.dim(), *map(_key, sizes))
+    if isinstance(value, torch.SymInt):
+        return value.node.expr
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(_key, value))
+    if isinstance(value, dict):
+        return tuple((k, _key(v)) for k, v in value.items())
+    return (type(value).__name__, value)
