@@ -1,0 +1,1 @@
+"""Scripts that measure; each prints its tables and can write them as Markdown and JSON."""
