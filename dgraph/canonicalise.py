@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, where
+from dgraph.nodes import args_of, op_name, role_of, where
 from dgraph.ops import OPS
+from dgraph.ops.registry import numeric
 from dgraph.shapes import Evaluator
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ _CHECKS = {
     "sym_constrain_range_for_size",
 }
 _MAYBE_SAME_VALUE = {"to", "_to_copy", "expand", "slice"}
-_SAME_VALUE = {"alias", "detach", "clone", "contiguous", "lift_fresh_copy", "dropout"}
+_SAME_VALUE = {"alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "dropout"}
 
 
 def canonicalise(graph: Graph) -> None:
@@ -88,7 +89,9 @@ def _is_no_op(node: Node) -> bool:
         raise CaptureError(f"{where(node)}: dropout in training mode; call model.eval() before capture.")
     if name in _SAME_VALUE:
         return True
-    return name == "mul" and len(args_of(node)) > 1 and isinstance(args_of(node)[1], float) and args_of(node)[1] == 1.0
+    if name != "mul" or not isinstance(args_of(node)[1], float) or args_of(node)[1] != 1.0:
+        return False
+    return args_of(node)[0].meta["val"].dtype.is_floating_point  # an integer times 1.0 is a float
 
 
 def _raise_attention(graph: Graph, node: Node) -> None:
@@ -96,13 +99,13 @@ def _raise_attention(graph: Graph, node: Node) -> None:
         return
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args_of(node), strict=False)), **node.kwargs}
-    for name, unwanted in (("attn_mask", given.get("attn_mask")), ("is_causal", given.get("is_causal"))):
-        if unwanted not in (None, False):
+    for name in ("attn_mask", "dropout_p", "is_causal"):
+        unwanted = given.get(name)
+        if unwanted not in (None, False, 0.0):
             raise CaptureError(
-                f"op scaled_dot_product_attention in module {node.meta['role'] or 'the model'} ({where(node)}) at "
-                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's "
-                f"forward attends in "
-                f"both directions and dgraph adds block structure itself. Build the model without it."
+                f"op scaled_dot_product_attention in module {role_of(node)} ({where(node)}) at "
+                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward attends "
+                f"in both directions and dgraph adds block structure itself. Build the model without it."
             )
     q, k, v = given["query"], given["key"], given["value"]
     scale = given.get("scale")
@@ -154,19 +157,19 @@ def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
         return None
     x32, eps = matched
     x = _through_cast(x32)
-    if x.meta["val"].dtype != scaled.meta["val"].dtype:
-        return None
+    if x.meta["val"].dtype != scaled.meta["val"].dtype or x32.meta["val"].dtype != numeric(x.meta["val"].dtype):
+        return None  # a norm that computes in another dtype than the op
     return x, weight, eps
 
 
 def _raise_rope(graph: Graph, node: Node) -> None:
     """x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin."""
-    if node.target is not aten.add.Tensor or not all(_is(a, aten.mul.Tensor) for a in args_of(node)[:2]):
+    if not _is(node, aten.add.Tensor) or not all(_is(a, aten.mul.Tensor) for a in args_of(node)[:2]):
         return
     for plain, rotated in (args_of(node)[:2], args_of(node)[1::-1]):
         x, cos = args_of(plain)[:2]
         half, sin = args_of(rotated)[:2]
-        if isinstance(half, Node) and _rotates(half, x):
+        if all(isinstance(a, Node) for a in (cos, half, sin)) and _rotates(half, x):
             new = graph.call(
                 OPS["rope"], (x, cos, sin), before=node, by="", like=node, source=node.meta.get("source", "")
             )
@@ -212,7 +215,8 @@ def _through_cast(node: Node) -> Node:
 
 
 def _is(node: Any, target: Any) -> bool:
-    return isinstance(node, Node) and node.target is target
+    # Keywords change what an op means: add has alpha, mean has dtype.
+    return isinstance(node, Node) and node.target is target and not node.kwargs
 
 
 def _number_layers(graph: Graph) -> None:

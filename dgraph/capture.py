@@ -24,6 +24,7 @@ from dgraph.nodes import op_name
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 from dgraph.torch_private import OpOverload
+from dgraph.verify import HOST_READS
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
 POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))
@@ -58,6 +59,9 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     tensors = {**program.state_dict, **program.constants}
     inputs = iter((INPUT_IDS, POSITIONS))
     for node in program.graph.nodes:
+        if node.op == "call_function":
+            _check_callable(node)
+    for node in program.graph.nodes:
         if node.op == "placeholder":
             if node.name in names:
                 name = names[node.name]
@@ -65,7 +69,6 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
             else:
                 mapping[node] = graph.add_input(next(inputs))
         elif node.op == "call_function":
-            _check_callable(node)
             mapping[node] = graph.fx.node_copy(node, lambda n: mapping[n])
             mapping[node].meta = _tags(node, prefix)
         elif node.op == "output":
@@ -140,12 +143,20 @@ def _tensor(module: nn.Module, name: str, tensors: dict[str, Any]) -> torch.Tens
 
 
 def _check_callable(node: Node) -> None:
-    if isinstance(node.target, OpOverload) or getattr(node.target, "__module__", "") in ("_operator", "math"):
+    reason = "is not a plain tensor op"
+    if isinstance(node.target, OpOverload):
+        if op_name(node.target) in HOST_READS:
+            reason = "reads values on the host"
+        elif node.target._schema.is_mutable and op_name(node.target) != "detach_":
+            reason = "writes in place"
+        else:
+            return
+    elif getattr(node.target, "__module__", "") in ("_operator", "math"):
         return
     line = (node.meta.get("stack_trace") or "no source").strip().splitlines()[-1].strip()
     raise CaptureError(
         f"op {op_name(node.target)} ({node.name}) in module {_module_path(node) or 'the model'} at "
-        f"{_source(node) or 'unknown line'} ({line}) is not a plain tensor op; a forward must be a straight line."
+        f"{_source(node) or 'unknown line'} ({line}) {reason}; a forward must be a straight line of plain tensor ops."
     )
 
 

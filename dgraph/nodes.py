@@ -22,6 +22,11 @@ def op_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def role_of(node: Node) -> str:
+    """The module that a node came from, for a message: relative to its layer, where it has one."""
+    return node.meta.get("role") or ("the layer" if node.meta.get("layer") is not None else "the model")
+
+
 def where(node: Node) -> str:
     """A node's place for a message: pass, layer, role and name."""
     layer, role, by = node.meta.get("layer"), node.meta.get("role"), node.meta.get("by")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dgraph.models.native import PREFIX, Forward, native_spec
 from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
+from dgraph.models.native import PREFIX, Forward, native_spec
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def load_checkpoint(
     _check_keys(folder, {k: tuple(v.shape) for k, v in model.state_dict().items()}, tensors, model)
     model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True, strict=False)
     model.tie_weights()
-    _restore_buffers(model, native_config, device)
+    restore_buffers(model, native_config, device)
     spec = native_spec(_WithMask(native_config, config), family, dtype)
-    return Model(folder.name, Forward(model.eval()).eval(), spec, read_tokenizer(folder), PREFIX)
+    return Model(folder.name, Forward(model.eval()), spec, read_tokenizer(folder), PREFIX)
 
 
 class _WithMask:
@@ -126,13 +126,14 @@ def _check_keys(folder: Path, expected: dict[str, tuple[int, ...]], got: dict[st
             )
 
 
-def _restore_buffers(model: Any, config: Any, device: torch.device) -> None:
-    """Rotary frequencies are computed, not stored: a model built on the meta device must compute them again."""
+def restore_buffers(model: Any, config: Any, device: torch.device) -> None:
+    """Compute what no checkpoint stores: a model built on the meta device has no rotary frequencies yet."""
     for module in list(model.modules()):
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                fresh = type(module)(config=config, device=device)
-                setattr(module, name, getattr(fresh, name))
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if names:
+            fresh = type(module)(config)
+            for name in names:
+                setattr(module, name, getattr(fresh, name).to(device))
 
 
 class FileTokenizer:

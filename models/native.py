@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
+from dgraph.errors import CaptureError
 from dgraph.families import Model
 from dgraph.spec import ModelSpec
 
@@ -30,7 +31,7 @@ class Forward(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        with _attention_by_dgraph(self.model):
+        with _attention_by_dgraph(self.model), _in_eval_mode(self.model):
             result = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
         return result.logits
 
@@ -53,10 +54,34 @@ def _attention_by_dgraph(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [b, heads, t, head_dim] in, [b, t, heads, head_dim] out."""
+    if sliding_window is not None:
+        raise CaptureError(
+            f"layer {getattr(module, 'layer_idx', '?')} has a sliding window of {sliding_window} positions; dgraph's "
+            f"attention sees all positions of a block and before it. Set use_sliding_window to false in the config."
+        )
     out = torch.ops.dgraph.attention(query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -97,7 +122,7 @@ class NativeFamily:
             return None
         dtype = next(model.parameters()).dtype
         spec = native_spec(model.config, type(model).__name__, dtype, **facts)
-        return Model(type(model).__name__, Forward(model).eval(), spec, None, PREFIX)
+        return Model(type(model).__name__, Forward(model), spec, None, PREFIX)
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
         from dgraph.models.checkpoint import load_checkpoint, read_config

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from dgraph.models.checkpoint import load_checkpoint, read_config
-from dgraph.models.native import PREFIX, Forward, native_spec
 from torch import nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
+from dgraph.models.checkpoint import load_checkpoint, read_config, restore_buffers
+from dgraph.models.native import PREFIX, Forward, native_spec
 
 MASK_ID = 151669
 """Mask token of the published checkpoints, whose config does not name it."""
@@ -44,11 +44,10 @@ class SDARFamily:
         missing, extra = native.load_state_dict(model.state_dict(keep_vars=True), assign=True, strict=False)
         if missing or extra:
             raise CheckpointError(f"this SDAR model does not fit Qwen3: missing {missing[:3]}, unexpected {extra[:3]}.")
-        rotary = native.model.rotary_emb
-        native.model.rotary_emb = type(rotary)(config=config, device=next(model.parameters()).device)
+        restore_buffers(native, config, next(model.parameters()).device)
         facts = {"mask_id": raw.get("mask_token_id", MASK_ID), **facts}
         spec = native_spec(config, self.name, next(model.parameters()).dtype, **facts)
-        return Model("sdar", Forward(native).eval(), spec, None, PREFIX)
+        return Model("sdar", Forward(native.eval()), spec, None, PREFIX)
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
         config = read_config(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ import dgraph
 from dgraph.graph import Graph
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, rewritten
+
+
+# torch traces every symbolic size to this logger; collecting that for pytest's report doubles the time of a capture.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,31 @@
+"""The passes, one file each, and the manager that runs them."""
+
+from __future__ import annotations
+
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.cache_kv import CacheKV
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.evict_tokens import EvictTokens
+from dgraph.passes.fuse_projections import FuseProjections
+from dgraph.passes.manager import run_passes
+from dgraph.passes.only_kv import OnlyKV
+from dgraph.passes.pack_rows import PackRows
+
+PASSES: dict[str, type[Pass]] = {
+    cls.__name__: cls for cls in (PackRows, FuseProjections, CacheKV, EvictTokens, ChunkLMHead, OnlyKV)
+}
+"""Every pass that comes with dgraph, by name, in the order in which recipes use them."""
+
+__all__ = [
+    "PASSES",
+    "CacheKV",
+    "ChunkLMHead",
+    "Effect",
+    "EvictTokens",
+    "FuseProjections",
+    "OnlyKV",
+    "PackRows",
+    "Pass",
+    "Report",
+    "run_passes",
+]

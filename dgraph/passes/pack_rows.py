@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import PassError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, where
+from dgraph.nodes import args_of, op_name, role_of, where
 from dgraph.ops import OPS, op_of
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -122,7 +122,7 @@ class _Packer:
 
     def _unknown(self, node: Node, why: str) -> PassError:
         return PassError(
-            f"PackRows: op {op_name(node.target)} in module {node.meta.get('role') or 'the model'} "
+            f"PackRows: op {op_name(node.target)} in module {role_of(node)} "
             f"({where(node)}) at {node.meta.get('source') or 'unknown line'} has no row layout: {why}."
         )
 
