@@ -15,11 +15,12 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.families import Model, resolve
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -145,6 +146,7 @@ class Optimized:
         recipe: the recipe as a value.
         phases: per phase its graphs and reports.
         compiler: what compiled the regions; its `compiled` and `reused` say how many.
+        graph_pool: the CUDA graphs of the stages, captured as their buckets are met; None where there are none.
         programs: the lowered program of each phase.
     """
 
@@ -156,13 +158,17 @@ class Optimized:
         backend: str,
         buckets: Buckets,
         progress: Callable[[str], None],
+        graphs: bool = True,
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         progress(f"rewriting for {recipe.name}")
         self.phases = rewrite(captured, recipe)
         self.compiler = RegionCompiler(backend, progress)
+        self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
+        runner = self.graph_pool.runner if self.graph_pool is not None else run_steps
         self.programs = {
-            name: LoweredProgram(phase.graph, self.compiler, buckets) for name, phase in self.phases.items()
+            name: LoweredProgram(phase.graph, self.compiler, buckets, run_steps if name == "prefill" else runner)
+            for name, phase in self.phases.items()
         }
         self._session = BlockSession(
             self.spec,
@@ -273,6 +279,7 @@ def optimize(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
+    graphs: bool = True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Optimized:
@@ -286,6 +293,7 @@ def optimize(
         buckets: row counts to pad to: "exact", "hybrid", or a list; None for "exact" on a CPU and "hybrid" on a GPU.
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
+        graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
         progress: called with what is being done, for display.
         options: the recipe's options, e.g. `alpha=1.8`.
 
@@ -310,4 +318,4 @@ def optimize(
     verify(graph)
     if rounding is None:
         rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
-    return Optimized(found, graph, chosen, backend, rounding, tell)
+    return Optimized(found, graph, chosen, backend, rounding, tell, graphs)

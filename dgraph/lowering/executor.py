@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from dgraph.nodes import args_of
 from dgraph.ops import op_of
 
 
+class Slot(int):
+    """The number of a slot, as it stands for a value among arguments."""
+
+
+Slots = list[Any]
+"""The values of one run, by slot; None where there is none yet or no longer."""
+
+
 class Step:
     """One function over slots: reads some, writes some, and frees those that nobody reads any more."""
 
@@ -29,7 +38,7 @@ class Step:
         self.function, self.args, self.targets = function, args, targets
         self.frees: tuple[int, ...] = ()
 
-    def run(self, slots: list[Any]) -> None:
+    def run(self, slots: Slots) -> None:
         """Call the function and store its results."""
         result = self.function(*(_fill(a, slots) for a in self.args))
         for part, slot in self.targets:
@@ -41,12 +50,12 @@ class Step:
         """Slots among the arguments."""
         return set(_slots_in(self.args))
 
+    def writes(self) -> set[int]:
+        """Slots of the results."""
+        return {slot for _, slot in self.targets}
 
-class Slot(int):
-    """The number of a slot, as it stands for a value among arguments."""
 
-
-def _fill(arg: Any, slots: list[Any]) -> Any:
+def _fill(arg: Any, slots: Slots) -> Any:
     if isinstance(arg, Slot):
         return slots[arg]
     return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
@@ -60,6 +69,46 @@ def _slots_in(args: Iterable[Any]) -> Iterable[int]:
             yield from _slots_in(arg)
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """What a runner needs to know of a stage.
+
+    Attributes:
+        name: of the stage.
+        bridge: steps at its head that read values over the rows of the stage before (the gather of what lives on);
+            their sizes depend on two buckets.
+        steps: the others; their sizes depend on one bucket.
+        inputs: slots that `steps` read and do not write, weights left out, ascending.
+        in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
+        outputs: slots that `steps` write and that something outside reads, ascending.
+        results: those of `outputs` that the program returns, and which so outlive the stages behind.
+    """
+
+    name: str
+    bridge: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    in_place: frozenset[int]
+    outputs: tuple[int, ...]
+    results: frozenset[int]
+
+
+class Runner(Protocol):
+    """Runs one stage, reading and writing slots."""
+
+    def __call__(self, slots: Slots) -> None: ...
+
+
+def run_steps(plan: StagePlan) -> Runner:
+    """The plain runner: one step after the other."""
+
+    def run(slots: Slots) -> None:
+        for step in (*plan.bridge, *plan.steps):
+            step.run(slots)
+
+    return run
+
+
 class LoweredProgram:
     """A phase, ready to run: see `dgraph.lowering.program.Program`.
 
@@ -67,27 +116,36 @@ class LoweredProgram:
         graph: the phase's graph, verified; it is kept for dumps.
         compiler: makes the region functions; share it among the phases of a model.
         buckets: rounds the row count of every stage.
+        runner: makes what runs a stage from its plan.
     """
 
-    def __init__(self, graph: Graph, compiler: RegionCompiler, buckets: Buckets):
+    def __init__(
+        self,
+        graph: Graph,
+        compiler: RegionCompiler,
+        buckets: Buckets,
+        runner: Callable[[StagePlan], Runner] = run_steps,
+    ):
         self.graph, self.buckets = graph, buckets
         self.stages = schedule(graph)
         self._numbers: dict[Node, Slot] = {}
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._template: list[Any] = [
+        self._template: Slots = [
             graph.tensors[n.meta["weight"]].detach() if "weight" in n.meta else None for n in placeholders
         ]
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
-        self._steps: list[list[Step]] = []
+        steps: list[list[Step]] = []
         self._cuts: list[Step | None] = []
         for stage in self.stages:
-            self._steps.append([self._lower(step, compiler) for step in stage.steps])
+            steps.append([self._lower(step, compiler) for step in stage.steps])
             self._cuts.append(None if stage.cut is None else self._lower(stage.cut, compiler))
         self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
+        self.plans = self._plan(steps)
         self._plan_frees()
         self._template += [None] * (len(self._numbers) - len(self._template))
+        self._runners = [runner(plan) for plan in self.plans]
 
     @property
     def input_names(self) -> frozenset[str]:
@@ -110,10 +168,9 @@ class LoweredProgram:
         live, padded = rows, self.buckets(rows)
         self._bind(inputs, slots, live, padded)
         all_live, all_padded, seconds = [], [], []
-        for steps, cut in zip(self._steps, self._cuts, strict=True):
+        for runner, cut in zip(self._runners, self._cuts, strict=True):
             start = time.perf_counter()
-            for step in steps:
-                step.run(slots)
+            runner(slots)
             all_live.append(live)
             all_padded.append(padded)
             if cut is not None:
@@ -127,7 +184,7 @@ class LoweredProgram:
         outputs = {name: slots[slot] for name, slot in self._outputs.items()}
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
 
-    def _bind(self, inputs: Mapping[str, Tensor], slots: list[Any], rows: int, padded: int) -> None:
+    def _bind(self, inputs: Mapping[str, Tensor], slots: Slots, rows: int, padded: int) -> None:
         for name, (slot, spec) in self._inputs.items():
             if name not in inputs:
                 raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
@@ -155,14 +212,42 @@ class LoweredProgram:
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         return Step(op.overload, args, tuple((part, self._number(n)) for part, n in written))
 
+    def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
+        weights = {slot for slot, value in enumerate(self._template) if value is not None}
+        caches = {slot for slot, spec in self._inputs.values() if spec.shape[0] == "pages"}
+        plans = []
+        for i, (stage, mine) in enumerate(zip(self.stages, steps, strict=True)):
+            bridge = []
+            for step, origin in zip(mine, stage.steps, strict=True):
+                if not (isinstance(origin, Call) and (op := op_of(origin.node.target)) and op.name == "compact"):
+                    break
+                bridge.append(step)
+            body = mine[len(bridge) :]
+            written = set().union(*(s.writes() for s in body)) if body else set()
+            read = set().union(*(s.reads() for s in body)) if body else set()
+            outside = {slot for later in steps[i + 1 :] for s in later for slot in s.reads()}
+            outside |= {slot for cut in self._cuts[i:] if cut is not None for slot in cut.reads()}
+            results = set(self._outputs.values())
+            plans.append(
+                StagePlan(
+                    stage.name,
+                    tuple(bridge),
+                    tuple(body),
+                    tuple(sorted(read - written - weights)),
+                    frozenset(read & caches),
+                    tuple(sorted(written & (outside | results))),
+                    frozenset(written & results),
+                )
+            )
+        return tuple(plans)
+
     def _plan_frees(self) -> None:
         """Free each slot behind its last reader; weights, inputs and outputs stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
         last: dict[int, Step] = {}
-        for steps, cut in zip(self._steps, self._cuts, strict=True):
-            for step in steps:
-                last.update(dict.fromkeys(step.reads(), step))
-                last.update({slot: step for _, slot in step.targets})
+        for plan, cut in zip(self.plans, self._cuts, strict=True):
+            for step in (*plan.bridge, *plan.steps):
+                last.update(dict.fromkeys(step.reads() | step.writes(), step))
             if cut is not None:  # a cut's own arguments are read by the host
                 keep |= cut.reads()
         frees: dict[Step, list[int]] = {}
