@@ -104,8 +104,8 @@ def _raise_attention(graph: Graph, node: Node) -> None:
         if unwanted not in (None, False, 0.0):
             raise CaptureError(
                 f"op scaled_dot_product_attention in module {role_of(node)} ({where(node)}) at "
-                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward attends "
-                f"in both directions and dgraph adds block structure itself. Build the model without it."
+                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward "
+                f"attends in both directions and dgraph adds block structure itself. Build the model without it."
             )
     q, k, v = given["query"], given["key"], given["value"]
     scale = given.get("scale")

@@ -24,7 +24,7 @@ from dgraph.nodes import op_name
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 from dgraph.torch_private import OpOverload
-from dgraph.verify import HOST_READS
+from dgraph.verify import reads_host
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
 POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))
@@ -145,7 +145,7 @@ def _tensor(module: nn.Module, name: str, tensors: dict[str, Any]) -> torch.Tens
 def _check_callable(node: Node) -> None:
     reason = "is not a plain tensor op"
     if isinstance(node.target, OpOverload):
-        if op_name(node.target) in HOST_READS:
+        if reads_host(node.target):
             reason = "reads values on the host"
         elif node.target._schema.is_mutable and op_name(node.target) != "detach_":
             reason = "writes in place"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,8 +20,7 @@ from dgraph.ops import op_of
 from dgraph.shapes import Evaluator, InputSpec
 from dgraph.torch_private import OpOverload
 
-HOST_READS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
-"""Ops that read a tensor's values on the host, or whose result's size depends on them."""
+_HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class Rule:
     name: str
     demands: str
     check: Callable[[Graph], Iterable[str]]
+
+
+def reads_host(target: Any) -> bool:
+    """Whether an op reads a tensor's values on the host, or gives a result whose size depends on them."""
+    if not isinstance(target, OpOverload) or op_name(target) == "index":  # of a mask only, and that has no type
+        return False
+    return op_name(target) == "is_nonzero" or bool(_HOST_TAGS & set(target.tags))
 
 
 def verify(
@@ -102,11 +109,17 @@ def _straight(graph: Graph) -> Iterable[str]:
             yield f"{where(node)} is a {node.op}; expected placeholders, calls and one output"
         elif node.op == "placeholder" and ("weight" in node.meta) == ("input" in node.meta):
             yield f"placeholder {node.name} is neither weight nor input; make it with add_weight or add_input"
+    outputs = [node for node in graph.fx.nodes if node.op == "output"]
+    if len(outputs) != 1:
+        yield f"the graph has {len(outputs)} output nodes; make the one with set_outputs"
+    elif len(args_of(outputs[0])[0]) != len(graph.outputs):
+        got = f"{len(args_of(outputs[0])[0])} values under the names {graph.outputs}"
+        yield f"the output returns {got}; make it with set_outputs"
 
 
 def _host(graph: Graph) -> Iterable[str]:
     for node in graph.calls:
-        if op_name(node.target) in HOST_READS:
+        if reads_host(node.target):
             yield f"{where(node)} calls {op_name(node.target)}; expected no op that reads values on the host"
 
 
@@ -181,6 +194,18 @@ def _weights(graph: Graph) -> Iterable[str]:
             yield f"weight {name}: got {tuple(tensor.shape)} {tensor.dtype}, expected {graph.type_text(node)}"
 
 
+def _inputs(graph: Graph) -> Iterable[str]:
+    placed = {n.meta["input"]: n for n in graph.fx.nodes if n.op == "placeholder" and "input" in n.meta}
+    for name in sorted(set(placed) ^ set(graph.inputs)):
+        has, lacks = ("placeholder", "declaration") if name in placed else ("declaration", "placeholder")
+        yield f"input {name} has a {has} but no {lacks}; add it with add_input, remove it with drop_input"
+    for name in sorted(set(placed) & set(graph.inputs)):
+        spec, got = graph.inputs[name], graph.type_text(placed[name])
+        expected = graph.symbols.type_text(graph.symbols.empty(spec.shape, spec.dtype))
+        if got != expected:
+            yield f"input {name}: got type {got}, expected {expected} as it is declared"
+
+
 def _signature_changes(before: Signature, after: Signature, may: frozenset[str], may_weights: bool) -> Iterable[str]:
     changed_inputs = set(before.inputs) ^ set(after.inputs)
     for spec in sorted(changed_inputs, key=lambda s: s.name):
@@ -207,6 +232,7 @@ RULES = (
     Rule("order", "values are defined before they are read", _order),
     Rule("tags", "every node has a type, a layer, a role and a maker", _tags),
     Rule("weights", "weight placeholders fit their tensors", _weights),
+    Rule("inputs", "input placeholders fit their declarations", _inputs),
     Rule("host", "no host reads inside a stage", _host),
     Rule("rows", "one row set per op", _rows),
     Rule("types", "recorded types equal recomputed types", _types),

@@ -1,8 +1,7 @@
-"""One captured tiny model, and the graph behind each of the common passes. Tests copy a graph before they rewrite it."""
+"""One captured tiny model, and the graphs behind the common passes. Tests copy a graph before they rewrite it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +11,6 @@ import dgraph
 from dgraph.graph import Graph
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, rewritten
-
-
-# torch traces every symbolic size to this logger; collecting that for pytest's report doubles the time of a capture.
-logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

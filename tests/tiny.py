@@ -82,7 +82,7 @@ def report_of(graph: Graph, step: Pass) -> Report:
     return run_passes(graph.copy(), [step], frozenset({step.name}))[0]
 
 
-def ops_of(graph: Graph, layer: int | None | str = "all") -> list[str]:
+def ops_of(graph: Graph, layer: int | str | None = "all") -> list[str]:
     """Names of the calls, in order; of one layer if given."""
     return [op_name(n.target) for n in graph.calls if layer in ("all", n.meta["layer"])]
 

@@ -129,6 +129,8 @@ class _Packer:
     def _call(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
         new = self.graph.call(target, args, kwargs, before=node, by=self.report.name, like=node)
         new.meta["source"] = node.meta.get("source", "")
+        if target is node.target and _constants(args) == _constants(args_of(node)):
+            new.meta["by"] = node.meta["by"]  # the same op on packed values: not this pass's making
         return new
 
     # -- rules ---------------------------------------------------------------------------------------------------
@@ -255,6 +257,11 @@ class _Packer:
         new = self._call(node, OPS["packed_attention"], args)
         self.report.did("attention -> packed_attention", node.meta["layer"])
         return new
+
+
+def _constants(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments that are not computed."""
+    return [a for a in args if not isinstance(a, Node)]
 
 
 _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
