@@ -6,7 +6,7 @@ print(opt.generate("Sort these words: river stone cloud maple").texts[0])
 
 from __future__ import annotations
 
-from dgraph.api import Optimized, Result, adopt, capture, load, optimize, rewrite
+from dgraph.api import Optimized, Result, adopt, capture, load, optimize, recipe, rewrite
 from dgraph.errors import DgraphError
 from dgraph.families import Embedded, Family, Model
 from dgraph.graph import Graph
@@ -31,5 +31,6 @@ __all__ = [
     "capture",
     "load",
     "optimize",
+    "recipe",
     "rewrite",
 ]

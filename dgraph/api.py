@@ -24,6 +24,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.spec import ModelSpec
 from dgraph.verify import verify
 
 THRESHOLD = 0.9
@@ -70,6 +71,16 @@ def capture(model: Any, **facts: Any) -> Graph:
     graph = capture_module(found.module, found.spec, found.prefix)
     verify(graph)
     return graph
+
+
+def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
+    """A recipe as a value.
+
+    Raises:
+        UnknownName: an unknown recipe or option; the message has the closest matches.
+        InputError: an option out of range.
+    """
+    return build(RECIPES, name, spec, options)
 
 
 @dataclass(frozen=True)
@@ -251,7 +262,11 @@ class Optimized:
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
             raise InputError(f"{self.model.name} came without a tokenizer; pass input_ids instead of texts.")
-        return [self.model.tokenizer.encode(p) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        for text in texts:
+            if not isinstance(text, str):
+                raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
+        return [self.model.tokenizer.encode(text) for text in texts]
 
 
 def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
@@ -259,7 +274,10 @@ def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[i
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"input_ids must be int64 [b, t], got {input_ids.dtype} {list(input_ids.shape)}.")
         return input_ids.tolist()
-    return [list(ids) for ids in input_ids or ()]
+    try:
+        return [list(ids) for ids in input_ids or ()]
+    except TypeError:
+        raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
 
 
 def _policy(threshold: float | None, steps: int | None) -> Policy:
