@@ -64,7 +64,7 @@ class Bench:
     """The model, its prompts, and one way to run an arm."""
 
     def __init__(self, name: str, prompts: int, tokens: int, backend: str, device: str):
-        self.model = dgraph.load(name, device=device)
+        self.model = dgraph.load(name, torch.float32, device)
         lines = (embedded()[name].folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
         examples = [Example(**json.loads(line)) for line in lines]
         self.tasks = [e for task in TASKS for e in [x for x in examples if x.task == task][:prompts]]

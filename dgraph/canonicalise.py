@@ -42,6 +42,7 @@ def canonicalise(graph: Graph) -> None:
         CaptureError: an attention with a mask, dropout or causality; the message names node, module and line.
     """
     _drop_checks(graph)
+    _straighten_rotary_table(graph)
     _type_and_drop_no_ops(graph)
     graph.sweep()
     for raise_op in (_raise_attention, _raise_rms_norm, _raise_rope):
@@ -59,6 +60,64 @@ def _drop_checks(graph: Graph) -> None:
     for node in reversed(graph.calls):  # comparisons of sizes that only fed the checks
         if not node.users and getattr(node.target, "__module__", "") == "_operator":
             graph.fx.erase_node(node)
+
+
+def _straighten_rotary_table(graph: Graph) -> None:
+    """Angles as positions[b, t, 1] * frequencies, where a version of transformers says the transpose of
+    frequencies[b, d, 1] @ positions[b, 1, t]: one product per element either way.
+
+    So that one model reads the same whichever version captured it.
+    """
+    for node in graph.calls:
+        if op_name(node.target) != "transpose" or list(args_of(node)[1:]) not in ([1, 2], [2, 1], [-1, -2], [-2, -1]):
+            continue
+        product = args_of(node)[0]
+        if op_name(product.target) not in ("matmul", "bmm"):
+            continue
+        frequencies, positions = (_reshaped(a) for a in args_of(product)[:2])
+        if "weight" not in frequencies.meta or "input" not in positions.meta:
+            continue
+        table = graph.tensors[frequencies.meta["weight"]]
+        if table.dim() != 1 or len(graph.inputs[positions.meta["input"]].shape) != 2:
+            continue
+        dtype = table.dtype
+        if not all(_cast_only_to(dtype, a) for a in args_of(product)[:2]):
+            continue
+        with graph.fx.inserting_before(node):
+            column = graph.fx.call_function(aten.unsqueeze.default, (positions, 2))
+            column = _like(node, graph.fx.call_function(aten.to.dtype, (_like(node, column), dtype)))
+            angles = _like(node, graph.fx.call_function(aten.mul.Tensor, (column, frequencies)))
+        graph.replace(node, angles)
+    graph.sweep()
+
+
+def _like(node: Node, new: Node) -> Node:
+    new.meta.update({key: node.meta[key] for key in ("layer", "role", "by", "source")})
+    return new
+
+
+def _reshaped(node: Node) -> Node:
+    """The value behind casts and changes of shape that keep all of it."""
+    while op_name(node.target) in ("to", "expand", "unsqueeze", "contiguous") or _keeps_all(node):
+        node = args_of(node)[0]
+    return node
+
+
+def _keeps_all(node: Node) -> bool:
+    """Whether a node is a slice like `x[:]`."""
+    if not _is(node, aten.slice.Tensor):
+        return False
+    _, _, start, stop, *step = (*args_of(node), None, None)[: max(4, len(args_of(node)))]
+    return start in (None, 0) and (stop is None or (isinstance(stop, int) and stop >= 2**62)) and step in ([], [1])
+
+
+def _cast_only_to(dtype: torch.dtype, node: Node) -> bool:
+    """Whether every cast on the way to `_reshaped(node)` is to one dtype."""
+    while node is not _reshaped(node):
+        if op_name(node.target) == "to" and (node.target is not aten.to.dtype or args_of(node)[1] != dtype):
+            return False
+        node = args_of(node)[0]
+    return True
 
 
 def _type_and_drop_no_ops(graph: Graph) -> None:

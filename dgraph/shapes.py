@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dgraph.errors import VerifyError
 from dgraph.nodes import args_of, op_name, where
-from dgraph.torch_private import fake_mode, new_symbol
+from dgraph.torch_private import fake_mode, new_symbol, typing
 
 Dim = int | str
 """A size in a declaration: an integer, a symbol ("N") or a symbol plus an integer ("b+1")."""
@@ -155,12 +155,13 @@ class Evaluator:
     def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
         try:
-            with self.symbols.mode, torch.no_grad():
+            with typing(self.symbols.mode):
                 return target(*args, **kwargs)
         except Exception as error:
             types = [f"{n.name}: {self.symbols.type_text(n.meta['val'])}" for n in node.all_input_nodes]
+            line = f" at {source}" if (source := node.meta.get("source")) else ""
             raise VerifyError(
-                f"{where(node)}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
+                f"{where(node)}{line}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
 

@@ -5,7 +5,13 @@ Each use says why no public name serves, and the versions on which it was checke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+import pickle
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +22,17 @@ from torch._ops import OpOverload
 
 from dgraph.errors import LoweringError
 
-__all__ = ["OpOverload", "compile_region", "fake_mode", "inductor_settings", "new_symbol"]
+__all__ = [
+    "OpOverload",
+    "compile_region",
+    "fake_mode",
+    "inductor_config",
+    "inductor_settings",
+    "load_region",
+    "new_symbol",
+    "pack_region",
+    "typing",
+]
 
 
 def fake_mode() -> Any:
@@ -29,6 +45,19 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+@contextlib.contextmanager
+def typing(mode: Any) -> Iterator[None]:
+    """Run ops on fake tensors of a mode, to learn the types of their results.
+
+    The Python dispatcher decomposes composite ops; without it torch 2.11 runs their C++ kernels, which refuse symbolic
+    sizes (linear) or fix them (matmul). `torch.export` does the same. Checked on 2.11 and 2.13.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with torch.no_grad(), enable_python_dispatcher(), mode:
+        yield
 
 
 def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
@@ -49,7 +78,10 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
 
 
 def compile_region(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Tensor], settings: dict[str, Any]
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Tensor],
+    settings: dict[str, Any],
+    functions: Mapping[str, str] | None = None,
 ) -> Callable[..., Any]:
     """Compile a straight-line module with Inductor for every size of its symbolic dimensions.
 
@@ -57,16 +89,151 @@ def compile_region(
     `standalone_compile` takes a graph as it stands and weights as inputs. It specialises silently to the example's
     sizes unless the inputs are the placeholders' own fake tensors and `example_value` is set on the nodes, because
     that is where "from_graph" looks for the fake mode. Checked on 2.11 and 2.13.
+
+    Args:
+        module: the module; its targets are ops of torch and functions.
+        example_inputs: fake values of its placeholders.
+        settings: of Inductor, for this compilation.
+        functions: if given, the result can be packed by `pack_region`. Torch keeps no code for functions that are not
+            its own unless they are named, with a text that changes whenever they do: qualified name -> hash.
     """
     import torch._inductor as inductor
 
     for node in module.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
+    options = dict(settings)
+    if functions is not None:
+        options["unsafe_marked_cacheable_functions"] = dict(functions)
     with torch.no_grad():
         return inductor.standalone_compile(  # type: ignore[attr-defined]
-            module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": settings}
+            module,
+            list(example_inputs),
+            dynamic_shapes="from_graph",
+            options={"config_patches": options},
+            aot=functions is not None,
         )
+
+
+_STARTS_COMPILING = "async_compile = AsyncCompile()"
+"""The line of Inductor's generated Python behind which each kernel of it is compiled, by methods of that object."""
+
+REGION = "region.pickle"
+
+
+def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
+    """What `load_region` needs to make a compiled region again, as files by name.
+
+    `CompiledArtifact.save` keeps the generated Python, and for a GPU the kernels' binaries, but no binary of a kernel
+    in C++: each new process compiles it again for 2 to 15 seconds, and cannot without a compiler. So these are added.
+    Checked on 2.11 and 2.13.
+
+    Raises:
+        LoweringError: torch has changed what it generates.
+    """
+    entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
+    code = _generated(entry)
+    files = {REGION: pickle.dumps(entry)}
+    if set(code.device_types) == {"cpu"}:
+        built = _BuiltKernels()
+        source = _with_kernels(code.source_code, "_built_kernels")
+        exec(compile(source, "region", "exec", dont_inherit=True), {"__name__": "region", "_built_kernels": built})
+        files |= {f"kernel{i}.so": path.read_bytes() for i, path in enumerate(built.paths)}
+    return files
+
+
+def load_region(files: Mapping[str, bytes], folder: Path) -> Callable[..., Any]:
+    """Make a region from what `pack_region` gave, without compiling anything.
+
+    `CompiledArtifact.load` asserts where this raises, and compiles kernels in C++ again. Checked on 2.11 and 2.13.
+
+    Args:
+        files: content by name.
+        folder: where the same files lie; kernels in C++ are mapped from there.
+
+    Raises:
+        Exception: whatever torch, pickle or the loader of shared objects makes of files that do not fit.
+    """
+    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+    from torch._inductor.codecache import get_path
+
+    entry = pickle.loads(files[REGION])
+    code = _generated(entry)
+    if set(code.device_types) != {"cpu"}:
+        return deserialize_bundled_cache_entry(entry)
+    kernels = f'__import__("{__name__}", fromlist=["StoredKernels"]).StoredKernels({str(folder)!r})'
+    code.source_code = _with_kernels(code.source_code, kernels)
+    code.cache_key = f"dgraph_{uuid.uuid4().hex}"  # torch writes the source to a file of this name, and runs that
+    try:
+        return deserialize_bundled_cache_entry(entry)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(get_path(code.cache_key, "py")[2])
+
+
+class StoredKernels:
+    """Stands where generated Python expects the object that compiles: hands out kernels that are built, in order."""
+
+    def __init__(self, folder: str):
+        self._folder, self._count = Path(folder), 0
+
+    def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
+        """The next kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
+        from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr as data_ptr
+
+        path = self._folder / f"kernel{self._count}.so"
+        self._count += 1
+        os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
+        # Python keeps one module per file and name; the part behind the dot names the function that makes it.
+        spec = spec_from_file_location(f"dgraph_{uuid.uuid4().hex}.kernel", path)
+        if spec is None or spec.loader is None:
+            raise LoweringError(f"{path} is not a kernel.")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.kernel
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """Nothing is being compiled."""
+
+
+class _BuiltKernels(StoredKernels):
+    """Stands in the same place, and notes the files of the kernels that were compiled just now."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
+        """The kernel, which Inductor finds in its own cache. Checked on 2.11 and 2.13."""
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        kernel = CppPythonBindingsCodeCache.load_pybinding(argtypes, source)
+        self.paths.append(Path(kernel.__self__.__file__))
+        return kernel
+
+
+def _generated(entry: Any) -> Any:
+    """The part of an entry that holds the generated Python."""
+    code = getattr(getattr(entry, "compiled_fw", None), "result", None)
+    if not all(hasattr(code, name) for name in ("source_code", "cache_key", "device_types")):
+        raise LoweringError(f"torch {torch.__version__} packs a compiled graph in another way than dgraph knows.")
+    return code
+
+
+def _with_kernels(source: str, kernels: str) -> str:
+    if _STARTS_COMPILING not in source:
+        raise LoweringError(f"torch {torch.__version__} generates other code than dgraph knows.")
+    return source.replace(_STARTS_COMPILING, f"async_compile = {kernels}")
+
+
+def inductor_config() -> dict[str, Any]:
+    """Every setting of Inductor that shapes what it generates, from defaults, the environment and assignments.
+
+    Torch's own cache uses this list and publishes no other. The name of the C++ compiler is left out, since it says
+    who compiles and not what. Checked on 2.11 and 2.13.
+    """
+    import torch._inductor.config as config
+
+    return {k: v for k, v in config.save_config_portable(ignore_private_configs=False).items() if k != "cpp.cxx"}
 
 
 def inductor_settings(device: torch.device) -> dict[str, Any]:

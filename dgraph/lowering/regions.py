@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,15 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
+from dgraph.lowering.inductor import RegionFunction, compiled
 from dgraph.lowering.schedule import Region
+from dgraph.lowering.store import Store
 from dgraph.nodes import args_of
 from dgraph.ops import op_of
 from dgraph.shapes import DTYPES, Symbols
-from dgraph.torch_private import compile_region, inductor_settings
+from dgraph.torch_private import typing
 
 BACKENDS = ("inductor", "eager")
-
-RegionFunction = Callable[..., Sequence[Tensor]]
-"""Takes the region's inputs in order, returns its outputs in order."""
 
 
 class RegionCompiler:
@@ -30,17 +28,22 @@ class RegionCompiler:
 
     Attributes:
         backend: "inductor", or "eager" to run the same regions op by op (for debugging).
-        compiled: texts that were compiled here, in order.
+        store: where compiled regions are kept for later processes; None for nowhere.
+        compiled: texts that Inductor compiled for this compiler, in order.
+        loaded: texts that came from the store.
         reused: how often a function that existed was handed out again.
     """
 
-    def __init__(self, backend: str = "inductor", progress: Callable[[str], None] | None = None):
+    def __init__(
+        self, backend: str = "inductor", progress: Callable[[str], None] | None = None, store: Store | None = None
+    ):
         if backend not in BACKENDS:
             raise InputError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
-        self.backend = backend
+        self.backend, self.store = backend, store
         self.compiled: list[str] = []
+        self.loaded: list[str] = []
         self.reused = 0
-        self._progress = progress
+        self._progress = progress or (lambda what: None)
         self._functions: dict[str, RegionFunction] = {}
 
     def function(self, graph: Graph, region: Region) -> RegionFunction:
@@ -53,29 +56,20 @@ class RegionCompiler:
         if text in self._functions:
             self.reused += 1
             return self._functions[text]
-        module = _module(graph, region)
+        module, inlined = _module(graph, region)
         # One op leaves nothing to fuse, and eager kernels need no compilation.
         single = sum(n.target is not operator.getitem for n in region.nodes) == 1
         if self.backend == "eager" or single:
             function: RegionFunction = module.forward
         else:
-            function = self._compile(text, module, graph.device)
+            count = len(self._functions) + 1
+            made = compiled(
+                text, module, graph.device, inlined, self.store, lambda doing: self._progress(f"{doing} region {count}")
+            )
+            function = made.function
+            {"compiled": self.compiled, "cache": self.loaded}.get(made.origin, []).append(text)
         self._functions[text] = function
         return function
-
-    def _compile(self, text: str, module: torch.fx.GraphModule, device: torch.device) -> RegionFunction:
-        with _LOCK:
-            if text not in _COMPILED:
-                if self._progress is not None:
-                    self._progress(f"compiling region {len(self.compiled) + 1}")
-                _COMPILED[text] = _inductor(module, device)
-            self.compiled.append(text)
-            return _COMPILED[text]
-
-
-# A compiled region is a function of its text alone, so it serves every model in the process that has the same region.
-_COMPILED: dict[str, RegionFunction] = {}
-_LOCK = threading.Lock()
 
 
 def region_text(graph: Graph, region: Region) -> str:
@@ -113,9 +107,10 @@ class _Named(str):
         return str(self)
 
 
-def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
-    """A region as a module of its own, with types over symbols of its own; inline ops become their references."""
+def _module(graph: Graph, region: Region) -> tuple[torch.fx.GraphModule, list[Callable[..., Any]]]:
+    """A region as a module of its own, with types over symbols of its own, and the references of its inlined ops."""
     own, sizes = torch.fx.Graph(), Symbols()
+    inlined: dict[Callable[..., Any], None] = {}
     mapping: dict[Node, Node] = {}
     for i, node in enumerate(region.inputs):
         mapping[node] = own.placeholder(f"x{i}")
@@ -128,29 +123,11 @@ def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
         args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: mapping[n])
         op = op_of(node.target)
         target: Any = op.reference if op is not None else node.target
+        if op is not None:
+            inlined[op.reference] = None
         mapping[node] = own.call_function(target, args, kwargs)
         fakes = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with sizes.mode, torch.no_grad():
+        with typing(sizes.mode):
             mapping[node].meta["val"] = target(*fakes[0], **fakes[1])
     own.output(tuple(mapping[n] for n in region.outputs))
-    return torch.fx.GraphModule(torch.nn.Module(), own)
-
-
-def _inductor(module: torch.fx.GraphModule, device: torch.device) -> RegionFunction:
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    try:
-        function = compile_region(module, [n.meta["val"] for n in placeholders], inductor_settings(device))
-        with torch.no_grad():
-            for rows in (3, 5):  # Inductor may have specialised to one size without a word
-                function(*(_example(n.meta["val"], rows) for n in placeholders))
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise LoweringError(
-            f"Inductor cannot compile this region: {reason}\n{module.code.strip()}\n"
-            f"Use backend='eager' to run it op by op."
-        ) from error
-    return function
-
-
-def _example(value: Tensor, rows: int) -> Tensor:
-    return torch.zeros([s if isinstance(s, int) else rows for s in value.shape], dtype=value.dtype, device=value.device)
+    return torch.fx.GraphModule(torch.nn.Module(), own), list(inlined)

@@ -1,0 +1,59 @@
+"""The embedded model on a GPU: kernels, compiled regions and CUDA graphs give what the CPU gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [
+    "Sort these words: river stone cloud maple",
+    "Ann has 12 apples. Ann buys 5 more apples. Then Ann finds 4 apples. How many apples does Ann have?",
+    "def read_lines(path):",
+    "Write the word tiger in capitals 3 times separated by dashes.",
+]
+
+
+@cache
+def model(device: str) -> dgraph.Model:
+    return dgraph.load("tiny_sdar", torch.float32, device)
+
+
+def tokens(device: str, recipe: str, **settings: Any) -> tuple[list[list[int]], dgraph.Optimized]:
+    program = dgraph.optimize(model(device), recipe, **settings)
+    return program.generate(PROMPTS, max_new_tokens=64).token_ids, program
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_tokens_are_those_of_the_cpu(recipe: str, backend: str) -> None:
+    want, _ = tokens("cpu", recipe, backend="eager")
+    got, program = tokens("cuda", recipe, backend=backend)
+    assert got == want
+    assert program.graph_pool is not None
+    assert program.graph_pool.captured
+    assert not program.graph_pool.refused
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+def test_graphs_give_what_launches_give(recipe: str) -> None:
+    plain, _ = tokens("cuda", recipe, graphs=False)
+    graphed, program = tokens("cuda", recipe)
+    assert graphed == plain
+    before = list(program.graph_pool.captured)  # type: ignore[union-attr]
+    again = program.generate(PROMPTS, max_new_tokens=64).token_ids
+    assert again == graphed
+    assert program.graph_pool.captured == before, "the second run met no new bucket"  # type: ignore[union-attr]
+
+
+def test_the_published_dtype_answers_right() -> None:
+    program = dgraph.optimize("tiny_sdar", "focus", device="cuda")
+    assert program.spec.dtype == torch.bfloat16
+    texts = program.generate(PROMPTS[:2], max_new_tokens=64).texts
+    assert texts == ["Sorted: cloud maple river stone #### cloud", "12 + 5 = 17. 17 + 4 = 21. #### 21"]
