@@ -1,6 +1,7 @@
 """The ops of dgraph: schema, fake, plain-torch reference, contract and samples of each, one op per file.
 
-Importing this package registers them all as `torch.ops.dgraph.*`.
+Importing this package registers them all as `torch.ops.dgraph.*`. A call with CUDA tensors runs a Triton
+kernel where there is one (`KERNELS`), and the reference else; Triton is imported on the first such call.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from dgraph.ops import (
     select_tokens,
 )
 from dgraph.ops.lm_head import decode_logits
-from dgraph.ops.registry import OPS, Op, Sample, op_of, register
+from dgraph.ops.registry import OPS, Op, Sample, op_of, register, use_kernel
 
 references: dict[str, Callable[..., Any]] = {name: op.reference for name, op in OPS.items()}
 """The reference of each op, by name."""
 
+KERNELS = ("compact", "importance", "keep_index", "kv_write", "lm_head", "paged_attention", "select_tokens")
+"""Ops with a kernel in dgraph/ops/triton."""
+
+for _name in KERNELS:
+    use_kernel(OPS[_name])
+
 __all__ = [
+    "KERNELS",
     "OPS",
     "Op",
     "Sample",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "dgraph"
 
@@ -82,6 +84,24 @@ def register(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} is registered twice; give the second one another name.")
     OPS[op.name] = op
     return op
+
+
+def use_kernel(op: Op) -> None:
+    """Give calls of `op` with CUDA tensors to the function `kernel` of `dgraph/ops/triton/<name>.py`.
+
+    The file, and triton with it, is imported on the first such call. Float64 goes to the reference.
+    """
+
+    def on_cuda(*args: Any) -> Any:
+        values = args[0] if isinstance(args[0], (list, tuple)) else args
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not tensors or any(t.dtype == torch.float64 for t in tensors):
+            return op.reference(*args)
+        kernel = import_module(f"dgraph.ops.triton.{op.name}").kernel
+        with torch.cuda.device(tensors[0].device):
+            return kernel(*args)
+
+    torch.library.register_kernel(op.overload, "cuda", on_cuda)
 
 
 def op_of(target: object) -> Op | None:

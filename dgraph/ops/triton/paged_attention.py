@@ -1,0 +1,289 @@
+"""dgraph::paged_attention on CUDA.
+
+A program takes a tile of rows of one sequence, all query heads of one KV head, and a share of the keys. The
+heads are stacked with the rows as rows of one matrix, so that a key is read once per KV head and not once per
+query head. With more than one share a second kernel adds the shares up, in order.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dgraph.ops.rows import check_heads
+from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one launch.
+
+    Attributes:
+        block_m: rows of the stacked matrix of a tile; a tile holds block_m // (Hq / Hkv) rows.
+        block_n: keys per iteration.
+        splits: shares of the keys.
+        warps, stages: of the attention kernel.
+        bulk: load keys with the bulk copy engine where layout and device allow.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+    bulk: bool = True
+
+
+def plan_for(
+    n: int, b: int, heads: tuple[int, int], d: int, page: int, keys: int, itemsize: int, multiprocessors: int
+) -> Plan:
+    """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
+
+    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`).
+    """
+    group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
+    per_sequence = -(-n // max(b, 1))
+    block_m = max(power_of_two(per_sequence * group, 16, 128), power_of_two(group))
+    if block_m == 128 and 4 * b * kv_heads <= multiprocessors and group <= 64:
+        block_m = 64  # few sequences: twice the programs
+    # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
+    most = next((size for size in (128, 64, 32) if page % size == 0), 0)
+    bulk, stages = True, 5
+    if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
+        block_m, block_n, warps, stages = max(min(block_m, 32), power_of_two(group)), 32, 4, 1
+    elif not most:
+        block_n, warps, stages, bulk = (64, 8, 3, False) if block_m >= 128 else (128, 4, 3, False)
+    elif block_m >= 128:
+        block_n, warps = most, 4 if most == 32 else 8
+    elif block_m == 32 and most == 32:
+        block_n, warps, stages, bulk = 128, 4, 3, False
+    else:
+        block_n, warps = 32 if block_m == 16 else min(most, 64), 4
+    if width > 128:
+        block_n, stages = min(block_n, 32), min(stages, 3)
+    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads
+    room = multiprocessors * (1 if warps == 8 else 2)
+
+    def cost(splits: int) -> float:
+        """Rounds of programs, and the shares that must be added up."""
+        return -(-programs * splits // room) / splits * (10 + splits)
+
+    splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
+    return Plan(block_m, block_n, splits, warps, stages, bulk)
+
+
+def _blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Each cache as a matrix [positions, Hkv * D] for the bulk copy engine; None if it cannot be read as one."""
+    pages, page, heads, d = k_cache.shape
+    if k_cache.device.type == "cuda" and torch.cuda.get_device_capability(k_cache.device) < (9, 0):
+        return None
+    if page % block_n or d != power_of_two(d, 16) or pages * page >= 1 << 31:
+        return None
+    found = []
+    for cache in (k_cache, v_cache):
+        step = cache.stride(1)
+        if cache.stride() != (page * step, step, d, 1) or (step * cache.element_size() | cache.data_ptr()) % 16:
+            return None
+        flat = cache.as_strided((pages * page, heads * d), (step, 1))
+        found.append(TensorDescriptor(flat, list(flat.shape), [step, 1], [block_n, d]))
+    return found[0], found[1]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; 4 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def kernel(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_rows: Tensor,
+    limit: Tensor,
+    scale: float,
+    plan: Plan | None = None,
+) -> Tensor:
+    """dgraph::paged_attention; see its contract. `plan` overrides the sizes chosen for the shape."""
+    check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    keys = page_table.shape[1] * page
+    if plan is None:
+        plan = plan_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
+    group, width, splits = heads // kv_heads, power_of_two(d, 16), plan.splits
+    rows = plan.block_m // group
+    q, page_table = dense_rows(q), dense_rows(page_table)
+    if scale < 0:  # the largest score is taken before the scale
+        q, scale = -q, -scale
+    blocks = _blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
+    part, mass = out, out
+    if splits > 1:
+        part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
+        mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
+    _attend[(kv_heads, splits, b + 1 + n // rows)](
+        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, out, part, mass,
+        n, b, keys, q.stride(0), page_table.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        scale * math.log2(math.e),
+        page, group, heads, d, width, rows, plan.block_m, plan.block_n, splits, offsets_block(b),
+        "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    if splits > 1:
+        some = min(power_of_two(heads), 8)
+        grid = (n, triton.cdiv(heads, some))
+        _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
+    return out
+
+
+@triton.jit
+def _load_keys(
+    k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot,
+    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [WIDTH, BLOCK_N] and values [BLOCK_N, WIDTH] of the positions from `key` on; zeros from `longest` on."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table_ptr + key // PAGE).to(tl.int64)
+        k_ptr += page * k_page + key % PAGE * k_slot
+        v_ptr += page * v_page + key % PAGE * v_slot
+        k_at, v_at = n * k_slot, n * v_slot
+    else:
+        position = key + n
+        if MASKED:
+            page = tl.load(table_ptr + position // PAGE, mask=position < longest, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + position // PAGE).to(tl.int64)
+        k_at = page * k_page + (position % PAGE) * k_slot
+        v_at = page * v_page + (position % PAGE) * v_slot
+    k_at, v_at = k_at[None, :] + d[:, None], v_at[:, None] + d[None, :]
+    if MASKED:  # unwritten slots may hold NaN, which no weight of zero hides
+        seen = key + n < longest
+        k = tl.load(k_ptr + k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+    elif WIDTH == D:
+        k, v = tl.load(k_ptr + k_at), tl.load(v_ptr + v_at)
+    else:
+        k = tl.load(k_ptr + k_at, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=(d < D)[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, out_ptr, part_ptr, mass_ptr,
+    n, b, keys, q_row, table_row,
+    k_page, k_slot, k_head, v_page, v_slot, v_head,
+    scale,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s = sequence_at(cu_ptr, b, tile, ROWS, OFFSETS)
+    start = tl.load(cu_ptr + s)
+    end = tl.load(cu_ptr + s + 1, mask=s < b, other=n)
+    first_row = start + (tile - start // ROWS - s) * ROWS
+    if first_row >= end:
+        return
+    m = tl.arange(0, BLOCK_M)
+    row = first_row + m // GROUP
+    live = (m // GROUP < ROWS) & (row < end)
+    limit = tl.load(limit_ptr + row, mask=live & (s < b), other=0)  # padding rows see nothing
+    longest = tl.minimum(tl.max(limit), keys)
+    share = tl.cdiv(tl.cdiv(longest, BLOCK_N), SPLITS) * BLOCK_N
+    first, last = split * share, tl.minimum(split * share + share, longest)
+
+    # Keys that every row of the tile sees need no mask.
+    shortest = tl.min(tl.where(live, limit, longest))
+    plain = tl.maximum(tl.minimum(shortest // BLOCK_N * BLOCK_N, last), first)
+
+    d = tl.arange(0, WIDTH)
+    value = (row.to(tl.int64) * HEADS + head * GROUP + m % GROUP)[:, None]
+    q_at = row.to(tl.int64)[:, None] * q_row + ((head * GROUP + m % GROUP) * D)[:, None] + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    k_ptr += head.to(tl.int64) * k_head
+    v_ptr += head.to(tl.int64) * v_head
+    table_ptr += s.to(tl.int64) * table_row
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for key in range(first, plain, BLOCK_N):
+        if BULK:
+            slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
+            k = k_blocks.load([slot, head * D]).T
+            v = v_blocks.load([slot, head * D])
+        else:
+            k, v = _load_keys(
+                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
+            )
+        score = tl.dot(q, k, input_precision=PRECISION)
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        p = tl.exp2(score * scale - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        top = higher
+    for key in tl.range(plain, last, BLOCK_N, num_stages=1):
+        k, v = _load_keys(
+            k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
+        )
+        score = tl.dot(q, k, input_precision=PRECISION)
+        position = key + tl.arange(0, BLOCK_N)
+        score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
+        p = tl.exp2(score * scale - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        top = higher
+    found = acc / tl.where(total > 0, total, 1.0)[:, None]
+    inside = live[:, None] & (d < D)[None, :]
+    if SPLITS == 1:
+        tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        rank = split.to(tl.int64) * n * HEADS
+        mass = top + tl.log2(tl.where(total > 0, total, 1.0))
+        tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live)
+        if first < last:
+            tl.store(part_ptr + (rank + value) * D + d[None, :], found, mask=inside)
+
+
+@triton.jit
+def _add_up(
+    part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """out = the mean of the shares, weighted by 2 ** mass."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
+    value = row * heads + head
+    at = split.to(tl.int64)[:, None] * n * heads + value[None, :]
+    mass = tl.load(mass_ptr + at, mask=(split < SPLITS)[:, None] & (head < heads)[None, :], other=float("-inf"))
+    top = tl.max(mass, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(mass - base[None, :]), 0)
+    acc = tl.zeros([SOME, WIDTH], tl.float32)
+    for i in range(SPLITS):
+        place = tl.full([], i, tl.int64) * n * heads + value
+        mine = tl.load(mass_ptr + place, mask=head < heads, other=float("-inf"))
+        some = (mine > float("-inf"))[:, None] & (d < D)[None, :]
+        part = tl.load(part_ptr + place[:, None] * D + d[None, :], mask=some, other=0.0)
+        acc += part * tl.exp2(mine - base)[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    inside = (head < heads)[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + value[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

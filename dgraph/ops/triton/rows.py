@@ -1,0 +1,56 @@
+"""What the kernels share: which sequence a row belongs to, and sizes of blocks."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_OFFSETS = 512
+
+
+def power_of_two(n: int, least: int = 1, most: int = 1 << 30) -> int:
+    """The power of two at or above `n`, between two others."""
+    return min(max(least, 1 << max(n - 1, 0).bit_length()), most)
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """`x` itself if the values of each row are contiguous, whatever the stride between rows; else a copy."""
+    expected = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return x.contiguous()
+        expected *= size
+    return x
+
+
+def offsets_block(b: int) -> int:
+    """Offsets that `sequence_at` compares at once, for b sequences."""
+    return power_of_two(b + 1, 16, MOST_OFFSETS)
+
+
+@triton.jit
+def sequence_at(cu_ptr, b, at, EVERY: tl.constexpr, BLOCK: tl.constexpr):
+    """The last i in [0, b] with cu[i] // EVERY + i <= at, where i = b stands for the padding rows.
+
+    With tiles of EVERY rows, sequence i owns the tiles from cu[i] // EVERY + i on, and that is always enough
+    of them; so b + 1 + rows // EVERY tiles cover any division of the rows into sequences.
+    """
+    found = -1
+    for first in range(0, b + 1, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        start = tl.load(cu_ptr + i, mask=i <= b, other=0)
+        found += tl.sum(((start // EVERY + i <= at) & (i <= b)).to(tl.int32))
+    return found
+
+
+@triton.jit
+def owner_of(cu_ptr, b, row, BLOCK: tl.constexpr):
+    """The sequence of a live row; the last of several that start there, because the others are empty."""
+    found = -1
+    for first in range(0, b, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        start = tl.load(cu_ptr + i, mask=i < b, other=0)
+        found += tl.sum(((start <= row) & (i < b)).to(tl.int32))
+    return found

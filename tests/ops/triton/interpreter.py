@@ -1,0 +1,57 @@
+"""Calls of kernels in a process of their own, where Triton interprets them on CPU tensors.
+
+Triton decides at its import whether it interprets. In a process of its own it does not matter who imported it
+before in the test's process, or that tests on a GPU run next to these.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def _pack(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _run(module: str, function: str, data: bytes) -> bytes:
+    args, options = _unpack(data)
+    result = getattr(import_module(f"dgraph.ops.triton.{module}"), function)(*args, **options)
+    return _pack((result, args))
+
+
+class Interpreter:
+    """Calls functions of `dgraph.ops.triton` in the other process."""
+
+    def __init__(self, pool: ProcessPoolExecutor):
+        self._pool = pool
+
+    def __call__(self, module: str, args: Sequence[Any], function: str = "kernel", **options: Any) -> tuple[Any, Any]:
+        """The result, and the arguments as the call left them."""
+        return _unpack(self._pool.submit(_run, module, function, _pack((tuple(args), options))).result())
+
+
+@contextmanager
+def interpreter() -> Iterator[Interpreter]:
+    """A process for the kernels, ended with the block."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start) as pool:
+        yield Interpreter(pool)

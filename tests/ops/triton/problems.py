@@ -1,0 +1,178 @@
+"""Random calls of the ops that have kernels, larger than their samples; and comparing results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from dgraph.ops import OPS
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+
+Call = tuple[Any, ...]
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors of nested lists, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in flat(part)] if isinstance(value, (list, tuple)) else []
+
+
+def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+    """Copies on `device`; floating matrices (q, k, v, caches, hidden states, weights) in `dtype`."""
+    if isinstance(value, Tensor):
+        wide = value.is_floating_point() and value.dim() > 1
+        return value.to(device, dtype if wide and dtype is not None else value.dtype, copy=True)
+    return type(value)(moved(part, device, dtype) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def mutated(name: str, args: Sequence[Any]) -> list[Tensor]:
+    """The arguments that the op writes."""
+    names = [argument.name for argument in OPS[name].overload._schema.arguments]
+    return [args[names.index(written)] for written in OPS[name].mutates]
+
+
+def expected(name: str, args: Call) -> list[Tensor]:
+    """Results and written arguments of the reference."""
+    copies = moved(args, "cpu")
+    return flat(OPS[name].reference(*copies)) + mutated(name, copies)
+
+
+def compare(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 2e-5) -> None:
+    """Same integers and flags, close floats; NaN where the other has NaN."""
+    for one, other in zip(got, want, strict=True):
+        assert_close(one.cpu(), other.to(one.dtype).cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def attention(
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    page: int = 16,
+    heads: tuple[int, int] = (8, 2),
+    d: int = 32,
+    padding: int = 3,
+    seed: int = 0,
+) -> Call:
+    """Rows whose limits vary within each sequence (the last sees all `lengths`); unused slots hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    table, pages = page_table_of(lengths, page, generator)
+    caches = [torch.full((pages, page, heads[1], d), float("nan")) for _ in range(2)]
+    limits = []
+    for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        position = torch.arange(length)
+        at = table[s, position // page].long(), position % page
+        for cache in caches:
+            cache[at] = torch.randn(length, heads[1], d, generator=generator)
+        limit = torch.randint(length // 2, length + 1, (count,), generator=generator)
+        limit[-1:] = length
+        limits.append(limit)
+    limit = torch.cat(limits).int()
+    q = torch.randn(len(limit), heads[0], d, generator=generator)
+    return pad_rows(q, padding), *caches, table, cu_rows_of(counts), pad_rows(limit, padding), d**-0.5
+
+
+def importance(
+    counts: Sequence[int],
+    *,
+    share: float = 0.8,
+    heads: tuple[int, int] = (8, 2),
+    d: int = 32,
+    pool: int = 3,
+    seed: int = 0,
+) -> Call:
+    """Random queries and keys, `share` of the rows masked, padding rows of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(counts)
+    q, k = (torch.randn(n, h, d, generator=generator) for h in heads)
+    masked = torch.rand(n, generator=generator) < share
+    return *(pad_rows(x, 3) for x in (q, k, masked)), cu_rows_of(counts), d**-0.5, pool
+
+
+def selection(counts: Sequence[int], *, share: float = 0.8, alpha: float = 1.5, keep: int = 0, seed: int = 0) -> Call:
+    """Scores in a few levels for half of the sequences, so that there are ties; positions with gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    n, b = sum(counts), len(counts)
+    score = torch.randn(n, generator=generator)
+    score = torch.where(torch.rand(n, generator=generator) < 0.5, (score * 2).round(), score)
+    masked = torch.rand(n, generator=generator) < share
+    parts = [torch.randperm(c + c // 4 + 1, generator=generator)[:c].sort().values for c in counts]
+    positions = torch.cat(parts)
+    limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()
+    average, progress = torch.rand(b, generator=generator) * 4, torch.randint(-1, 9, (b,), generator=generator).int()
+    rows = tuple(pad_rows(x, 3) for x in (score, masked, positions))
+    return *rows, cu_rows_of(counts), pad_rows(limit, 3), average, progress, alpha, keep
+
+
+def keeping(counts: Sequence[int], capacity: int, *, share: float = 0.5, seed: int = 0) -> Call:
+    """Random flags, with padding rows that are flagged."""
+    keep = torch.rand(sum(counts), generator=torch.Generator().manual_seed(seed)) < share
+    return pad_rows(keep, 5), cu_rows_of(counts), capacity
+
+
+def gathering(n: int, k: int, *, width: int = 48, seed: int = 0) -> Call:
+    """More values than one launch takes, of every word size, two of them views with a stride."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(n, 3 * width, generator=generator)
+    values = [
+        wide[:, width : 2 * width].unflatten(1, (-1, 4)),
+        torch.randint(0, 99, (n, 7), generator=generator).to(torch.uint8)[:, 1:4],
+        torch.randn(n, 5, generator=generator).bfloat16(),
+        *(torch.randint(0, 99, (n,), generator=generator) for _ in range(10)),
+        torch.rand(n, generator=generator) < 0.5,
+    ]
+    index = torch.randint(0, n, (k,), generator=generator)
+    return values, torch.cat([index, index.new_full((3,), -1)])
+
+
+def writing(counts: Sequence[int], starts: Sequence[int], *, page: int = 16, heads: int = 2, d: int = 32) -> Call:
+    """Keys and values that are views of one projection; pages in random order."""
+    generator = torch.Generator().manual_seed(0)
+    table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
+    qkv = pad_rows(torch.randn(sum(counts), 5 * heads, d, generator=generator), 3)
+    caches = [torch.randn(pages, page, heads, d, generator=generator) for _ in range(2)]
+    positions = pad_rows(positions_of(counts, starts), 3)
+    return qkv[:, 3 * heads : 4 * heads], qkv[:, 4 * heads :], *caches, positions, table, cu_rows_of(counts)
+
+
+def heading(
+    rows: int, *, vocab: int = 700, d: int = 24, chunk: int = 8, heat: float = 0.9, bias: bool = True, seed: int = 0
+) -> Call:
+    """Greedy and drawn rows, some of them not masked, and a suppressed id that would win."""
+    generator = torch.Generator().manual_seed(seed)
+    h, weight = (torch.randn(n, d, generator=generator) for n in (rows, vocab))
+    offset = torch.randn(vocab, generator=generator) if bias else None
+    if offset is not None:
+        offset[vocab // 3] = 50.0
+    masked = torch.rand(rows, generator=generator) < 0.8
+    temperature = heat * (torch.rand(rows, generator=generator) < 0.6)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    return h, weight, offset, masked, temperature, seeds, chunk, vocab // 3 if bias else -1
+
+
+MANY = (2, *(0,) * 515, 3, 0, 1)
+LARGER: list[tuple[str, str, Call]] = [
+    ("paged_attention", "ragged", attention((9, 0, 1, 17, 4), (40, 0, 5, 200, 33))),
+    ("paged_attention", "one head each, page of 1", attention((3, 2), (19, 64), page=1, heads=(2, 2), d=8)),
+    ("paged_attention", "many rows of few sequences", attention((70, 3), (96, 9), heads=(4, 1), d=16, page=64)),
+    ("paged_attention", "more sequences than fit in a block of offsets", attention(MANY, MANY, heads=(1, 1), d=8)),
+    ("importance", "blocks of 64 and leftovers", importance((64, 31, 0, 5, 64))),
+    ("importance", "lists longer than a tile", importance((150, 3), share=0.9, d=16)),
+    ("importance", "wide pool, odd group", importance((20, 33), heads=(3, 1), pool=7, d=10)),
+    ("select_tokens", "two blocks each", selection((64, 40, 0, 64, 1, 17))),
+    ("select_tokens", "longer than a tile", selection((150, 70), alpha=9.5)),
+    ("select_tokens", "few averages", selection((32,) * 8, alpha=1.0, share=1.1, seed=3)),
+    ("select_tokens", "fixed budget", selection((48, 64, 5), keep=7)),
+    ("keep_index", "many rows", keeping((300, 0, 41, 259), 400)),
+    ("keep_index", "large capacity", keeping((5, 3), 600)),
+    ("compact", "many values", gathering(40, 25)),
+    ("kv_write", "more sequences than fit in a block of offsets", writing(MANY, MANY)),
+    ("kv_write", "views", writing((7, 0, 33, 2), (0, 0, 15, 63))),
+    ("lm_head", "drawn and greedy", heading(21)),
+    ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
+]
+"""Op, what is special, arguments."""

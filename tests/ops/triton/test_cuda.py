@@ -1,0 +1,144 @@
+"""Every kernel on a GPU: through the op, in every dtype, and in a CUDA graph that is replayed on other contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.ops import KERNELS, OPS, Sample
+from dgraph.ops.lm_head import decode_logits, gumbel
+from tests.ops.triton.problems import (
+    LARGER,
+    attention,
+    compare,
+    expected,
+    flat,
+    gathering,
+    heading,
+    importance,
+    keeping,
+    moved,
+    mutated,
+    selection,
+    writing,
+)
+
+pytestmark = pytest.mark.gpu
+
+ALL = [
+    *(
+        pytest.param(name, sample.padded or sample.args, id=f"{name}: {sample.name}")
+        for name in KERNELS
+        for sample in OPS[name].samples(torch.Generator().manual_seed(7))
+        if isinstance(sample, Sample)
+    ),
+    *(pytest.param(name, args, id=f"{name}: {what}") for name, what, args in LARGER),
+]
+# Ops whose arithmetic depends on the dtype of their matrices.
+WIDE = ("importance", "paged_attention")
+
+
+@pytest.mark.parametrize(("name", "args"), ALL)
+def test_the_op_on_cuda_in_fp32(name: str, args: tuple[Any, ...]) -> None:
+    there = moved(args, "cuda")
+    result = OPS[name].overload(*there)
+    compare(flat(result) + mutated(name, there), expected(name, args), 1e-4 if name == "lm_head" else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "args"), [p for p in ALL if p.values[0] in WIDE])
+def test_the_op_on_cuda_in_half_precision(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+    halved = moved(args, "cpu", dtype)
+    want = expected(name, moved(halved, "cpu", torch.float32))
+    compare(flat(OPS[name].overload(*moved(halved, "cuda"))), want, 2e-2 if name == "paged_attention" else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(("rows", "keys", "d"), [(32, 700, 128), (8, 300, 128), (4, 130, 64), (1, 2000, 256)])
+def test_attention_at_the_sizes_of_models(rows: int, keys: int, d: int, page: int, dtype: torch.dtype) -> None:
+    counts, lengths = (rows, 2 * rows, 0, 1, rows), (keys, keys // 2, 0, 33, keys + 1)
+    args = moved(attention(counts, lengths, page=page, heads=(32, 8), d=d), "cpu", dtype)
+    want = expected("paged_attention", moved(args, "cpu", torch.float32))
+    got = OPS["paged_attention"].overload(*moved(args, "cuda"))
+    compare([got], want, 2e-2 if dtype == torch.bfloat16 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_importance_at_the_sizes_of_models(dtype: torch.dtype) -> None:
+    for counts in ((32, 32, 0, 17), (64, 96, 1)):
+        args = moved(importance(counts, heads=(32, 8), d=128), "cpu", dtype)
+        want = expected("importance", moved(args, "cpu", torch.float32))
+        compare([OPS["importance"].overload(*moved(args, "cuda"))], want, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_are_reduced_as_by_the_reference(dtype: torch.dtype) -> None:
+    from dgraph.ops.triton.lm_head import reduce_logits
+
+    generator = torch.Generator().manual_seed(0)
+    for rows in (3, 40):
+        logits = torch.randn(rows, 151_936, generator=generator).mul_(3).to(dtype)
+        temperature = (torch.arange(rows) % 3) * 0.7
+        seed = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+        want = decode_logits(logits, temperature, seed, suppress=5)
+        token, confidence = torch.empty_like(seed, device="cuda"), torch.empty(rows, device="cuda")
+        there = moved((logits, torch.ones(rows).bool(), temperature, seed), "cuda")
+        reduce_logits(*there, 5, token, confidence)
+        compare([token, confidence], want, 1e-4)
+
+
+def test_noise_has_the_integer_part_of_the_reference() -> None:
+    """With equal logits the token is the largest noise, over many seeds."""
+    from dgraph.ops.triton.lm_head import reduce_logits
+
+    rows, vocab = 4000, 3000
+    seed = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(1)).cuda()
+    token, confidence = torch.empty_like(seed), torch.empty(rows, device="cuda")
+    ones = torch.ones(rows, device="cuda")
+    reduce_logits(torch.zeros(rows, vocab, device="cuda"), ones.bool(), ones, seed, -1, token, confidence)
+    noise = gumbel(seed, vocab)
+    apart = noise.amax(1) - noise.gather(1, token[:, None]).squeeze(1)
+    assert apart.max() < 1e-5
+    assert (apart > 0).sum() < 5
+
+
+PAIRS = [
+    ("paged_attention", [attention(c, c, page=8, seed=len(c)) for c in ((9, 30, 0, 17), (30, 9, 17, 0))]),
+    ("importance", [importance(c, seed=c[0]) for c in ((32, 5, 20), (0, 30, 27))]),
+    ("select_tokens", [selection(c, seed=c[0]) for c in ((32, 5, 20), (0, 30, 27))]),
+    ("keep_index", [keeping(c, 70, seed=c[0]) for c in ((32, 5, 20), (0, 30, 27))]),
+    ("compact", [gathering(40, 25, seed=seed) for seed in (0, 1)]),
+    ("kv_write", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("lm_head", [heading(21, seed=seed) for seed in (0, 1)]),
+]
+
+
+@pytest.mark.parametrize(("name", "calls"), PAIRS, ids=[name for name, _ in PAIRS])
+def test_a_graph_is_replayed_on_other_contents(name: str, calls: list[tuple[Any, ...]]) -> None:
+    op = OPS[name].overload
+    static = moved(calls[0], "cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        op(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = op(*static)
+    for args in (calls[1], calls[0]):
+        for target, source in zip(flat(static), flat(args), strict=True):
+            target.copy_(source)
+        for out in flat(result):
+            out.fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        compare(flat(result) + mutated(name, static), expected(name, args), 1e-4)
+
+
+def test_equal_calls_give_equal_bits() -> None:
+    for name, calls in PAIRS:
+        first, second = (flat(OPS[name].overload(*moved(calls[0], "cuda"))) for _ in range(2))
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())

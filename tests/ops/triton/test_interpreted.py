@@ -1,0 +1,132 @@
+"""Every kernel against its reference: interpreted, in fp32, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.errors import InputError
+from dgraph.ops import KERNELS, OPS, Sample
+from dgraph.ops.lm_head import decode_logits
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.problems import (
+    LARGER,
+    attention,
+    compare,
+    expected,
+    flat,
+    gathering,
+    heading,
+    importance,
+    keeping,
+    mutated,
+    selection,
+)
+
+SAMPLES = [
+    pytest.param(name, sample, id=f"{name}: {sample.name}")
+    for name in KERNELS
+    for sample in OPS[name].samples(torch.Generator().manual_seed(7))
+]
+
+
+def results(interpreted: Interpreter, name: str, args: tuple[Any, ...], **options: Any) -> list[torch.Tensor]:
+    result, after = interpreted(name, args, **options)
+    return flat(result) + mutated(name, after)
+
+
+def test_importing_the_ops_does_not_import_triton() -> None:
+    code = "import sys, dgraph.ops; sys.exit(any(name.partition('.')[0] == 'triton' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "sample"), SAMPLES)
+def test_samples(interpreted: Interpreter, name: str, sample: Sample) -> None:
+    for args in (sample.args, sample.padded):
+        if args is not None:
+            compare(results(interpreted, name, args), expected(name, args))
+
+
+@pytest.mark.parametrize(("name", "args"), [pytest.param(n, a, id=f"{n}: {what}") for n, what, a in LARGER])
+def test_larger_calls(interpreted: Interpreter, name: str, args: tuple[Any, ...]) -> None:
+    compare(results(interpreted, name, args), expected(name, args))
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (16, 32, 3), (64, 16, 8), (32, 16, 5)])
+def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: int, block_n: int, splits: int) -> None:
+    from dgraph.ops.triton.paged_attention import Plan
+
+    args, plan = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Plan(block_m, block_n, splits, 4, 1)
+    compare(results(interpreted, "paged_attention", args, plan=plan), expected("paged_attention", args))
+
+
+def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interpreter) -> None:
+    args = list(attention((4,), (32,), page=16, padding=0))
+    want = expected("paged_attention", tuple(args))
+    args[5] = torch.where(args[5] == 32, 10_000, args[5])
+    compare(results(interpreted, "paged_attention", tuple(args)), want)
+
+
+def test_lists_of_any_length_give_the_same_importance(interpreted: Interpreter) -> None:
+    args = importance((70, 12), share=0.9, d=8)
+    for block in (16, 32, 128):
+        compare(results(interpreted, "importance", args, block=block), expected("importance", args))
+
+
+def test_importance_sums_to_heads_times_rows(interpreted: Interpreter) -> None:
+    q, k, masked, cu_rows, *rest = importance((40, 9, 32))
+    (score,) = results(interpreted, "importance", (q, k, masked, cu_rows, *rest))
+    for start, end in zip(cu_rows.tolist(), cu_rows.tolist()[1:], strict=False):
+        assert score[start:end].sum().item() == pytest.approx(q.shape[1] * int(masked[start:end].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_selections_in_tiles_of_any_size(interpreted: Interpreter, seed: int) -> None:
+    args = selection((33, 20, 1, 12), alpha=1.0 + seed / 2, share=0.95 - seed / 10, seed=seed)
+    for block in (16, 64):
+        compare(results(interpreted, "select_tokens", args, block=block), expected("select_tokens", args), 0)
+
+
+def test_kept_rows_beyond_the_capacity_are_dropped(interpreted: Interpreter) -> None:
+    keep, cu_rows, _ = keeping((300, 300), -1)
+    index, offsets = results(interpreted, "keep_index", (keep, cu_rows, 100))
+    everything, same = OPS["keep_index"].reference(keep, cu_rows, -1)
+    assert index.equal(everything[:100])
+    assert offsets.equal(same)
+
+
+def test_rows_of_any_alignment_are_copied(interpreted: Interpreter) -> None:
+    values, index = gathering(12, 9)
+    storage = torch.arange(12 * 9, dtype=torch.int16)
+    values = [*values, storage[1:97].view(12, 8), storage.as_strided((12, 2), (9, 1), 3), values[0][:, :0]]
+    compare(results(interpreted, "compact", (values, index)), expected("compact", (values, index)), 0)
+
+
+@pytest.mark.parametrize(("block", "splits"), [(64, 1), (64, 7), (1024, 3)])
+def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits: int) -> None:
+    h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
+    logits = torch.nn.functional.linear(h, weight, bias)
+    token, confidence = torch.empty(13, dtype=torch.int64), torch.empty(13)
+    call = (logits, masked, temperature, seed, suppress, token, confidence)
+    _, after = interpreted("lm_head", call, function="reduce_logits", block=block, splits=splits)
+    want = decode_logits(logits, temperature, seed, suppress)
+    assert after[5][masked].equal(want[0][masked])
+    compare([after[6][masked]], [want[1][masked]])
+    assert (after[5][~masked] == -1).all()
+    assert (after[6][~masked] == -torch.inf).all()
+
+
+def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpreter) -> None:
+    q, k, *rest, _ = importance((4,))
+    for name, args, message in (
+        ("importance", (q, k, *rest, 2), "pool must be odd"),
+        ("importance", (q[:, :7], k, *rest, 3), "query heads must be a multiple"),
+        ("select_tokens", (*selection((4,))[:-2], 0.0, 0), "alpha must be above 0"),
+        ("lm_head", (*heading(3)[:-2], 0, -1), "max_num_logits must be at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            interpreted(name, args)
