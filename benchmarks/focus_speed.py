@@ -51,6 +51,20 @@ def decode_seconds(program: Optimized, prompts: list[list[int]], tokens: int, st
     return time.perf_counter() - clock.start, result.stats
 
 
+def profile(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> None:
+    """Print the kernels of a run by time, and how much of the run's time the device was busy."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as trace
+
+    with trace(activities=[ProfilerActivity.CUDA]) as recorded:
+        decode_seconds(program, prompts, tokens, steps)
+    events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
+    busy = sum(e.time_range.elapsed_us() for e in events)
+    print(f"device busy {100 * busy / (end - begin):.1f} % of {1e-6 * (end - begin):.3f} s (prefill included)")
+    print(recorded.key_averages().table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70))
+
+
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,8 +76,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens")
     parser.add_argument("--steps", type=int, default=15, help="steps per block")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=[arm[0] for arm in ARMS], help="default: all")
+    parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--buckets", default="fine", help="exact, hybrid or fine")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
@@ -79,14 +96,18 @@ def main() -> None:
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(10, model.spec.vocab // 2, (batch, args.prompt), generator=draw).tolist()
         rows: list[list[str | int | float]] = []
-        for label, recipe, options in ARMS:
+        for label, recipe, options in [arm for arm in ARMS if args.arms is None or arm[0] in args.arms]:
             start = time.perf_counter()
-            program = dgraph.optimize(model, recipe, backend=args.backend, graphs=not args.no_graphs, **options)
+            program = dgraph.optimize(
+                model, recipe, backend=args.backend, buckets=args.buckets, graphs=not args.no_graphs, **options
+            )
             built = time.perf_counter() - start
             decode_seconds(program, prompts, args.tokens, args.steps)  # captures every bucket that it meets
             runs = [decode_seconds(program, prompts, args.tokens, args.steps) for _ in range(args.repeat)]
             seconds = statistics.median(s for s, _ in runs)
             stats = runs[-1][1]
+            if args.profile:
+                profile(program, prompts, args.tokens, args.steps)
             captured = len(program.graph_pool.captured) if program.graph_pool is not None else 0
             rows.append(
                 [
@@ -103,7 +124,7 @@ def main() -> None:
             print(*rows[-1], sep="\t", flush=True)
             del program
         columns = ["arm", "steps", "ms/step", "rows/token", "tokens/s", "speed-up", "build s", "graphs"]
-        title = f"{batch} sequences, prompt {args.prompt}, block {args.block}, {args.steps} steps a block"
+        title = f"{batch} sequences, prompt {args.prompt}, block {args.block}, {args.steps} steps, {args.buckets} buckets"
         report.table(title, columns, rows)
         report.write(args.markdown, args.json)
 

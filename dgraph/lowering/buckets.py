@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from dgraph.errors import InputError
+
+# Up to a row count, the distance between buckets; 0 for powers of two.
+_STRIDES: dict[str, tuple[tuple[float, int], ...]] = {
+    "hybrid": ((128, 0), (inf, 256)),
+    "fine": ((128, 0), (1024, 64), (4096, 128), (inf, 256)),
+}
+KINDS = ("exact", *_STRIDES)
+"""The kinds of buckets that have a name."""
 
 
 @dataclass(frozen=True)
@@ -14,8 +23,9 @@ class Buckets:
     """Rounds a row count up to one that a stage was prepared for.
 
     Attributes:
-        kind: "exact" (no padding), "hybrid" (powers of two up to 128, then multiples of 256: FOCUS, section 5) or
-            "list".
+        kind: "exact" (no padding), "hybrid" (powers of two up to 128, then multiples of 256: FOCUS, section 5), "fine"
+            (the same to 128, then multiples of 64, of 128 above 1024 and of 256 above 4096: less padding, more graphs)
+            or "list".
         sizes: the ascending list of kind "list"; larger counts round up to multiples of the last.
     """
 
@@ -31,24 +41,22 @@ class Buckets:
         """
         if isinstance(value, Buckets):
             return value
-        if value is None or value == "exact":
-            return cls()
-        if value == "hybrid":
-            return cls("hybrid")
-        if isinstance(value, str):
-            raise InputError(f"buckets must be 'exact', 'hybrid' or a list of row counts, got {value!r}.")
-        sizes = tuple(sorted(set(value)))
-        if not sizes or not all(isinstance(s, int) and s > 0 for s in sizes):
-            raise InputError(f"buckets must be positive row counts, got {list(value)!r}.")
-        return cls("list", sizes)
+        if value is None or (isinstance(value, str) and value in KINDS):
+            return cls(value or "exact")
+        sizes = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+        if not sizes or not all(type(s) is int and s > 0 for s in sizes):
+            kinds = ", ".join(map(repr, KINDS))
+            raise InputError(f"buckets must be {kinds} or a list of row counts of at least 1, got {value!r}.")
+        return cls("list", tuple(sorted(set(sizes))))
 
     def __call__(self, rows: int) -> int:
         """The bucket of a row count; at least 1."""
         rows = max(rows, 1)
         if self.kind == "exact":
             return rows
-        if self.kind == "hybrid":
-            return 1 << (rows - 1).bit_length() if rows <= 128 else -(-rows // 256) * 256
+        if self.kind != "list":
+            stride = next(stride for bound, stride in _STRIDES[self.kind] if rows <= bound)
+            return -(-rows // stride) * stride if stride else 1 << (rows - 1).bit_length()
         at = bisect.bisect_left(self.sizes, rows)
         return self.sizes[at] if at < len(self.sizes) else -(-rows // self.sizes[-1]) * self.sizes[-1]
 
