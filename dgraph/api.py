@@ -17,6 +17,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.store import Store, open_store
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build
@@ -117,14 +118,16 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
     Raises:
         PassError, VerifyError: a pass applied nowhere, or broke a rule.
     """
-    done: dict[tuple[Pass, ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
+    # What is shared are passes and whether each may apply nowhere: phases may differ in the latter.
+    done: dict[tuple[tuple[Pass, bool], ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
     phases = {}
     for phase in recipe.phases:
-        keys = [phase.passes[: i + 1] for i in range(len(phase.passes))]
+        steps = tuple((step, step.name in phase.optional) for step in phase.passes)
+        keys = [steps[: i + 1] for i in range(len(steps))]
         for key in keys:
             if key not in done:
                 derived = done[key[:-1]][0].copy()
-                done[key] = (derived, run_passes(derived, key[-1:], phase.optional))
+                done[key] = (derived, run_passes(derived, [key[-1][0]], phase.optional))
         reports = tuple(report for key in keys for report in done[key][1])
         snapshots = tuple(done[key][0] for key in keys)
         phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
@@ -156,7 +159,7 @@ class Optimized:
         spec: its facts.
         recipe: the recipe as a value.
         phases: per phase its graphs and reports.
-        compiler: what compiled the regions; its `compiled` and `reused` say how many.
+        compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
         graph_pool: the CUDA graphs of the stages, captured as their buckets are met; None where there are none.
         programs: the lowered program of each phase.
     """
@@ -170,11 +173,12 @@ class Optimized:
         buckets: Buckets,
         progress: Callable[[str], None],
         graphs: bool = True,
+        store: Store | None = None,
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         progress(f"rewriting for {recipe.name}")
         self.phases = rewrite(captured, recipe)
-        self.compiler = RegionCompiler(backend, progress)
+        self.compiler = RegionCompiler(backend, progress, store)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         runner = self.graph_pool.runner if self.graph_pool is not None else run_steps
         self.programs = {
@@ -187,6 +191,7 @@ class Optimized:
             block_cache=recipe.block_cache,  # type: ignore[arg-type]
             refresh=recipe.refresh,
             device=captured.device,
+            page_size=_page_size(self.spec.block_length, captured.device),
         )
 
     @property
@@ -269,6 +274,11 @@ class Optimized:
         return [self.model.tokenizer.encode(text) for text in texts]
 
 
+def _page_size(block: int, device: torch.device) -> int:
+    """Positions per KV page: attention on a GPU reads pages of about 128 fastest, a block does elsewhere."""
+    return block * max(1, 128 // block) if device.type == "cuda" else block
+
+
 def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
     if isinstance(input_ids, Tensor):
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
@@ -298,6 +308,7 @@ def optimize(
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
     graphs: bool = True,
+    cache: bool | str | Path = True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Optimized:
@@ -312,12 +323,15 @@ def optimize(
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
+        cache: where compiled code is kept for later processes: True for the user's artifact cache (see
+        `dgraph cache path`), False for nowhere, or a folder.
         progress: called with what is being done, for display.
         options: the recipe's options, e.g. `alpha=1.8`.
 
     Raises:
         UnknownName: an unknown model, recipe or option; the message has the closest matches.
         InputError: an option out of range.
+        CacheError: the folder given as cache cannot be used.
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     tell = progress or (lambda what: None)
@@ -328,6 +342,7 @@ def optimize(
             f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
         )
     rounding = None if buckets is None else Buckets.of(buckets)
+    store = open_store(cache) if backend == "inductor" else None
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = recipe if isinstance(recipe, Recipe) else build(RECIPES, recipe, found.spec, options)
@@ -336,4 +351,4 @@ def optimize(
     verify(graph)
     if rounding is None:
         rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
-    return Optimized(found, graph, chosen, backend, rounding, tell, graphs)
+    return Optimized(found, graph, chosen, backend, rounding, tell, graphs, store)

@@ -19,11 +19,14 @@ from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
 from dgraph.ops.lm_head import decode_logits
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import RowResults, StepRows, prefill_rows, row_results
+from dgraph.runtime.rows import RowResults, StepRows, prefill_chunks, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from dgraph.runtime.state import BlockCache, StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
+
+PREFILL_ROWS = 32768
+"""Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,12 @@ class BlockLoop:
         state = self._begin(prompts, caches["page_table"].device)
         index = torch.arange(first, first + len(prompts), device=state.start.device)
         keys = sequence_keys(self.seed, index)
-        full = sum(len(p) // self.block * self.block for p in prompts)
-        if full:
-            rows = prefill_rows(state.canvas, state.start, self.block, full)
-            result = self.prefill({**caches, **self._inputs(rows, state, None)}, full)
+        lengths = [len(p) // self.block * self.block for p in prompts]
+        for begin, end in prefill_chunks(lengths, self.block, max(self.block, PREFILL_ROWS)):
+            count = sum(end) - sum(begin)
+            bounds = torch.tensor([begin, end], device=state.start.device)
+            rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
+            result = self.prefill({**caches, **self._inputs(rows, state, None)}, count)
             stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
         step = 0
         while True:

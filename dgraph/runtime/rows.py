@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,16 +61,17 @@ def row_results(rows: StepRows, token: Tensor, confidence: Tensor, kept: Tensor 
     return RowResults(token, torch.where(committable, confidence, -math.inf), survived)
 
 
-def prefill_rows(canvas: Tensor, start: Tensor, block: int, count: int) -> StepRows:
-    """The full prompt blocks of every sequence: positions [0, start) of canvas i64[b, T], `count` rows in
-    all.
+def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int) -> StepRows:
+    """Positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b], multiples of the block; `count` rows
+    in all.
     """
     b, width = canvas.shape
-    live = torch.arange(width, device=canvas.device) < start[:, None]
+    column = torch.arange(width, device=canvas.device)
+    live = (column >= begin[:, None]) & (column < end[:, None])
     index = torch.nonzero_static(live.flatten(), size=count)[:, 0]
     sequence, positions = index // width, index % width
     cu_rows = torch.zeros(b + 1, dtype=torch.int32, device=canvas.device)
-    cu_rows[1:] = start.cumsum(0)
+    cu_rows[1:] = (end - begin).cumsum(0)
     return StepRows(
         sequence=sequence,
         column=positions,
@@ -79,3 +81,23 @@ def prefill_rows(canvas: Tensor, start: Tensor, block: int, count: int) -> StepR
         masked=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         cu_rows=cu_rows,
     )
+
+
+def prefill_chunks(lengths: Sequence[int], block: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Ranges (begin, end) per sequence that together cover [0, length) of each, at most `most` rows a chunk.
+
+    A sequence is split at blocks only, and its chunks come in order: a later block reads the keys of earlier ones.
+    `most` is at least one block.
+    """
+    begin, end, room = [0] * len(lengths), [0] * len(lengths), most
+    for s, length in enumerate(lengths):
+        while end[s] < length:
+            step = min(length - end[s], room // block * block)
+            end[s] += step
+            room -= step
+            if room < block:
+                yield begin, end
+                begin, room = list(end), most
+                end = list(end)
+    if begin != end:
+        yield begin, end

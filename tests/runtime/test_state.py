@@ -63,7 +63,7 @@ def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
     assert rows.limit.tolist() == [8] * 4 + [4] * 4
     assert state.progress.tolist() == [3, -1]
     assert state.average.tolist() == [1.0, 1.0]
-    full = prefill_rows(state.canvas, state.start, 4, 4)
+    full = prefill_rows(state.canvas, torch.zeros_like(state.start), state.start, 4, 4)
     assert (full.positions.tolist(), full.input_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
     assert (full.limit.tolist(), full.cu_rows.tolist()) == ([4] * 4, [0, 4, 4])
 
