@@ -77,4 +77,9 @@ def setting() -> str:
 
 def _arguments() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["-m", spec.name, *sys.argv[1:]] if spec is not None else sys.argv
+    command = ["-m", spec.name, *sys.argv[1:]] if spec is not None else list(sys.argv)
+    for option in ("--markdown", "--json", "--plot"):  # where the output went is no part of the measurement
+        if option in command:
+            at = command.index(option)
+            del command[at : at + 2]
+    return command
