@@ -12,6 +12,7 @@ from dgraph.families import Embedded, Family, Model
 from dgraph.graph import Graph
 from dgraph.recipes import RECIPES, Phase, Recipe
 from dgraph.spec import ModelSpec
+from dgraph.views import diff, dump, explain
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,9 @@ __all__ = [
     "Result",
     "adopt",
     "capture",
+    "diff",
+    "dump",
+    "explain",
     "load",
     "optimize",
     "recipe",

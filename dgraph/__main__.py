@@ -1,0 +1,5 @@
+"""`python -m dgraph`."""
+
+from dgraph.cli import main
+
+main()

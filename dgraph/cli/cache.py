@@ -1,0 +1,174 @@
+"""`dgraph cache`: the artifact cache, in which compiled code is kept for later processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import cache_change
+from dgraph.cli import options as given
+from dgraph.cli.cache_args import SHOWN, Folder, Name, Names, open_cache
+from dgraph.cli.cache_args import chosen as named
+from dgraph.cli.output import OUT, print_json, print_listing, print_table, print_text, status
+from dgraph.cli.units import ago, date, size_text
+
+if TYPE_CHECKING:
+    from dgraph.lowering.upkeep import Entry
+
+
+def ls(cache: Folder = None, json: given.Json = False) -> None:
+    """List artifacts, the most recently used first.
+
+    \b
+    dgraph cache ls
+    """
+    from dgraph.lowering.upkeep import entries
+
+    store = open_cache(cache)
+    found = entries(store)
+    if json:
+        total = sum(e.size for e in found)
+        facts = {"path": str(store.root), "size": total, "limit": store.limit}
+        print_json({**facts, "artifacts": [_facts(e) for e in found]})
+    elif not found:
+        print_text(f"{store.root} is empty")
+    else:
+        rows = [(_name(e), size_text(e.size), ago(e.used), *_where(e), e.what) for e in found]
+        print_table(("artifact", "size", "used", "torch", "device", "what"), rows)
+
+
+def show(
+    name: Name,
+    full: Annotated[bool, typer.Option("--full", help="With every setting of Inductor.")] = False,
+    cache: Folder = None,
+    json: given.Json = False,
+) -> None:
+    """Show what an artifact depends on, and its files.
+
+    \b
+    dgraph cache show 3f9c
+    """
+    from dgraph.lowering.key import SETTINGS, Key
+    from dgraph.lowering.upkeep import entry
+
+    found = entry(open_cache(cache), name)
+    if json:
+        print_json({**_facts(found), "key": dict(found.key.inputs)})
+        return
+    for title, text in (
+        ("artifact", found.digest),
+        ("folder", str(found.folder)),
+        ("created", date(found.created)),
+        ("used", date(found.used)),
+        ("files", ", ".join(f"{file} ({size_text(size)})" for file, size in _files(found).items())),
+    ):
+        OUT.print(f"{title:<9} {text}")
+    inputs = dict(found.key.inputs)
+    if SETTINGS in inputs and not full:
+        inputs[SETTINGS] = f"{len(inputs[SETTINGS].splitlines())}, see --full"
+    print_text(f"\n{Key(inputs).text}")
+
+
+def why(before: Name, after: Name, cache: Folder = None, json: given.Json = False) -> None:
+    """Say why two artifacts are not the same one: what of all that they depend on differs.
+
+    \b
+    dgraph cache why 3f9c 77ab
+    """
+    from dgraph.lowering.key import differences
+    from dgraph.lowering.upkeep import entry
+
+    store = open_cache(cache)
+    a, b = entry(store, before), entry(store, after)
+    found = differences(a.key, b.key)
+    if json:
+        print_json(
+            {"before": a.digest, "after": b.digest, "differ": [{"input": d.name, "lines": d.lines} for d in found]}
+        )
+        return
+    lines = [f"{len(found)} of {len({**a.key.inputs, **b.key.inputs})} inputs differ"]
+    for difference in found:
+        lines += ["", f"@@ {difference.name}", *difference.lines]
+    print_listing("\n".join(lines) + "\n")
+
+
+def verify(names: Names = None, cache: Folder = None, json: given.Json = False) -> None:
+    """Check every byte of artifacts; a damaged one is set aside. Exit code 1 if there was one.
+
+    \b
+    dgraph cache verify
+    """
+    from dgraph.lowering.upkeep import check
+
+    store = open_cache(cache)
+    chosen = named(store, names)
+    with status("checking") as tell:
+        results = []
+        for i, found in enumerate(chosen):
+            tell(f"checking {i + 1} of {len(chosen)}")
+            results.append((found, check(store, found)))
+    damaged = [(e, reason) for e, reason in results if reason]
+    if json:
+        facts = [{"artifact": e.digest, "reason": reason} for e, reason in damaged]
+        print_json({"ok": not damaged, "checked": len(results), "damaged": facts})
+    else:
+        for e, reason in damaged:
+            OUT.print(f"{e.digest[:SHOWN]}  damaged, set aside: {reason}")
+        OUT.print(f"{len(results) - len(damaged)} of {len(results)} artifacts are intact")
+    if damaged:
+        raise typer.Exit(1)
+
+
+def path(json: given.Json = False) -> None:
+    """Print the folder of the user's cache. DGRAPH_CACHE changes it.
+
+    \b
+    dgraph cache path
+    """
+    from dgraph.lowering.place import default_folder
+
+    folder = default_folder()
+    if json:
+        print_json({"path": str(folder), "exists": folder.exists()})
+    else:
+        print_text(str(folder))
+
+
+app = typer.Typer(help="List, check and carry what was compiled.", no_args_is_help=True)
+app.command("ls")(ls)
+app.command("show")(show)
+app.command("why")(why)
+app.command("verify")(verify)
+app.command("gc")(cache_change.gc)
+app.command("rm")(cache_change.rm)
+app.command("export")(cache_change.export)
+app.command("import")(cache_change.import_)
+app.command("path")(path)
+
+
+def _facts(found: Entry) -> dict[str, Any]:
+    torch, device = _where(found)
+    facts = {
+        "artifact": found.digest,
+        "what": found.what,
+        "torch": torch,
+        "device": device,
+        "folder": str(found.folder),
+    }
+    times = {"created": found.created, "used": found.used}
+    return {**facts, "size": found.size, **times, "damaged": found.damaged, "files": _files(found)}
+
+
+def _files(found: Entry) -> dict[str, int]:
+    return {p.name: p.stat().st_size for p in sorted(found.folder.iterdir())}
+
+
+def _where(found: Entry) -> tuple[str, str]:
+    inputs = found.key.inputs
+    torch, device = inputs.get("torch", "?").split(" ")[0], inputs.get("device", "?")
+    return torch, inputs.get("device name", device).partition(",")[0]
+
+
+def _name(found: Entry) -> str:
+    return found.digest[:SHOWN] + (" damaged" if found.damaged else "")

@@ -1,0 +1,45 @@
+"""What the commands of `dgraph cache` share: their arguments, and the cache and artifacts that these name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dgraph.lowering.store import Store
+    from dgraph.lowering.upkeep import Entry
+
+SHOWN = 12
+"""Digits of a name that are shown; any unambiguous beginning is understood."""
+
+Name = Annotated[str, typer.Argument(help="An artifact: the beginning of its name.", show_default=False)]
+Names = Annotated[list[str] | None, typer.Argument(help="Artifacts: beginnings of their names.", show_default="all")]
+Folder = Annotated[
+    str | None, typer.Option("--cache", metavar="FOLDER", help="Another cache.", show_default="the user's own")
+]
+
+
+def open_cache(folder: str | None) -> Store:
+    """The cache in a folder, or the user's own.
+
+    Raises:
+        CacheError: it cannot be used.
+    """
+    from dgraph.lowering.place import default_folder
+    from dgraph.lowering.store import Store
+
+    return Store(default_folder() if folder is None else folder)
+
+
+def chosen(store: Store, names: list[str] | None) -> list[Entry]:
+    """The artifacts of these names, or all that are usable.
+
+    Raises:
+        UnknownName, CacheError: none or several have such a name.
+    """
+    from dgraph.lowering.upkeep import entries, entry
+
+    if not names:
+        return [e for e in entries(store) if not e.damaged]
+    return list({e.digest: e for e in (entry(store, name) for name in names)}.values())

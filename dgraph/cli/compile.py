@@ -1,0 +1,58 @@
+"""`dgraph compile`: fill the artifact cache ahead."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.cache_args import Folder, open_cache
+from dgraph.cli.output import print_json, print_text, status
+
+
+def compile_(
+    model: given.Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    buckets: Annotated[
+        str | None, typer.Option(help="Row counts to pad to: exact, hybrid, or a list as 8,16,32.", show_default=False)
+    ] = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    cache: Folder = None,
+    json: given.Json = False,
+) -> None:
+    """Compile a model under a recipe, so that later processes only load it. What is there already is not compiled.
+
+    \b
+    dgraph compile tiny_sdar -r focus
+    dgraph compile ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 --dtype bfloat16 --device cuda
+    """
+    import dgraph
+    from dgraph.errors import CacheError
+
+    options, rows, store = given.recipe_options(recipe, option), given.bucket_list(buckets), open_cache(cache)
+    start = time.perf_counter()
+    with status("loading") as tell:
+        made = dgraph.optimize(
+            model,
+            recipe,
+            buckets=rows,
+            dtype=given.torch_dtype(dtype),
+            device=given.torch_device(device),
+            cache=store.root,
+            progress=tell,
+            **options,
+        )
+    seconds, compiler = time.perf_counter() - start, made.compiler
+    if compiler.unstored:
+        count = len(compiler.compiled) + len(compiler.loaded)
+        raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be kept in {store.root}.")
+    found = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "seconds": seconds}
+    if json:
+        print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
+    else:
+        there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} were there already"
+        print_text(f"{made.model.name} under {recipe}: {there} ({seconds:.1f} s)")

@@ -1,0 +1,201 @@
+"""`dgraph doctor`: is everything here that dgraph needs?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import OUT, print_json, status
+
+OPTIONAL = {"triton": "kernels for a GPU; a CPU needs none"}
+"""Packages that dgraph runs without."""
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, "ok", "warn" or "fail", what was found, and what to do."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def doctor(json: given.Json = False) -> None:
+    """Check versions, compiler, devices, embedded models and the cache. Exit code 1 if something fails.
+
+    \b
+    dgraph doctor
+    """
+    checks: list[Check] = []
+    with status("checking") as tell:
+        for what, check in CHECKS.items():
+            tell(f"checking {what}")
+            checks += check()
+    failed = any(c.status == "fail" for c in checks)
+    if json:
+        print_json({"ok": not failed, "checks": [asdict(c) for c in checks]})
+    else:
+        width = max(len(c.name) for c in checks)
+        for c in checks:
+            OUT.print(f"{c.status:<4}", style=COLOURS[c.status], end="")
+            OUT.print(f"  {c.name:<{width}}  {c.found}")
+            if c.advice:
+                OUT.print(f"{'':<{width + 8}}{c.advice}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _packages() -> Iterator[Check]:
+    """Installed versions against the bounds that dgraph's own metadata declares."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        declared = importlib.metadata.requires("dgraph") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(
+            "dgraph", "warn", "not installed", "Run pip install -e . in its folder, so that versions can be checked."
+        )
+        return
+    version = platform.python_version()
+    fits = SpecifierSet(importlib.metadata.metadata("dgraph")["Requires-Python"] or "").contains(
+        version, prereleases=True
+    )
+    yield Check("python", "ok" if fits else "fail", version, "" if fits else "dgraph needs another version of Python.")
+    for text in declared:
+        required = Requirement(text)
+        optional = OPTIONAL.get(required.name)
+        if "extra" in str(required.marker or "") and optional is None:
+            continue
+        try:
+            version = importlib.metadata.version(required.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed" + (f" ({optional})" if optional else "")
+            yield Check(
+                required.name,
+                "ok" if optional else "fail",
+                found,
+                "" if optional else f"pip install '{required.name}{required.specifier}'",
+            )
+            continue
+        fits = required.specifier.contains(version, prereleases=True)
+        advice = (
+            ""
+            if fits
+            else f"dgraph is tested with {required.specifier}: pip install '{required.name}{required.specifier}'"
+        )
+        yield Check(required.name, "ok" if fits else "warn", version, advice)
+
+
+def _compiler() -> Iterator[Check]:
+    """Compile a small region as every program's regions are compiled."""
+    names = [n for n in (os.environ.get("CXX"), "g++", "clang++", "c++") if n]
+    path = next((found for n in names if (found := shutil.which(n))), None)
+    if path is None:
+        yield Check("C++ compiler", "fail", "none found", "Install g++ (or set CXX), or run with --backend eager.")
+        return
+    try:
+        _compile_something()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        yield Check("C++ compiler", "fail", f"{path} fails: {reason}", "Repair it, or run with --backend eager.")
+    else:
+        yield Check("C++ compiler", "ok", f"{path}, compiles and runs a region")
+
+
+def _compile_something() -> None:
+    import torch
+
+    from dgraph.shapes import Symbols
+    from dgraph.torch_private import compile_region
+
+    factor = random.uniform(1, 2)  # a text that no cache knows
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = Symbols().empty(("N", 4), torch.float64)
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+    y.meta["val"] = x.meta["val"]
+    graph.output((y,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    (product,) = compile_region(module, [x.meta["val"]], {})(torch.ones(5, 4, dtype=torch.float64))
+    if not torch.equal(product, torch.full((5, 4), factor, dtype=torch.float64)):
+        raise RuntimeError("a compiled region gave a wrong result")
+
+
+def _devices() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Check("CUDA device", "ok", "none; programs run on the CPU")
+        return
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        yield Check(
+            f"CUDA device {i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.major}.{facts.minor}"
+        )
+
+
+def _models() -> Iterator[Check]:
+    from dgraph.families import embedded
+
+    for model in embedded().values():
+        lacking = [name for name in ("config.json", "tokenizer.json") if not (model.folder / name).is_file()]
+        lacking += _damaged(model.folder)
+        if lacking:
+            yield Check(
+                f"model {model.name}", "fail", f"{model.folder}: no usable {', '.join(lacking)}", "Reinstall dgraph."
+            )
+        else:
+            yield Check(f"model {model.name}", "ok", str(model.folder))
+
+
+def _damaged(folder: Path) -> list[str]:
+    """Shards that cannot be opened, or "*.safetensors" if there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    damaged, shards = [], sorted(folder.glob("*.safetensors"))
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError):
+            damaged.append(shard.name)
+    return damaged if shards else ["*.safetensors"]
+
+
+def _cache() -> Iterator[Check]:
+    """Where Inductor keeps what it compiled."""
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    present = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        advice = "Set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to."
+        yield Check("cache", "fail", f"{folder} is not writeable: {error.strerror}", advice)
+    else:
+        free = shutil.disk_usage(present).free / 2**30
+        advice = "" if free >= 1 else "Compiled programs need some hundred MiB; free some space."
+        yield Check("cache", "ok" if free >= 1 else "warn", f"{folder}, {free:.0f} GiB free", advice)
+
+
+CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
+    "packages": _packages,
+    "devices": _devices,
+    "embedded models": _models,
+    "the cache": _cache,
+    "the C++ compiler": _compiler,
+}

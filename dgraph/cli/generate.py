@@ -1,0 +1,137 @@
+"""`dgraph generate`: the main job."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import ERR, OUT, print_json, print_text, status
+
+if TYPE_CHECKING:
+    from dgraph.api import Result
+    from dgraph.families import Model
+    from dgraph.runtime.session import Progress
+
+
+def generate(
+    model: given.Model,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")] = None,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
+    threshold: Annotated[
+        float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default=False)] = None,
+    block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    max_batch: Annotated[int | None, typer.Option(help="Prompts per batch.", show_default="all")] = None,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    buckets: given.Buckets = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    json: given.Json = False,
+) -> None:
+    """Continue prompts.
+
+    \b
+    dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
+    dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
+    """
+    import dgraph
+    from dgraph.recipes import RECIPES, build
+
+    options = given.recipe_options(recipe, option)
+    rows, prompts = given.bucket_list(buckets), given.read_prompts(prompt, prompt_file)
+    with status("loading") as tell:
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+        build(RECIPES, recipe, found.spec, options)
+        _check(
+            found,
+            prompts,
+            threshold=threshold,
+            steps=steps,
+            max_new_tokens=max_new_tokens,
+            block_length=block_length,
+            temperature=temperature,
+            max_batch=max_batch,
+        )
+        optimized = dgraph.optimize(found, recipe, backend=backend, buckets=rows, progress=tell, **options)
+
+        def count(progress: Progress) -> None:
+            tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
+
+        result = optimized.generate(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            threshold=threshold,
+            steps=steps,
+            block_length=block_length,
+            temperature=temperature,
+            seed=seed,
+            max_batch=max_batch,
+            progress=count,
+        )
+    if json:
+        facts = {"model": found.name, "recipe": optimized.recipe.to_json()}
+        print_json({"texts": result.texts, "token_ids": result.token_ids, **result.stats.to_json(), **facts})
+    else:
+        _print(prompts, result)
+
+
+def _check(
+    model: Model,
+    prompts: list[str],
+    *,
+    threshold: float | None,
+    steps: int | None,
+    max_new_tokens: int,
+    block_length: int | None,
+    temperature: float,
+    max_batch: int | None,
+) -> None:
+    """Refuse what cannot be decoded now: compiling takes a minute and writes to a cache.
+
+    Raises:
+        InputError: as `Optimized.generate` would raise it.
+    """
+    from dgraph.errors import InputError
+    from dgraph.runtime.checks import check_request
+    from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps
+
+    if steps is not None and threshold is not None:
+        raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
+    if steps is not None:
+        FixedSteps(steps)
+    if threshold is not None:
+        ConfidenceThreshold(threshold)
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")
+    with warnings.catch_warnings(action="ignore"):  # generate will give it
+        check_request(
+            model.spec,
+            [model.tokenizer.encode(p) for p in prompts],
+            max_new_tokens=max_new_tokens,
+            block_length=model.spec.block_length if block_length is None else block_length,
+            temperature=temperature,
+            max_batch=max_batch,
+        )
+
+
+def _print(prompts: list[str], result: Result) -> None:
+    stats = result.stats
+    for prompt, text in zip(prompts, result.texts or [], strict=True):
+        if OUT.is_terminal and len(prompts) > 1:
+            OUT.print(f"> {prompt}", style="dim")
+        print_text(text)
+    if ERR.is_terminal:
+        ERR.print(
+            f"{stats.tokens} tokens in {stats.steps} steps, {stats.tokens_per_step:.2f} tokens per step, "
+            f"{stats.rows_per_token:.1f} rows per token, {stats.total:.2f} s",
+            style="dim",
+        )

@@ -1,0 +1,153 @@
+"""Values from the command line: recipe options, buckets, dtypes, devices, prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.errors import InputError, UnknownName
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+Model = Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.", show_default=False)]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the recipe; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Buckets = Annotated[
+    str | None,
+    typer.Option(
+        help="Row counts to pad to: exact, hybrid, fine, or a list as 8,16,32.",
+        show_default="exact on a CPU, hybrid on a GPU",
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", show_default="cpu")]
+Dtype = Annotated[str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", show_default=False)]
+
+
+def recipe_options(recipe: str, given: Sequence[str] | None) -> dict[str, Any]:
+    """`key=value` texts as options of a recipe, each read as the type of its default.
+
+    Raises:
+        UnknownName: an unknown recipe or option.
+        InputError: no `=`, or a value of another type.
+    """
+    from dgraph.recipes import RECIPES, options_of
+
+    if recipe not in RECIPES:
+        raise UnknownName("recipe", recipe, RECIPES)
+    return read_options(f"option of recipe {recipe!r}", options_of(RECIPES[recipe]), given)
+
+
+def shared_options(recipes: Sequence[str], given: Sequence[str] | None) -> dict[str, Any]:
+    """`key=value` texts as options that at least one of several recipes has ("captured" has none).
+
+    Raises:
+        UnknownName, InputError: as `recipe_options`.
+    """
+    from dgraph.recipes import RECIPES, options_of
+    from dgraph.views import CAPTURED
+
+    defaults: dict[str, Any] = {}
+    for recipe in recipes:
+        if recipe != CAPTURED and recipe not in RECIPES:
+            raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
+        defaults |= options_of(RECIPES[recipe]) if recipe != CAPTURED else {}
+    return read_options(f"option of {' or '.join(map(repr, recipes))}", defaults, given)
+
+
+def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
+    """`key=value` texts, each read as the type of its default; see `recipe_options`."""
+    options = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--option takes KEY=VALUE, got {text!r}.")
+        if key not in defaults:
+            raise UnknownName(kind, key, defaults)
+        options[key] = _typed(key, value, type(defaults[key]))
+    return options
+
+
+def _typed(key: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in _TRUTH:
+            raise InputError(f"option {key} is true or false, got {text!r}.")
+        return _TRUTH[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number (inf allowed)"
+            raise InputError(f"option {key} is {what}, got {text!r}.") from None
+    return text
+
+
+def bucket_list(text: str | None) -> str | list[int] | None:
+    """Row counts from `8,16,32`; anything else is the name of a kind of buckets. None stays None."""
+    parts = (text or "").split(",")
+    return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else text
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """A dtype by name; None stays None.
+
+    Raises:
+        UnknownName: not a dtype that weights can have.
+    """
+    import torch
+
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return getattr(torch, name)
+
+
+def torch_device(name: str | None) -> torch.device | None:
+    """A device by name; None stays None.
+
+    Raises:
+        InputError: not a device, or one that is not there.
+    """
+    import torch
+
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device {name!r} cannot be used: {reason} `dgraph doctor` lists what is there.") from None
+    return device
+
+
+def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
+    """Prompts of the command line, then those of a file, one per line; `-` reads standard input.
+
+    Raises:
+        InputError: none at all, an empty one, or a file that cannot be read.
+    """
+    prompts = list(given or ())
+    if file is not None:
+        try:
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompt-file {file} cannot be read: {error}.") from None
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise InputError("no prompt; give --prompt TEXT (several times for several) or --prompt-file FILE.")
+    for i, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise InputError(f"prompt {i} is empty; give at least one token.")
+    return prompts

@@ -1,0 +1,128 @@
+"""Printing: results to stdout, everything else to stderr; coloured on a terminal, plain when piped."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.highlighter import RegexHighlighter
+from rich.table import Table
+from rich.theme import Theme
+
+from dgraph.notation import table as plain_table
+
+_THEME = Theme(
+    {
+        "dg.value": "cyan",
+        "dg.kept": "bold yellow",
+        "dg.cut": "bold magenta",
+        "dg.heading": "bold",
+        "dg.removed": "red",
+        "dg.added": "green",
+        "dg.pass": "dim",
+    }
+)
+
+
+class _Listings(RegexHighlighter):
+    """Colours of dumps, diffs and explanations."""
+
+    base_style = "dg."
+    highlights = [  # noqa: RUF012  (a class attribute of the base class)
+        r"(?P<value>%\w+(?:\.\d+)?)",
+        r"(?P<kept>\b\w+\[K\d*\b[^\]]*\])",
+        r"(?P<cut>-- stage cut: .*)",
+        r"(?m)^(?P<heading>(?:layers\[|before the|between the|after the|phase |return |@@).*)$",
+        r"(?m)^(?P<removed>- .*)$",
+        r"(?m)^(?P<added>\+ .*)$",
+        r"(?m)(?P<pass>  [A-Z][A-Za-z]+)$",
+    ]
+
+
+_PLAIN: Any = {"theme": _THEME, "highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+OUT = Console(**_PLAIN)
+"""The console of results."""
+ERR = Console(stderr=True, **_PLAIN)
+"""The console of everything else; one, so that a message finds its place beside a spinner."""
+
+
+def print_text(text: str) -> None:
+    """Print a result that is text of its own, byte for byte, with a newline at its end."""
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    sys.stdout.flush()  # or a pipe that was closed would be noticed too late to be quiet about it
+
+
+def print_listing(text: str) -> None:
+    """Print a dump, a diff or an explanation: coloured on a terminal, byte for byte when piped."""
+    if OUT.is_terminal:
+        OUT.print(_Listings()(text), end="")
+    else:
+        print_text(text)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object; infinities become strings, which JSON has no numbers for."""
+    indent = 2 if sys.stdout.isatty() else None
+    print_text(json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: with rules on a terminal, as aligned columns when piped."""
+    if not OUT.is_terminal:
+        print_text("\n".join(plain_table(titles, rows, indent="")))
+        return
+    shown = Table(*titles, box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.columns[0].style = "bold"
+    for row in rows:
+        shown.add_row(*row)
+    OUT.print(shown, soft_wrap=False)
+
+
+def complain(message: str) -> None:
+    """Print an error."""
+    ERR.print(f"error: {message}")
+
+
+@contextmanager
+def status(what: str) -> Iterator[Callable[[str], None]]:
+    """What is being done, beside a spinner, while stderr is a terminal; yields a function that changes it."""
+    if not ERR.is_terminal:
+        yield lambda what: None
+        return
+    with ERR.status(what) as shown:
+        yield shown.update
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Each distinct `UserWarning` of dgraph as one line on stderr; those of torch and others not at all."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+        text = str(message)
+        if category is UserWarning and "/torch/" not in filename and text not in seen:
+            seen.add(text)
+            ERR.print(f"warning: {text}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield

@@ -1,0 +1,83 @@
+"""`dgraph recipes`, `dgraph passes`, `dgraph models`: what there is."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from dgraph.cli import options as given
+from dgraph.cli.output import print_json, print_table
+
+
+def recipes(json: given.Json = False) -> None:
+    """List the recipes and their options.
+
+    \b
+    dgraph recipes
+    """
+    from dgraph.recipes import RECIPES, options_of
+
+    found: list[dict[str, Any]] = [
+        {"recipe": name, "summary": _summary(builder), "options": options_of(builder)}
+        for name, builder in RECIPES.items()
+    ]
+    if json:
+        print_json({"recipes": found})
+    else:
+        print_table(
+            ("recipe", "summary", "options"), [(r["recipe"], r["summary"], _options(r["options"])) for r in found]
+        )
+
+
+def passes(json: given.Json = False) -> None:
+    """List the passes, their effect on the numbers and their options.
+
+    \b
+    dgraph passes
+    """
+    from dgraph.passes import PASSES
+
+    found: list[dict[str, Any]] = [
+        {
+            "pass": name,
+            "effect": cls.effect.value,
+            "summary": cls.summary,
+            "options": {f.name: f.default for f in fields(cls)},
+        }
+        for name, cls in PASSES.items()
+    ]
+    if json:
+        print_json({"passes": found})
+    else:
+        rows = [(p["pass"], p["effect"], p["summary"], _options(p["options"])) for p in found]
+        print_table(("pass", "effect", "summary", "options"), rows)
+
+
+def models(json: given.Json = False) -> None:
+    """List the embedded models and the families of checkpoints and model objects.
+
+    \b
+    dgraph models
+    """
+    from dgraph.families import embedded, families
+
+    found: list[dict[str, Any]] = [
+        *(
+            {"model": m.name, "kind": "embedded", "summary": m.summary, "folder": str(m.folder)}
+            for m in embedded().values()
+        ),
+        *({"model": f.name, "kind": "family", "summary": f.summary, "folder": None} for f in families().values()),
+    ]
+    if json:
+        print_json({"models": found})
+    else:
+        print_table(("model", "kind", "summary"), [(m["model"], m["kind"], m["summary"]) for m in found])
+
+
+def _summary(builder: Any) -> str:
+    """The first line of a docstring, without the recipe's name in front."""
+    return (builder.__doc__ or "").strip().partition("\n")[0]
+
+
+def _options(defaults: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in defaults.items()) or "-"

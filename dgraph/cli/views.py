@@ -1,0 +1,107 @@
+"""`dgraph dump`, `dgraph diff`, `dgraph explain`: what happens to a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import print_json, print_listing, status
+
+Phase = Annotated[str, typer.Option(help="A phase of the recipe: step or prefill.")]
+
+
+def dump(
+    model: given.Model,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help="Rewrite by it first.", show_default="as captured")
+    ] = None,
+    option: given.Options = None,
+    phase: Phase = "step",
+    after: Annotated[
+        str | None, typer.Option(metavar="PASS", help="Stop behind this pass.", show_default=False)
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
+    full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
+    json: given.Json = False,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page instead.", show_default=False)] = None,
+) -> None:
+    """Print the graph of a model, as captured or behind the passes of a recipe.
+
+    \b
+    dgraph dump tiny_sdar
+    dgraph dump tiny_sdar -r focus -o alpha=1.8 --layer 1
+    dgraph dump tiny_sdar -r focus --after CacheKV --json
+    """
+    from dgraph import views
+    from dgraph.errors import InputError
+    from dgraph.html import to_html
+    from dgraph.text import dump as text_of
+    from dgraph.text import to_json
+
+    if recipe is None and option:
+        raise InputError("--option needs --recipe.")
+    options = given.recipe_options(recipe, option) if recipe is not None else {}
+    with status(f"capturing {model}"):
+        graph = views.graph_of(model, recipe, phase, after, options)
+    if html is not None:
+        page = to_html(graph, full, layer)
+        try:
+            Path(html).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--html {html} cannot be written: {error.strerror}.") from None
+    if json:
+        print_json(to_json(graph, full, layer))
+    elif html is None:
+        print_listing(text_of(graph, full, layer))
+
+
+def diff(
+    model: given.Model,
+    from_: Annotated[str, typer.Option("--from", help="A recipe, or captured.")] = "dense",
+    to: Annotated[str, typer.Option(help="A recipe, or captured.")] = "focus",
+    option: given.Options = None,
+    phase: Phase = "step",
+    json: given.Json = False,
+) -> None:
+    """Compare the graphs that two recipes make of a model. An option goes to each recipe that has it.
+
+    \b
+    dgraph diff tiny_sdar --from dense --to focus
+    dgraph diff tiny_sdar --from captured --to dense --phase prefill
+    """
+    from dgraph import views
+
+    options = given.shared_options((from_, to), option)
+    with status(f"capturing {model}"):
+        found = views.diff(model, from_, to, phase, **options)
+    if json:
+        print_json(found.to_json())
+    else:
+        print_listing(str(found))
+
+
+def explain(
+    model: given.Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    buckets: given.Buckets = None,
+    json: given.Json = False,
+) -> None:
+    """Say what a recipe does to a model: each pass and where it applied, stages, regions. Compiles nothing.
+
+    \b
+    dgraph explain tiny_sdar -r focus
+    dgraph explain tiny_sdar -r focus -o after=2 --json
+    """
+    from dgraph import views
+
+    options, rows = given.recipe_options(recipe, option), given.bucket_list(buckets)
+    with status(f"capturing {model}"):
+        found = views.explain(model, recipe, rows, **options)
+    if json:
+        print_json(found.to_json())
+    else:
+        print_listing(str(found))

@@ -1,0 +1,209 @@
+"""What a recipe makes of a model: each pass and where it applied, the stages, and the regions that will be compiled.
+
+Nothing is compiled for it: passes and schedule are enough.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import region_text
+from dgraph.lowering.schedule import Region, Stage, schedule
+from dgraph.nodes import op_name
+from dgraph.notation import ranges_text, table
+from dgraph.passes.base import Report
+from dgraph.recipes import Recipe
+
+
+class Phase(Protocol):
+    """A phase behind its passes: `dgraph.api.Rewritten`."""
+
+    @property
+    def graph(self) -> Graph:
+        """The final graph."""
+        ...
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """One per pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class RegionKind:
+    """Regions with equal text; one function serves them all.
+
+    Attributes:
+        name: "A", "B", ...
+        ops: how often each op occurs.
+        uses: number of regions.
+        compiled: whether Inductor compiles it; a single op runs as it is.
+    """
+
+    name: str
+    ops: dict[str, int]
+    uses: int
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """A stage: its name, its row set, how often each kind of region and each opaque call occurs, and how it ends.
+
+    cut is the call that makes the next stage's rows, "" in the last stage.
+    """
+
+    name: str
+    rows: str
+    regions: dict[str, int]
+    calls: dict[str, int]
+    cut: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Prints as text.
+
+    Attributes:
+        recipe: as a value.
+        buckets: how row counts are padded.
+        reports: per phase, one per pass.
+        stages: per phase, in order.
+        regions: the distinct regions of all phases.
+    """
+
+    recipe: Recipe
+    buckets: Buckets
+    reports: dict[str, tuple[Report, ...]]
+    stages: dict[str, tuple[StageUse, ...]]
+    regions: tuple[RegionKind, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "recipe": self.recipe.to_json(),
+            "buckets": self.buckets.to_json(),
+            "phases": [
+                {
+                    "phase": name,
+                    "passes": [r.to_json() for r in reports],
+                    "stages": [
+                        {"stage": s.name, "rows": s.rows, "regions": s.regions, "calls": s.calls, "cut": s.cut or None}
+                        for s in self.stages[name]
+                    ],
+                }
+                for name, reports in self.reports.items()
+            ],
+            "regions": [{"region": r.name, "ops": r.ops, "uses": r.uses, "compiled": r.compiled} for r in self.regions],
+        }
+
+    def __str__(self) -> str:
+        out = [
+            f"recipe    {self.recipe.name}, block_cache={self.recipe.block_cache!r}, refresh={self.recipe.refresh}",
+            f"buckets   {_buckets_text(self.buckets)}",
+        ]
+        for name, reports in self.reports.items():
+            out += ["", f"phase {name}"]
+            out += table(("pass", "effect", "calls", "ms", "applied"), [row for r in reports for row in _pass_rows(r)])
+            out += [
+                "",
+                *table(("stage", "rows", "regions", "opaque calls"), [_stage_row(s) for s in self.stages[name]]),
+            ]
+        uses, compiled = sum(r.uses for r in self.regions), [r for r in self.regions if r.compiled]
+        out += ["", f"regions   {uses} of {len(self.regions)} kinds, {len(compiled)} to compile"]
+        rows = [(r.name, f"x{r.uses}", "" if r.compiled else "runs as it is", _times(r.ops)) for r in self.regions]
+        out += table(("kind", "uses", "", "ops"), rows)
+        return "\n".join(out) + "\n"
+
+
+def explain(phases: Mapping[str, Phase], recipe: Recipe, buckets: Buckets | None = None) -> Explanation:
+    """Explain what a recipe makes of a model.
+
+    Args:
+        phases: what `dgraph.rewrite` returned for the recipe.
+        recipe: the recipe.
+        buckets: of the row counts; None for exact ones.
+
+    Raises:
+        LoweringError: a phase cannot be cut into stages.
+    """
+    kinds: dict[str, Region] = {}
+    uses: Counter[str] = Counter()
+    stages = {}
+    for name, phase in phases.items():
+        found = []
+        for stage in schedule(phase.graph):
+            texts = [region_text(phase.graph, step) for step in stage.steps if isinstance(step, Region)]
+            kinds |= {t: r for t, r in zip(texts, _regions(stage), strict=True) if t not in kinds}
+            uses.update(texts)
+            names = [_letters(list(kinds).index(t)) for t in texts]
+            found.append(StageUse(stage.name, stage.rows, dict(Counter(names)), _calls(stage), _cut(stage)))
+        stages[name] = tuple(found)
+    regions = tuple(_kind(_letters(i), region, uses[text]) for i, (text, region) in enumerate(kinds.items()))
+    return Explanation(recipe, buckets or Buckets(), {n: p.reports for n, p in phases.items()}, stages, regions)
+
+
+def _buckets_text(buckets: Buckets) -> str:
+    if buckets.kind == "exact":
+        return "exact: a stage runs on as many rows as there are"
+    examples = ", ".join(f"{rows} to {buckets(rows)}" for rows in (10, 100, 1000))
+    return f"{buckets.to_json()}: row counts are padded, {examples}"
+
+
+def _regions(stage: Stage) -> list[Region]:
+    return [step for step in stage.steps if isinstance(step, Region)]
+
+
+def _calls(stage: Stage) -> dict[str, int]:
+    return dict(Counter(op_name(step.node.target) for step in stage.steps if not isinstance(step, Region)))
+
+
+def _cut(stage: Stage) -> str:
+    return "" if stage.cut is None else op_name(stage.cut.node.target)
+
+
+def _kind(name: str, region: Region, uses: int) -> RegionKind:
+    ops = Counter(op_name(n.target) for n in region.nodes if n.target is not operator.getitem)
+    return RegionKind(name, dict(ops), uses, ops.total() > 1)
+
+
+def _letters(index: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    return (_letters(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
+
+
+def _times(counts: Mapping[str, int]) -> str:
+    return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counts.items()) or "-"
+
+
+def _stage_row(stage: StageUse) -> tuple[str, ...]:
+    calls = _times(stage.calls) + (f"; cut by {stage.cut}" if stage.cut else "")
+    return stage.name, stage.rows, _times(stage.regions), calls
+
+
+def _pass_rows(report: Report) -> list[tuple[str, ...]]:
+    """A pass in a table: where it applied and, below, where not and why."""
+    done = [_where(what, layers) for what, layers in _by_layers([(a.what, a.layer) for a in report.applied])]
+    missed = [
+        f"not: {_where(reason, layers)}" for reason, layers in _by_layers([(s.reason, s.layer) for s in report.skipped])
+    ]
+    calls, ms = f"{report.nodes[0]} -> {report.nodes[1]}", f"{1000 * sum(report.seconds):.0f}"
+    first, *others = [*done, *missed] or ["nowhere"]
+    return [(report.name, report.effect.value, calls, ms, first), *(("", "", "", "", other) for other in others)]
+
+
+def _by_layers(places: Sequence[tuple[str, int | None]]) -> list[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for what, layer in places:
+        found.setdefault(what, []).extend([] if layer is None else [layer])
+    return list(found.items())
+
+
+def _where(what: str, layers: Sequence[int]) -> str:
+    return f"{what} in layer{'s' if len(set(layers)) > 1 else ''} {ranges_text(layers)}" if layers else what

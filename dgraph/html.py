@@ -1,0 +1,73 @@
+"""A dump as one self-contained page: collapsible layers, a colour per row set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from dgraph.graph import Graph
+from dgraph.listing import listing
+from dgraph.text import Block, blocks, header, return_line, symbols, table_rows
+
+_COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#db2777")
+"""Of the row sets, in the order in which they are made: N, K, K1, ..."""
+
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #1f2937; }
+pre, table { font: 12.5px/1.6 ui-monospace, monospace; }
+pre { background: #f3f4f6; padding: .8rem 1rem; border-radius: 6px; overflow-x: auto; }
+details { border: 1px solid #e5e7eb; border-radius: 6px; margin: .6rem 0; overflow-x: auto; }
+summary { padding: .4rem .8rem; cursor: pointer; font-weight: 600; background: #f9fafb; }
+summary code { font-weight: 400; color: #6b7280; margin-left: 1rem; }
+table { border-collapse: collapse; margin: .3rem .8rem .6rem; }
+td { padding: 0 1.5rem 0 0; white-space: pre; vertical-align: top; }
+td.by { color: #9ca3af; }
+tr.cut td { color: #be185d; font-weight: 600; border-top: 2px dashed #be185d; }
+.key { display: inline-block; margin-right: 1.5rem; }
+.key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+"""
+
+
+def to_html(graph: Graph, full: bool = False, layer: int | None = None) -> str:
+    """A graph as a page; takes what `dgraph.text.dump` takes.
+
+    Raises:
+        InputError: no such layer.
+    """
+    found = listing(graph)
+    rows = dict.fromkeys(r for s in found.sections for line in s.lines for r in line.rows if r is not None)
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(rows)}
+    meanings = dict(symbols(found))
+    keys = "".join(
+        f'<span class="key"><i style="background:{colour}"></i>{escape(name)}: {escape(meanings.get(name, ""))}</span>'
+        for name, colour in colours.items()
+    )
+    body = "".join(_details(block, colours) for block in blocks(found, full, layer))
+    title, *declared = header(found)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n<h1>{escape(graph.spec.family)}</h1><p>{escape(title)}</p>\n"
+        f"<pre>{escape(chr(10).join(declared))}</pre>\n<p>{keys}</p>\n{body}<pre>{escape(return_line(found))}</pre>\n"
+        "</body></html>\n"
+    )
+
+
+def _details(block: Block, colours: dict[str, str]) -> str:
+    title, _, carried = block.heading.partition("   ")
+    note = f"<code>{escape(carried)}</code>" if carried else ""
+    rows = "".join(_rows(block, colours))
+    return f"<details open><summary>{escape(title)}{note}</summary><table>\n{rows}</table></details>\n"
+
+
+def _rows(block: Block, colours: dict[str, str]) -> Iterator[str]:
+    for line in block.lines:
+        colour = next((colours[r] for r in line.rows if r is not None), "")
+        style = f' style="color:{colour}"' if colour else ""
+        for row in table_rows(line, block.layer):
+            if row.is_cut:
+                yield f'<tr class="cut"><td colspan="3">{escape(row.call.strip(" -"))}</td></tr>\n'
+            else:
+                yield (
+                    f"<tr><td>{escape(row.call)}</td><td{style}>{escape(row.type)}</td>"
+                    f'<td class="by">{escape(row.by)}</td></tr>\n'
+                )

@@ -1,0 +1,158 @@
+"""Dump, diff and explain from whatever names a model: what the command line and `dgraph.dump`, `dgraph.diff` call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dgraph.api import Optimized, Rewritten, capture, rewrite
+from dgraph.diff import Diff
+from dgraph.diff import diff as diff_graphs
+from dgraph.errors import InputError, UnknownName
+from dgraph.explain import Explanation
+from dgraph.explain import explain as explain_phases
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.recipes import RECIPES, Recipe, build, options_of
+from dgraph.spec import ModelSpec
+from dgraph.text import dump as dump_graph
+
+CAPTURED = "captured"
+"""Stands for "no recipe" where a recipe's name is asked for."""
+
+
+def graph_of(
+    model: Any,
+    recipe: str | Recipe | None = None,
+    phase: str = "step",
+    after: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Graph:
+    """The graph that a view is of.
+
+    Args:
+        model: a `Graph`, an `Optimized`, or anything that `capture` takes.
+        recipe: None or "captured" for the graph as it is; else the recipe to rewrite it by.
+        phase: of the recipe.
+        after: the pass behind which to look; None for the end of the phase.
+        options: the recipe's options.
+
+    Raises:
+        UnknownName: an unknown recipe, option, phase or pass.
+        InputError: `after` or options without a recipe, or a recipe for a model that is optimized already.
+        CheckpointError, CaptureError: the model cannot be loaded or captured.
+    """
+    options = dict(options or {})
+    if after is not None and not isinstance(after, str):
+        raise InputError(
+            f"after is the name of a pass here, got {after!r}; a recipe's own option `after` goes into the recipe: "
+            f"recipe=dgraph.recipe('focus', spec, after={after!r})."
+        )
+    if isinstance(model, Optimized):
+        if recipe is not None or options:
+            raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
+        return model.graph(phase, after)
+    if recipe is None or recipe == CAPTURED:
+        if after is not None or options:
+            raise InputError(f"{f'after={after!r}' if after else ', '.join(options)} needs a recipe.")
+        return model if isinstance(model, Graph) else capture(model)
+    _known(recipe)
+    graph = model if isinstance(model, Graph) else capture(model)
+    return _phase(rewrite(graph, _built(recipe, graph.spec, options)), phase, after)
+
+
+def dump(
+    model: Any,
+    recipe: str | Recipe | None = None,
+    phase: str = "step",
+    after: str | None = None,
+    layer: int | None = None,
+    full: bool = False,
+    **options: Any,
+) -> str:
+    """A graph as text: as captured, or behind a recipe's passes. See `dgraph.text.dump`.
+
+        print(dgraph.dump("tiny_sdar", recipe="focus", alpha=1.8))
+
+    Args:
+        model, recipe, phase, after, options: which graph; see `graph_of`. As `after` names a pass, an option of that
+            name has to come with a finished recipe.
+        layer: only this layer.
+        full: write every layer out instead of folding equal ones.
+    """
+    return dump_graph(graph_of(model, recipe, phase, after, options), full, layer)
+
+
+def diff(
+    model: Any, from_: str | Recipe = "dense", to: str | Recipe = "focus", phase: str = "step", **options: Any
+) -> Diff:
+    """What differs between a phase of two recipes; prints as text. See `dgraph.diff`.
+
+        print(dgraph.diff("tiny_sdar", from_="dense", to="focus"))
+
+    Args:
+        model: a `Graph`, or anything that `capture` takes.
+        from_, to: recipes; "captured" for the graph without any.
+        phase: of both.
+        options: each goes to every one of the two recipes that has it.
+    """
+    for recipe in (from_, to):
+        _known(recipe)
+    named = [r for r in (from_, to) if isinstance(r, str) and r != CAPTURED]
+    for option in options:
+        if not any(option in options_of(RECIPES[r]) for r in named):
+            known = {o for r in named for o in options_of(RECIPES[r])}
+            raise UnknownName(f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}", option, known)
+    graph = model if isinstance(model, Graph) else capture(model)
+    graphs, names = [], []
+    for recipe in (from_, to):
+        own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
+        graphs.append(graph_of(graph, recipe, phase, options=own))
+        names.append(
+            CAPTURED if recipe == CAPTURED else f"{recipe.name if isinstance(recipe, Recipe) else recipe} {phase}"
+        )
+    return diff_graphs(graphs[0], graphs[1], (names[0], names[1]))
+
+
+def explain(
+    model: Any, recipe: str | Recipe = "focus", buckets: str | Sequence[int] | None = None, **options: Any
+) -> Explanation:
+    """What a recipe makes of a model, without compiling it; prints as text. See `dgraph.explain`.
+
+    Args:
+        model: a `Graph`, an `Optimized`, or anything that `capture` takes.
+        recipe, options: the recipe; an `Optimized` has its own.
+        buckets: as for `optimize`; an `Optimized` has its own.
+    """
+    if isinstance(model, Optimized):
+        return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)
+    if isinstance(recipe, str) and recipe not in RECIPES:
+        raise UnknownName("recipe", recipe, RECIPES)
+    rounding = None if buckets is None else Buckets.of(buckets)
+    graph = model if isinstance(model, Graph) else capture(model)
+    chosen = _built(recipe, graph.spec, options)
+    if rounding is None:
+        rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
+    return explain_phases(rewrite(graph, chosen), chosen, rounding)
+
+
+def _known(recipe: str | Recipe) -> None:
+    """Refuse an unknown name before a model is loaded."""
+    if isinstance(recipe, str) and recipe != CAPTURED and recipe not in RECIPES:
+        raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
+
+
+def _built(recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
+    if isinstance(recipe, str):
+        return build(RECIPES, recipe, spec, options)
+    if options:
+        raise InputError(
+            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
+        )
+    return recipe
+
+
+def _phase(phases: dict[str, Rewritten], phase: str, after: str | None) -> Graph:
+    if phase not in phases:
+        raise UnknownName("phase", phase, phases)
+    return phases[phase].graph if after is None else phases[phase].after(after)

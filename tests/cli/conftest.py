@@ -1,0 +1,56 @@
+"""A checkpoint folder, and the command line in this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dgraph import views
+from dgraph.api import Optimized, capture, optimize
+from dgraph.cli import app
+from dgraph.graph import Graph
+from tests.cli.folders import write_checkpoint
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+
+
+@pytest.fixture(scope="session")
+def focus(folder: Path) -> Optimized:
+    return optimize(folder, "focus", backend="eager")
+
+
+@pytest.fixture(scope="session")
+def dense(folder: Path) -> Optimized:
+    return optimize(folder, "dense", backend="eager")
+
+
+@functools.cache
+def _captured(model: str) -> Graph:
+    return capture(model)
+
+
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dump, diff and explain share one capture per model: it is most of their time."""
+    monkeypatch.setattr(views, "capture", _captured)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line in an empty folder; the result has exit_code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*args: Any, **extra: Any) -> Any:
+        return CliRunner().invoke(app, [str(a) for a in args], **extra)
+
+    return invoke

@@ -1,0 +1,243 @@
+"""Every command: what it prints as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dgraph
+from dgraph.cli.options import bucket_list, read_options, read_prompts
+from dgraph.errors import InputError, UnknownName
+from dgraph.text import dump
+from tests.cli.conftest import Run
+from tests.cli.folders import LAYERS
+
+EAGER = ("--backend", "eager", "--max-new-tokens", "8")
+PROMPT = "w3 w4 w5 w6 w7"
+
+
+def one_object(result: Any) -> dict[str, Any]:
+    """The JSON object that a command printed, and nothing else."""
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    found = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(found, dict)
+    return found
+
+
+# -- generate ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_texts_alone(run: Run, folder: Path, focus: dgraph.Optimized) -> None:
+    result = run("generate", folder, "-p", PROMPT, "-p", "w8 w9", *EAGER)
+    assert result.exit_code == 0, result.stderr
+    expected = focus.generate([PROMPT, "w8 w9"], max_new_tokens=8)
+    assert result.stdout == "".join(f"{text}\n" for text in expected.texts or [])
+    assert result.stderr == ""
+
+
+def test_generate_as_json_has_the_stats_under_their_names(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+    lossless = ("-o", "alpha=inf", "-o", "block_cache=off")
+    found = one_object(run("generate", folder, "-p", PROMPT, *lossless, *EAGER, "--json"))
+    expected = dense.generate([PROMPT], max_new_tokens=8)
+    assert found["texts"] == expected.texts
+    assert found["token_ids"] == expected.token_ids
+    assert set(expected.stats.to_json()) <= set(found)
+    for name in ("steps", "tokens", "decoded", "rows_per_token", "sequence_steps"):
+        assert found[name] == expected.stats.to_json()[name]
+    assert found["rows"]["suffix"] == expected.stats.rows["step"]
+    (step,) = (p for p in found["recipe"]["phases"] if p["phase"] == "step")
+    assert next(p for p in step["passes"] if p["pass"] == "EvictTokens")["alpha"] == "inf"
+
+
+def test_generate_with_every_setting(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+    settings = ("--steps", 4, "--temperature", 0.7, "--seed", 3, "--max-batch", 1, "--buckets", "8,16", "-r", "dense")
+    found = one_object(run("generate", folder, "-p", PROMPT, "-p", "w9", *settings, *EAGER, "--json"))
+    expected = dense.generate([PROMPT, "w9"], steps=4, temperature=0.7, seed=3, max_batch=1, max_new_tokens=8)
+    assert found["token_ids"] == expected.token_ids
+    assert found["steps"] == expected.stats.steps
+    assert all(n % 8 == 0 for n in found["padded"].values())
+
+
+def test_prompts_from_a_file_and_from_stdin(run: Run, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n\nw8 w9\n")
+    prompts = [PROMPT, "w8 w9"]
+    assert read_prompts(prompts, None) == prompts
+    assert read_prompts([PROMPT], str(file)) == [PROMPT, *prompts]
+    result = run("generate", folder, "-p", PROMPT, "--prompt-file", "-", *EAGER, input="w8 w9\n")
+    assert result.stdout.count("\n") == 2
+
+
+def test_another_block_length_is_one_line_of_warning(run: Run, folder: Path) -> None:
+    result = run("generate", folder, "-p", PROMPT, "--block-length", 4, *EAGER, "--json")
+    one_object(result)
+    assert result.stderr == "warning: block_length=4, but sdar was trained with 8: answers may be worse.\n"
+
+
+# -- dump, diff, explain -----------------------------------------------------------------------------------------
+
+
+def test_dump_is_the_text_of_the_graph(run: Run, folder: Path) -> None:
+    graph = dgraph.capture(folder)
+    result = run("dump", folder)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, dump(graph), "")
+    assert max(map(len, result.stdout.splitlines())) > 80  # neither wrapped nor cut
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.usefixtures("captured_once")
+def test_dump_of_every_layer_or_one(run: Run, folder: Path) -> None:
+    graph = dgraph.capture(folder)
+    assert run("dump", folder, "--full").stdout == dump(graph, full=True)
+    assert run("dump", folder, "--layer", 1).stdout == dump(graph, layer=1)
+
+
+@pytest.mark.usefixtures("captured_once")
+def test_dump_behind_passes(run: Run, folder: Path) -> None:
+    assert "dgraph.importance" in run("dump", folder, "-r", "focus").stdout
+    assert "dgraph.importance" not in run("dump", folder, "-r", "focus", "--after", "CacheKV").stdout
+    assert "return nothing" in run("dump", folder, "-r", "focus", "--phase", "prefill").stdout
+    earlier = run("dump", folder, "-r", "focus", "-o", "after=0", "-o", "signal=importance")
+    assert "EvictTokens(alpha=1.5, after=0, signal='importance'" in earlier.stdout
+    found = one_object(run("dump", folder, "-r", "focus", "-o", "alpha=inf", "--json"))
+    assert found["spec"]["layers"] == LAYERS
+    assert found["outputs"][0]["name"] == "token"
+
+
+@pytest.mark.usefixtures("captured_once")
+def test_dump_as_a_page(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("dump", folder, "--html", "page.html")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.usefixtures("captured_once")
+def test_diff(run: Run, folder: Path) -> None:
+    text = run("diff", folder, "--from", "dense", "--to", "focus").stdout
+    assert text.startswith("dense step -> focus step: calls 6 added, 0 removed")
+    found = one_object(run("diff", folder, "-o", "alpha=1.8", "--json"))
+    assert found["summary"]["by_pass"]["EvictTokens"]["added"] == 6
+    assert "no difference" in run("diff", folder, "--phase", "prefill").stdout
+    assert run("diff", folder, "--from", "captured", "--to", "dense").stdout.startswith("captured -> dense step")
+
+
+@pytest.mark.usefixtures("captured_once")
+def test_explain(run: Run, folder: Path) -> None:
+    text = run("explain", folder, "-r", "focus", "--buckets", "hybrid").stdout
+    assert "values carried across the cut in layer 1" in text
+    assert "row counts are padded, 10 to 16" in text
+    found = one_object(run("explain", folder, "-o", "alpha=inf", "--json"))
+    assert [p["phase"] for p in found["phases"]] == ["prefill", "step"]
+
+
+# -- what there is -----------------------------------------------------------------------------------------------
+
+
+def test_recipes_passes_and_models(run: Run) -> None:
+    found = one_object(run("recipes", "--json"))["recipes"]
+    assert [r["recipe"] for r in found] == list(dgraph.RECIPES)
+    assert found[1]["options"]["alpha"] == 1.5
+    assert all(r["summary"].endswith(".") for r in found)
+    passes = {p["pass"]: p for p in one_object(run("passes", "--json"))["passes"]}
+    assert passes["EvictTokens"]["effect"] == "approximate"
+    assert passes["EvictTokens"]["options"]["pool"] == 3
+    models = {m["model"]: m["kind"] for m in one_object(run("models", "--json"))["models"]}
+    assert (models["tiny_sdar"], models["sdar"]) == ("embedded", "family")
+    for command, word in (("recipes", "alpha=1.5"), ("passes", "approximate"), ("models", "tiny_sdar")):
+        result = run(command)
+        assert result.exit_code == 0
+        assert word in result.stdout
+        assert "\x1b" not in result.stdout
+
+
+def test_doctor_says_what_is_there_and_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.cli import doctor
+
+    monkeypatch.setattr(doctor, "_compile_something", lambda: None)
+    found = one_object(run("doctor", "--json"))
+    names = {c["name"]: c["status"] for c in found["checks"]}
+    assert found["ok"]
+    assert {"python", "torch", "transformers", "triton", "C++ compiler", "model tiny_sdar", "cache"} <= set(names)
+    assert set(names.values()) <= {"ok", "warn"}
+
+    def broken() -> None:
+        raise RuntimeError("no such header: omp.h\nand more")
+
+    monkeypatch.setattr(doctor, "_compile_something", broken)
+    result = run("doctor")
+    assert result.exit_code == 1
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("fail"))
+    assert line.split()[1:3] == ["C++", "compiler"]
+    assert line.endswith("fails: no such header: omp.h")
+    assert "--backend eager" in result.stdout
+
+
+def test_doctor_finds_an_incomplete_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph import families
+    from dgraph.cli import doctor
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    broken = families.Embedded("half", tmp_path, "")
+    monkeypatch.setattr(families, "embedded", lambda: {"half": broken})
+    (check,) = doctor.CHECKS["embedded models"]()
+    assert (check.name, check.status) == ("model half", "fail")
+    assert check.found.endswith("no usable tokenizer.json, model.safetensors")
+
+
+def test_doctor_reports_versions_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.cli import doctor
+
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=99", "no-such-package>=1"])
+    checks = {c.name: c for c in doctor.CHECKS["packages"]()}
+    assert checks["torch"].status == "warn"
+    assert "pip install 'torch>=99'" in checks["torch"].advice
+    assert checks["no-such-package"].status == "fail"
+
+
+# -- help and options --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["generate", "dump", "diff", "explain", "recipes", "passes", "models", "doctor"])
+def test_help_has_an_example(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"dgraph {command}" in result.stdout.replace(f"Usage: dgraph {command}", "").replace("Usage: root", "")
+
+
+def test_no_command_is_a_request_for_help(run: Run) -> None:
+    result = run()
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "generate" in result.stdout
+
+
+def test_options_are_read_as_the_type_of_their_default() -> None:
+    defaults = {"alpha": 1.5, "keep": 0, "refresh": True, "signal": "delta"}
+    given = ["alpha=inf", "keep=4", "refresh=false", "signal=importance"]
+    options = read_options("option", defaults, given)
+    assert options == {"alpha": math.inf, "keep": 4, "refresh": False, "signal": "importance"}
+    assert [type(v) for v in options.values()] == [float, int, bool, str]
+    for text, message in (
+        ("alpha=much", "option alpha is a number .inf allowed., got 'much'"),
+        ("keep=1.5", "option keep is a whole number, got '1.5'"),
+        ("refresh=perhaps", "option refresh is true or false"),
+        ("alpha", "--option takes KEY=VALUE, got 'alpha'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_options("option", defaults, [text])
+    with pytest.raises(UnknownName, match="Did you mean 'keep'"):
+        read_options("option", defaults, ["keeep=1"])
+
+
+def test_buckets_are_a_kind_or_a_list() -> None:
+    assert [bucket_list(text) for text in (None, "exact", "8,16, 32", "8")] == [None, "exact", [8, 16, 32], [8]]
+
+
+def test_version(run: Run) -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout.strip()) == (0, dgraph.__version__)
