@@ -107,15 +107,18 @@ def _keeps_all(node: Node) -> bool:
     """Whether a node is a slice like `x[:]`."""
     if not _is(node, aten.slice.Tensor):
         return False
-    _, _, start, stop, *step = (*args_of(node), None, None)[: max(4, len(args_of(node)))]
-    return start in (None, 0) and (stop is None or (isinstance(stop, int) and stop >= 2**62)) and step in ([], [1])
+    given = args_of(node)[2:]
+    start, stop, step = given + (None, None, 1)[len(given) :]
+    return start in (None, 0) and (stop is None or (isinstance(stop, int) and stop >= 2**62)) and step == 1
 
 
 def _cast_only_to(dtype: torch.dtype, node: Node) -> bool:
     """Whether every cast on the way to `_reshaped(node)` is to one dtype."""
     while node is not _reshaped(node):
-        if op_name(node.target) == "to" and (node.target is not aten.to.dtype or args_of(node)[1] != dtype):
-            return False
+        if op_name(node.target) == "to":
+            target = args_of(node)[1] if node.target is aten.to.dtype else node.kwargs.get("dtype")
+            if target != dtype:
+                return False
         node = args_of(node)[0]
     return True
 

@@ -38,6 +38,10 @@ class LoweringError(DgraphError):
     """A graph that cannot be cut into stages or compiled."""
 
 
+class CacheError(DgraphError):
+    """An artifact cache that cannot be used, or an artifact that must not be."""
+
+
 class UnknownName(DgraphError, KeyError):
     """A name that is not in a closed set; the message lists the closest ones."""
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from dgraph.errors import CaptureError, CheckpointError, UnknownName
+from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
 from dgraph.spec import ModelSpec
 
 GROUP = "dgraph.models"
@@ -109,10 +109,18 @@ def resolve(
         facts: fields of the spec to override (only for model objects).
 
     Raises:
-        UnknownName: a name that is neither an embedded model nor a folder.
+        UnknownName: a name that is neither an embedded model nor a folder, or a fact that is no field of the spec.
+        InputError: facts about a model that knows its own.
         CheckpointError: a folder that no family loads, or that is damaged.
         CaptureError: an object that no family adopts.
     """
+    known = [f.name for f in fields(ModelSpec)]
+    for name in facts:
+        if name not in known:
+            raise UnknownName("fact", name, known)
+    if facts and isinstance(model, (Model, str, Path)):
+        named = model.name if isinstance(model, Model) else model
+        raise InputError(f"{named} knows its own facts; {', '.join(facts)} can be given for a model object only.")
     if isinstance(model, Model):
         return model
     if isinstance(model, (str, Path)):

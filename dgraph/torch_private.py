@@ -129,9 +129,12 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
     Checked on 2.11 and 2.13.
 
     Raises:
-        LoweringError: torch has changed what it generates.
+        LoweringError: torch keeps no copy, or has changed what it generates.
     """
-    entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
+    try:
+        entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        raise LoweringError("torch keeps no copy of it; are torch's own caches switched off?") from None
     code = _generated(entry)
     files = {REGION: pickle.dumps(entry)}
     if set(code.device_types) == {"cpu"}:
@@ -179,10 +182,11 @@ class StoredKernels:
 
     def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
         """The next kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
-        from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr as data_ptr
+        from torch._C._dynamo import guards
 
         path = self._folder / f"kernel{self._count}.so"
         self._count += 1
+        data_ptr = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
         # Python keeps one module per file and name; the part behind the dot names the function that makes it.
         spec = spec_from_file_location(f"dgraph_{uuid.uuid4().hex}.kernel", path)

@@ -19,13 +19,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder.
 
     Raises:
-        CheckpointError: missing or not JSON.
+        CheckpointError: missing, not JSON, or not an object.
     """
     path = folder / "config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, expected an object with the model's settings.")
+    return config
 
 
 def load_checkpoint(
@@ -56,9 +59,13 @@ def load_checkpoint(
     known = {
         k: v for k, v in config.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
     }
-    native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
-    with torch.device("meta"):
-        model = getattr(transformers, architecture)(native_config)
+    try:
+        native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
+        with torch.device("meta"):
+            model = getattr(transformers, architecture)(native_config)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}/config.json does not describe a {architecture}: {reason}.") from error
     _check_keys(folder, {k: tuple(v.shape) for k, v in model.state_dict().items()}, tensors, model)
     model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True, strict=False)
     model.tie_weights()
@@ -142,9 +149,12 @@ class FileTokenizer:
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            path = folder / "tokenizer_config.json"
+            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except Exception as error:  # tokenizers raises nothing more special
+            raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}.") from error
         self._template: str = settings.get("chat_template") or ""
 
     def encode(self, prompt: str) -> list[int]:

@@ -41,11 +41,20 @@ class SDARFamily:
         config = transformers.Qwen3Config(**known)
         with torch.device("meta"):
             native = transformers.Qwen3ForCausalLM(config)
-        missing, extra = native.load_state_dict(model.state_dict(keep_vars=True), assign=True, strict=False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        try:
+            missing, extra = native.load_state_dict(model.state_dict(keep_vars=True), assign=True, strict=False)
+        except RuntimeError as error:  # sizes that differ
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"this SDAR model does not fit Qwen3: {reason}.") from error
         if missing or extra:
             raise CheckpointError(f"this SDAR model does not fit Qwen3: missing {missing[:3]}, unexpected {extra[:3]}.")
+        model.requires_grad_(False)  # assigning switched it on for every parameter
+        for parameter in trained:
+            parameter.requires_grad_(True)
         restore_buffers(native, config, next(model.parameters()).device)
-        facts = {"mask_id": raw.get("mask_token_id", MASK_ID), **facts}
+        own = raw.get("mask_token_id")
+        facts = {"mask_id": MASK_ID if own is None else own, **facts}
         spec = native_spec(config, self.name, next(model.parameters()).dtype, **facts)
         return Model("sdar", Forward(native.eval()), spec, None, PREFIX)
 

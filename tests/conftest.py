@@ -21,6 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests neither read nor write the user's artifact cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DGRAPH_CACHE", str(tmp_path_factory.mktemp("artifacts")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -62,7 +62,7 @@ class Hand:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.call(target, args, kwargs, before=self.graph.output, by="")
-        node.meta.update(layer=self.layer, role="block" if self.layer is not None else "")
+        node.meta.update(layer=self.layer, role="block" if self.layer is not None else "", source="")
         return node
 
     def returns(self, **results: Node) -> Graph:
@@ -88,8 +88,13 @@ def ops_of(graph: Graph, layer: int | str | None = "all") -> list[str]:
 
 
 @torch.no_grad()
-def interpret(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run a graph node by node in plain torch. Caches among the inputs are written in place."""
+def interpret(
+    graph: Graph, inputs: Mapping[str, Tensor], instead: Mapping[str, Callable[..., Any]] | None = None
+) -> dict[str, Tensor]:
+    """Run a graph node by node in plain torch; caches among the inputs are written in place.
+
+    instead: functions that stand for dgraph ops, by the op's short name.
+    """
     values: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -97,7 +102,7 @@ def interpret(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             op = op_of(node.target)
-            function: Callable[..., Any] = op.reference if op is not None else node.target  # type: ignore[assignment]
+            function: Any = node.target if op is None else (instead or {}).get(op.name, op.reference)
             values[node] = function(*args, **kwargs)
     return {name: values[node] for name, node in graph.results().items()}
 

@@ -30,7 +30,8 @@ class RegionCompiler:
         backend: "inductor", or "eager" to run the same regions op by op (for debugging).
         store: where compiled regions are kept for later processes; None for nowhere.
         compiled: texts that Inductor compiled for this compiler, in order.
-        loaded: texts that came from the store.
+        loaded: texts that need not be compiled: they came from the store, or an earlier program of this process.
+        unstored: texts that could not be put into the store.
         reused: how often a function that existed was handed out again.
     """
 
@@ -42,6 +43,7 @@ class RegionCompiler:
         self.backend, self.store = backend, store
         self.compiled: list[str] = []
         self.loaded: list[str] = []
+        self.unstored: list[str] = []
         self.reused = 0
         self._progress = progress or (lambda what: None)
         self._functions: dict[str, RegionFunction] = {}
@@ -67,7 +69,9 @@ class RegionCompiler:
                 text, module, graph.device, inlined, self.store, lambda doing: self._progress(f"{doing} region {count}")
             )
             function = made.function
-            {"compiled": self.compiled, "cache": self.loaded}.get(made.origin, []).append(text)
+            (self.compiled if made.new else self.loaded).append(text)
+            if self.store is not None and not made.stored:
+                self.unstored.append(text)
         self._functions[text] = function
         return function
 

@@ -127,7 +127,8 @@ def _levels(graph: Graph) -> dict[Node, int]:
     """The level of each node: region l runs in front of all opaque calls of level l, and these in the graph's order.
 
     A node behind an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
-    Levels never fall along the graph, so calls keep their order and no cache is read in front of its write.
+    Levels of opaque calls never fall along the graph, so they keep their order and no cache is read in front of its
+    write. A cut is on the level of the last thing in front of it.
     """
     levels: dict[Node, int] = {}
     lowest = 0
@@ -142,6 +143,8 @@ def _levels(graph: Graph) -> dict[Node, int]:
                 level = max(level, levels[arg] + (1 if behind_call and not opaque else 0))
         if opaque:
             level = lowest = max(level, lowest)
+        if _is_cut(node):
+            level = lowest = max(level, *levels.values(), 0)
         levels[node] = level
     return levels
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from dgraph.errors import PassError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -42,6 +43,8 @@ class CacheKV(Pass):
             if layer is None:
                 report.skip("an attention outside the layers has no cache", node)
                 continue
+            if f"k_cache_{layer}" in graph.inputs:
+                raise PassError(f"{where(node)}: a second attention in the layer; it cannot share the other's cache.")
             q, k, v, positions, cu_rows, limit, scale = args_of(node)
             heads, dim = (int(s) for s in k.meta["val"].shape[1:])
             shape = ("pages", "page", heads, dim)

@@ -46,8 +46,8 @@ class ChunkLMHead(Pass):
     signature: ClassVar[frozenset[str]] = frozenset({"logits", "token", "confidence", "masked", "temperature", "seed"})
 
     def __post_init__(self) -> None:
-        if self.max_num_logits < 1:
-            raise InputError(f"max_num_logits must be at least 1 row, got {self.max_num_logits}.")
+        if type(self.max_num_logits) is not int or self.max_num_logits < 1:
+            raise InputError(f"max_num_logits must be a number of rows, at least 1, got {self.max_num_logits!r}.")
 
     def run(self, graph: Graph, report: Report) -> None:
         if "logits" not in graph.outputs:
@@ -57,9 +57,12 @@ class ChunkLMHead(Pass):
         if logits.target is not torch.ops.aten.linear.default:
             report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
             return
+        hidden, weight, *bias = args_of(logits)
+        if graph.row_set(hidden) is None:
+            report.skip("the LM head reads a padded batch; run PackRows first", logits)
+            return
         for spec in (MASKED, TEMPERATURE, SEED):
             graph.add_input(spec)
-        hidden, weight, *bias = args_of(logits)
         per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]
         args = (hidden, weight, bias[0] if bias else None, *per_row, self.max_num_logits, graph.spec.mask_id)
         head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)

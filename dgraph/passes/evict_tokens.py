@@ -74,7 +74,10 @@ class EvictTokens(Pass):
     signature: ClassVar[frozenset[str]] = frozenset({"masked", "average", "progress", "noise", "kept", "score"})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.alpha, (int, float)) or math.isnan(self.alpha) or self.alpha < 1:
+        for name, number in (("after", self.after), ("keep", self.keep), ("pool", self.pool)):
+            if type(number) is not int:
+                raise InputError(f"{name} must be an integer, got {number!r}.")
+        if type(self.alpha) not in (int, float) or math.isnan(self.alpha) or self.alpha < 1:
             raise InputError(
                 f"alpha must be at least 1 (the paper uses 1.2 to 1.8; inf evicts nothing), got {self.alpha}."
             )
@@ -105,9 +108,8 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
-        rows = graph.row_set(args_of(anchor)[0])
-        if rows != "N":
-            report.skip(f"rows were evicted in front of this layer already (row set {rows})", anchor)
+        if cuts := graph.find("keep_index"):
+            report.skip(f"rows are evicted in layer {cuts[0].meta['layer']} already; a program is cut once", anchor)
             return
         score = self._score(graph, anchor, write, report.name)
         masked, positions, cu_rows, limit = (graph.input(n) for n in ("masked", "positions", "cu_rows", "limit"))

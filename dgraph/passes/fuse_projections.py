@@ -59,6 +59,8 @@ def _obstacle(graph: Graph, members: Sequence[Node]) -> str | None:
         return "a projection's weight is computed, not an input"
     if any(len(w.users) > 1 for w in weights):
         return "a projection's weight is read elsewhere too"
+    if any("weight" not in b.meta for n in members for b in args_of(n)[2:] if b is not None):
+        return "a projection's bias is computed, not an input"
     biased = [len(args_of(n)) > 2 and args_of(n)[2] is not None for n in members]
     if any(biased) and not all(biased):
         return "some of the projections have a bias and some have none"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from dgraph.errors import DgraphError, PassError
+from dgraph.errors import DgraphError, PassError, UnknownName
 from dgraph.graph import Graph
 from dgraph.passes.base import Pass, Report
 from dgraph.verify import Signature, verify
@@ -44,7 +44,8 @@ def run_passes(
         except DgraphError as error:
             if str(error).startswith(f"{step.name}:"):
                 raise
-            raise type(error)(f"{step.name}: {error}") from error
+            kind = PassError if isinstance(error, UnknownName) else type(error)  # that one takes no message
+            raise kind(f"{step.name}: {error}") from error
         rewritten = time.perf_counter()
         if not report.applied and step.name not in optional:
             raise PassError(_applied_nowhere(report))

@@ -18,12 +18,13 @@ class OnlyKV(Pass):
         after   ... dgraph.kv_write(...)
                 return
 
-    The last layer's attention, its feed-forward network, the final norm and the LM head go. Exact.
+    The last layer's attention, its feed-forward network, the final norm and the LM head go; from a model of one layer,
+    the input `limit` goes too. Exact.
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
     summary: ClassVar[str] = "drops everything behind the last KV write (prefill)"
-    signature: ClassVar[frozenset[str]] = frozenset({"logits"})
+    signature: ClassVar[frozenset[str]] = frozenset({"logits", "limit"})
     changes_weights: ClassVar[bool] = True
 
     def run(self, graph: Graph, report: Report) -> None:

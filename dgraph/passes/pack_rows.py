@@ -67,9 +67,12 @@ class _Packer:
     def run(self) -> None:
         graph = self.graph
         for name, shape in PACKED.items():
-            node, spec = graph.input(name), InputSpec(name, graph.inputs[name].dtype, shape)
+            spec = InputSpec(name, torch.int64, shape)
+            if name not in graph.inputs:  # a model without rotary embedding reads no positions, but attention does
+                graph.add_input(spec)
+                continue
             graph.inputs[name] = spec
-            node.meta["val"] = graph.symbols.empty(spec.shape, spec.dtype, graph.device)
+            graph.input(name).meta["val"] = graph.symbols.empty(spec.shape, spec.dtype, graph.device)
         self.cu_rows, self.limit = graph.add_input(CU_ROWS), graph.add_input(LIMIT)
         for node in graph.calls:
             if isinstance(self.old[node], (int, torch.SymInt)):
@@ -109,11 +112,11 @@ class _Packer:
         names = self.graph.symbols.names_in
         return any("t" in names(s) for s in self._type(node).shape)
 
-    def _dim(self, node: Node, dim: int) -> int:
-        """The packed dimension of an old dimension that is not over rows."""
+    def _dim(self, node: Node, dim: int, reader: Node | None = None) -> int:
+        """The packed dimension of an old dimension that is not over rows; an error is about the reader of `node`."""
         dim %= self.old[node].dim()
         if dim not in self._others(node):
-            raise self._unknown(node, f"it works along dimension {dim}, which runs over tokens")
+            raise self._unknown(reader or node, f"it works along dimension {dim}, which runs over tokens")
         offset = 1 if self._is_rows(node) else 0
         return offset + self._others(node).index(dim)
 
@@ -139,9 +142,10 @@ class _Packer:
         sources = [a for a in node.all_input_nodes if not isinstance(self.old[a], (int, torch.SymInt))]
         if not any(map(self._row_dims, [*sources, node])):
             return node  # computed from weights alone
+        if self._is_rows(node) and not any(map(self._is_rows, sources)):
+            raise self._unknown(node, "it makes values along tokens out of values that have none")
         op = op_of(node.target)
-        name = op.name if op is not None else op_name(node.target)
-        rule = _RULES.get(name)
+        rule = _RULES.get(op_name(node.target))
         if rule is not None:
             return rule(self, node)
         if (op is not None and op.inline) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -169,7 +173,7 @@ class _Packer:
         return self._call(node, node.target, tuple(args), node.kwargs)
 
     def _linear(self, node: Node) -> Node:
-        self._dim(args_of(node)[0], -1)
+        self._dim(args_of(node)[0], -1, node)
         return self._call(node, node.target, (self._of(args_of(node)[0]), *args_of(node)[1:]))
 
     def _embedding(self, node: Node) -> Node:
@@ -179,9 +183,29 @@ class _Packer:
         source = args_of(node)[0]
         if not self._is_rows(node):
             raise self._unknown(node, "its result has no rows")
+        if self._strides(source) != self._strides(node):
+            raise self._unknown(node, f"it turns {self._old_text(source)} into {self._old_text(node)}, across tokens")
         if self._sizes(source) == self._sizes(node):
             return self._of(source)
         return self._call(node, aten.reshape.default, (self._of(source), [-1, *self._sizes(node)]))
+
+    def _strides(self, node: Node) -> list[Any]:
+        """Values between two sequences, and between two tokens of one, in a contiguous value of the old type."""
+        b, t = (self.graph.symbols.size(name).node.expr for name in ("b", "t"))
+        found: dict[Any, Any] = {}
+        inner: Any = 1
+        for size in reversed(self._type(node).shape):
+            expression = size if isinstance(size, int) else size.node.expr
+            if not isinstance(size, int):
+                if t in expression.free_symbols:
+                    found[t] = expression.subs({b: 1, t: 1}) * inner
+                if b in expression.free_symbols:
+                    found[b] = expression.subs({b: 1}) * inner
+            inner = inner * expression
+        return [found.get(b), found.get(t)]
+
+    def _old_text(self, node: Node) -> str:
+        return self.graph.symbols.type_text(self.old[node])
 
     def _permute(self, node: Node) -> Node:
         """Rows stay first; only an exchange among the other dimensions remains."""
@@ -208,10 +232,12 @@ class _Packer:
         return (1 if self._is_rows(node) else 0) + self._others(node).index(dim)
 
     def _expand(self, node: Node) -> Node:
-        """A constant repeated for every sequence: packed, it is the constant."""
+        """A constant repeated for every sequence (packed, it is the constant), or values repeated within their rows."""
         source = args_of(node)[0]
         if self._is_rows(source) and self._sizes(source) == self._sizes(node):
             return self._of(source)
+        if self._is_rows(source) and self._row_dims(source) == self._row_dims(node):
+            return self._call(node, node.target, (self._of(source), [-1, *self._sizes(node)]))
         if self._is_rows(node) or self._row_dims(source):
             raise self._unknown(node, "it repeats values along tokens")
         keep = [int(s) for i, s in enumerate(self.old[source].shape) if i in self._others(node)]
@@ -228,19 +254,27 @@ class _Packer:
     def _along(self, node: Node) -> Node:
         """Ops whose second argument is a dimension."""
         source = args_of(node)[0]
-        return self._call(
-            node, node.target, (self._of(source), self._dim(source, args_of(node)[1]), *args_of(node)[2:])
-        )
+        args = (self._of(source), self._dim(source, args_of(node)[1], node), *args_of(node)[2:])
+        return self._call(node, node.target, args, node.kwargs)
 
     def _reduce(self, node: Node) -> Node:
-        source = args_of(node)[0]
-        dims = [self._dim(source, d) for d in args_of(node)[1]]
+        source, *given = args_of(node)
+        if not given or not given[0]:
+            raise self._unknown(node, "it works along all dimensions, tokens among them")
+        dims = [self._dim(source, d, node) for d in given[0]]
         return self._call(node, node.target, (self._of(source), dims, *args_of(node)[2:]), node.kwargs)
+
+    def _norm(self, node: Node) -> Node:
+        """Ops over the last dimensions, whose sizes they are given."""
+        source, shape, *rest = args_of(node)
+        for i in range(len(shape)):
+            self._dim(source, -1 - i, node)
+        return self._call(node, node.target, (self._of(source), shape, *rest), node.kwargs)
 
     def _split(self, node: Node) -> Node:
         source = args_of(node)[0]
         dim = args_of(node)[2] if len(args_of(node)) > 2 else 0
-        return self._call(node, node.target, (self._of(source), args_of(node)[1], self._dim(source, dim)))
+        return self._call(node, node.target, (self._of(source), args_of(node)[1], self._dim(source, dim, node)))
 
     def _getitem(self, node: Node) -> Node:
         return self._call(node, node.target, (self._of(args_of(node)[0]), args_of(node)[1]))
@@ -265,9 +299,11 @@ def _constants(args: tuple[Any, ...]) -> list[Any]:
 
 
 _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
-    "attention": _Packer._attention,
+    "dgraph.attention": _Packer._attention,
     "to": _Packer._pointwise,
     "linear": _Packer._linear,
+    "layer_norm": _Packer._norm,
+    "rms_norm": _Packer._norm,
     "embedding": _Packer._embedding,
     "reshape": _Packer._reshape,
     "flatten": _Packer._reshape,

@@ -1,0 +1,191 @@
+"""Keys of the artifact cache: everything that a compiled region depends on, as plain text, and its SHA-256.
+
+The text is stored beside the artifact, so that `dgraph cache why` can say what differs between two of them. A weight's
+value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
+one artifact serves every model, phase and bucket in which the same region occurs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import inspect
+import platform
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgraph.lowering.artifact import FORMAT
+from dgraph.torch_private import inductor_config
+
+PACKAGE = Path(__file__).parents[1]
+MAKERS = ("lowering/regions.py", "torch_private.py")
+"""Sources of dgraph that turn a region's text into what Inductor compiles."""
+SETTINGS = "inductor settings"
+"""The input with Inductor's settings, one per line, some hundred."""
+MANY_WORDS = 12
+"""A value of more words than this on one line is a list, of which `why` shows only what differs."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Inputs by name; a value may have several lines."""
+
+    inputs: Mapping[str, str]
+
+    @cached_property
+    def text(self) -> str:
+        """One `name: value` per input; the lines of a long value stand below its name, indented."""
+        lines = []
+        for name, value in self.inputs.items():
+            if "\n" in value:
+                lines += [f"{name}:", *(f"  {line}" for line in value.split("\n"))]
+            else:
+                lines.append(f"{name}: {value}")
+        return "\n".join(lines) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the text, in hexadecimal: the name of the artifact."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @classmethod
+    def of_text(cls, text: str) -> Key:
+        """The inverse of `text`."""
+        inputs: dict[str, list[str]] = {}
+        name = ""
+        for line in text.split("\n")[:-1]:
+            if line.startswith("  "):
+                inputs[name].append(line[2:])
+            else:
+                name, _, value = line.partition(":")
+                inputs[name] = [value[1:]] if value else []
+        return cls({name: "\n".join(lines) for name, lines in inputs.items()})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One input that two keys do not share: its name, both values (None: absent), and the lines that differ."""
+
+    name: str
+    before: str | None
+    after: str | None
+
+    @property
+    def lines(self) -> list[str]:
+        """`- ` and `+ ` lines: of a value with several lines those that differ, of a long list of words those words."""
+        before, after = self.before or "", self.after or ""
+        if "\n" in before + after:
+            found = list(difflib.unified_diff(before.split("\n"), after.split("\n"), lineterm="", n=0))[2:]
+            return [f"{line[0]} {line[1:]}" for line in found if line[0] in "+-"]
+        old, new = before.split(), after.split()
+        if min(len(old), len(new)) > MANY_WORDS:
+            sides = ((sign, sorted(set(a) - set(b))) for sign, a, b in (("-", old, new), ("+", new, old)))
+            return [f"{sign} {' '.join(words)}" for sign, words in sides if words]
+        return [f"{sign} {v}" for sign, v in (("-", self.before), ("+", self.after)) if v is not None]
+
+
+def differences(before: Key, after: Key) -> list[Difference]:
+    """Inputs that differ, in the order in which they stand in the keys."""
+    names = dict.fromkeys([*before.inputs, *after.inputs])
+    pairs = ((name, before.inputs.get(name), after.inputs.get(name)) for name in names)
+    return [Difference(name, a, b) for name, a, b in pairs if a != b]
+
+
+def region_key(
+    region: str, device: torch.device, settings: Mapping[str, Any], functions: Iterable[Callable[..., Any]]
+) -> Key:
+    """The key of a compiled region.
+
+    Args:
+        region: its text.
+        device: of its tensors, with an index.
+        settings: of Inductor, for this region.
+        functions: references of the ops that were inlined into it.
+    """
+    return Key(
+        {
+            "format": FORMAT,
+            "kind": "region",
+            **environment(device),
+            **{f"source {name}": digest for name, digest in sources_of(functions).items()},
+            "region": region,
+            SETTINGS: "\n".join(f"{k} = {v!r}" for k, v in sorted((inductor_config() | dict(settings)).items())),
+        }
+    )
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What code for a device depends on besides the region: torch, triton, Python, the device, numeric settings."""
+    found = {
+        "torch": f"{torch.__version__} git {torch.version.git_version}",
+        "triton": _version("triton"),
+        "python": str(sysconfig.get_config_var("SOABI") or platform.python_version()),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": str(device),
+        "matmul precision": _matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return found | {
+            "device name": f"{facts.name}, {facts.multi_processor_count} multiprocessors",
+            "capability": f"{facts.major}.{facts.minor}",
+            "cuda": str(torch.version.cuda),
+        }
+    # Inductor's C++ is built for exactly this processor, and for this number of threads.
+    return found | {
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "processor features": _processor_features(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
+    """SHA-256 of the sources of functions, of functions of dgraph that these call, and of the makers, by path."""
+    found = {PACKAGE / name for name in MAKERS}
+    for function in functions:
+        found |= {Path(inspect.getfile(f)) for f in (function, *_called(function))}
+    return {path.relative_to(PACKAGE.parent).as_posix(): _hash_of(path) for path in sorted(found)}
+
+
+def _matmul_precision() -> str:
+    # torch.get_float32_matmul_precision() raises where a program has used the newer settings.
+    backends: Any = torch.backends
+    per_backend = (f"{name} {getattr(backends, name).matmul.fp32_precision}" for name in ("cuda", "mkldnn"))
+    return f"{backends.fp32_precision}, {', '.join(per_backend)}"
+
+
+def _called(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    values = [scope.get(name) for name in (code.co_names if code is not None else ())]
+    return [v for v in values if inspect.isfunction(v) and v.__module__.startswith("dgraph.")]
+
+
+def _hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@lru_cache
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@lru_cache
+def _processor_features() -> str:
+    """Instruction sets as Linux names them, sorted; elsewhere the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), "")
+    return " ".join(sorted(found.partition(":")[2].split())) or platform.processor() or "unknown"

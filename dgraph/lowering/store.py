@@ -1,0 +1,262 @@
+"""The store of compiled artifacts: found by key, written once, never run unless every byte is as it was written.
+
+    entries/<sha256 of the key>/                      one artifact (`dgraph.lowering.artifact`)
+    entries/<sha256 of the key>.damaged-<time>/       one that was set aside
+    temporary/<sha256 of the key>.<random>/           one that is being written
+    locks/<sha256 of the key>.lock                    held by the one process that makes it
+
+An entry appears by one rename, so readers need no lock. Nothing that happens to the store stops a program: it warns
+in one line and compiles instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dgraph.errors import CacheError, InputError
+from dgraph.lowering import artifact
+from dgraph.lowering.artifact import Artifact, Damaged
+from dgraph.lowering.key import Key
+from dgraph.lowering.place import check_owner, default_folder, limit_of_environment
+
+LOCK_SECONDS = 600.0
+"""How long to wait for another process that makes the same artifact before making it as well."""
+
+
+class Store:
+    """Artifacts in one folder.
+
+    Args:
+        root: the folder; made with mode 0700 if it is not there.
+        limit: bytes that it may take; None for `DGRAPH_CACHE_SIZE`, or 4 GiB.
+
+    Raises:
+        CacheError: the folder cannot be used, or somebody else could have put code into it.
+        InputError: DGRAPH_CACHE_SIZE is not a size.
+    """
+
+    def __init__(self, root: str | Path, limit: int | None = None):
+        self.root = Path(root).expanduser().absolute()
+        self.limit = limit_of_environment() if limit is None else limit
+        self._warned: set[str] = set()
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_owner(self.root)
+            for folder in (self.entries, self.temporary, self.locks):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"the artifact cache {self.root} cannot be used: {error.strerror}.") from None
+
+    @property
+    def entries(self) -> Path:
+        """Folder of the artifacts."""
+        return self.root / "entries"
+
+    @property
+    def temporary(self) -> Path:
+        """Folder of what is being written."""
+        return self.root / "temporary"
+
+    @property
+    def locks(self) -> Path:
+        """Folder of the lock files."""
+        return self.root / "locks"
+
+    def find(self, key: Key) -> Artifact | None:
+        """The artifact of a key, every byte checked; None if there is none. A damaged one is set aside.
+
+        Its files may be removed by another process at any time, but what is mapped into memory stays.
+        """
+        folder = self.entries / key.digest
+        try:
+            found = artifact.read(folder, key.digest)
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            self.reject(key.digest, str(error))
+            return None
+        except OSError as error:
+            self.warn(f"the artifact cache {self.root} cannot be read ({error.strerror}); going on without it.")
+            return None
+        with suppress(OSError):  # a store that cannot be written serves all the same
+            os.utime(folder)
+        return found
+
+    def __contains__(self, key: Key) -> bool:
+        return (self.entries / key.digest).is_dir()
+
+    def put(self, key: Key, files: Mapping[str, bytes]) -> bool:
+        """Write an artifact, then remove the least recently used ones beyond the limit. Call it inside `making`.
+
+        Returns:
+            Whether it is there now. On a full disk it is not, after a warning.
+        """
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f"{key.digest}.", dir=self.temporary))
+            try:
+                artifact.write(folder, key.text, files)
+                self.adopt(folder, key.digest)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError as error:
+            self.warn(f"the artifact cache {self.root} cannot be written ({error.strerror}); going on without it.")
+            return False
+        with suppress(OSError):
+            self.trim(keep=key.digest)
+        return True
+
+    def adopt(self, folder: Path, digest: str) -> None:
+        """Make a complete folder the entry of a digest, unless there is one already.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        target = self.entries / digest
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        artifact.sync(self.entries)
+
+    @contextmanager
+    def making(self, digest: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold the lock of a digest while its artifact is made, so that only one process makes it.
+
+        Calls `waiting` if another process holds it. Goes on without the lock where the file system has none, or when
+        it took too long: an artifact that is made twice is only a waste.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.locks / f"{digest}.lock", mode=0o600)
+        try:
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                waiting()
+                lock.acquire(timeout=LOCK_SECONDS)
+        except (Timeout, OSError, NotImplementedError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def reject(self, digest: str, reason: str) -> None:
+        """Set an entry aside and say so."""
+        self.set_aside(digest)
+        self.warn(f"artifact {digest[:12]} of the cache {self.root} is set aside and rebuilt: {reason}.")
+
+    def set_aside(self, digest: str) -> None:
+        """Rename an entry so that nobody finds it; an older one of the same digest goes."""
+        folder = self.entries / digest
+        for older in self.entries.glob(f"{digest}.damaged-*"):
+            shutil.rmtree(older, ignore_errors=True)
+        with suppress(OSError):
+            folder.rename(folder.with_name(f"{digest}.damaged-{time.time_ns()}"))
+
+    def remove(self, folder: Path) -> bool:
+        """Remove an entry: out of sight by one rename, then file by file. Returns whether it is out of sight."""
+        try:
+            hidden = Path(tempfile.mkdtemp(prefix="removed.", dir=self.temporary))
+            folder.rename(hidden / "entry")
+        except OSError:
+            return not folder.exists()
+        shutil.rmtree(hidden, ignore_errors=True)
+        return True
+
+    def trim(self, limit: int | None = None, keep: str = "", damaged: bool = False) -> list[str]:
+        """Remove what killed processes left, then the least recently used entries until the rest fits.
+
+        Args:
+            limit: bytes; None for that of the store.
+            keep: digest of an entry that stays.
+            damaged: remove all entries that were set aside; else they are the first to go.
+
+        Returns:
+            Names of what was removed.
+        """
+        removed = [p for p in _children(self.temporary) if not self._is_being_made(p.stem)]
+        for folder in removed:
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in _children(self.locks):
+            if not (self.entries / lock.stem).exists() and not self._is_being_made(lock.stem):
+                lock.unlink(missing_ok=True)
+        found = []
+        for folder in _children(self.entries):
+            with suppress(OSError):  # another process removes as well
+                usable = "." not in folder.name
+                found.append((usable, folder.stat().st_mtime, size_of(folder), folder))
+        total = sum(size for _, _, size, _ in found)
+        for usable, _, size, folder in sorted(found):
+            too_much = total > (self.limit if limit is None else limit)
+            if folder.name != keep and (too_much or (damaged and not usable)) and self.remove(folder):
+                removed.append(folder)
+                total -= size
+        return [folder.name for folder in removed]
+
+    def _is_being_made(self, digest: str) -> bool:
+        from filelock import FileLock, Timeout
+
+        path = self.locks / f"{digest}.lock"
+        if not path.exists():
+            return False
+        lock = FileLock(path, mode=0o600)
+        try:
+            lock.acquire(blocking=False)
+        except (Timeout, OSError, NotImplementedError):
+            return True
+        lock.release()
+        return False
+
+    def warn(self, message: str) -> None:
+        """Warn, once for each message."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def open_store(cache: bool | str | Path | Store = True) -> Store | None:
+    """The store that an option asks for.
+
+    Args:
+        cache: True for the user's own, False for none, or a folder.
+
+    Returns:
+        None without one. The user's own is left out with a warning where it cannot be used.
+
+    Raises:
+        CacheError: the folder that was given cannot be used.
+        InputError: neither of these.
+    """
+    if isinstance(cache, Store) or cache is False:
+        return cache or None
+    if isinstance(cache, (str, Path)):
+        return Store(cache)
+    if cache is not True:
+        raise InputError(f"cache must be True, False or a folder, got {cache!r}.")
+    try:
+        return Store(default_folder())
+    except CacheError as error:
+        warnings.warn(f"{error} Going on without it.", UserWarning, stacklevel=3)
+        return None
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(p.stat().st_size for p in folder.iterdir())
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

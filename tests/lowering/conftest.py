@@ -1,0 +1,31 @@
+"""The graphs that the recipes make of the tiny model, and one step of a batch for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.graph import Graph
+from dgraph.recipes import RECIPES, build
+from tests.passes.scene import Scene, scene
+
+
+@pytest.fixture(scope="session")
+def dense(captured: Graph) -> dict[str, Graph]:
+    """Per phase."""
+    phases = dgraph.rewrite(captured, build(RECIPES, "dense", captured.spec, {}))
+    return {name: phase.graph for name, phase in phases.items()}
+
+
+@pytest.fixture(scope="session")
+def focus(captured: Graph) -> dict[str, Graph]:
+    """Per phase."""
+    phases = dgraph.rewrite(captured, build(RECIPES, "focus", captured.spec, {"max_num_logits": 5}))
+    return {name: phase.graph for name, phase in phases.items()}
+
+
+@pytest.fixture(scope="session")
+def step(cached: Graph) -> Scene:
+    torch.set_num_threads(1)
+    return scene(cached)

@@ -1,0 +1,281 @@
+"""Lowered programs: the graph's values, padding that changes nothing, slots that are freed, inputs that are checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram, StagePlan, run_steps
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
+from tests.passes.scene import Scene
+from tests.tiny import Hand, interpret, rewritten
+
+aten = torch.ops.aten
+ROWS = 32
+
+
+def lower(graph: Graph, buckets: Any = None, **options: Any) -> LoweredProgram:
+    return LoweredProgram(graph, RegionCompiler("eager"), Buckets.of(buckets), **options)
+
+
+@pytest.fixture(scope="module")
+def inf(packed: Graph) -> Graph:
+    """The focus step that evicts nothing."""
+    steps = (FuseProjections(), CacheKV(), EvictTokens(alpha=math.inf), ChunkLMHead(5))
+    return rewritten(packed, *steps)
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+@pytest.mark.parametrize("phase", ["step", "prefill"])
+def test_a_program_is_its_graph(request: pytest.FixtureRequest, step: Scene, recipe: str, phase: str) -> None:
+    graph: Graph = request.getfixturevalue(recipe)[phase]
+    mine, theirs = step.copy().inputs, step.copy().inputs
+    result = lower(graph)(mine, ROWS)
+    expected = interpret(graph, theirs)
+    assert set(result.outputs) == set(expected) == set(graph.outputs)
+    for name, value in expected.items():
+        assert torch.equal(result.outputs[name], value), name
+    for name, value in theirs.items():
+        assert torch.equal(mine[name].nan_to_num(), value.nan_to_num()), name
+    stages = 2 if (recipe, phase) == ("focus", "step") else 1
+    assert len(result.rows) == len(result.padded) == len(result.seconds) == stages
+    assert result.rows == result.padded
+    assert result.rows[0] == ROWS
+    assert all(s > 0 for s in result.seconds)
+
+
+def test_the_rows_of_the_suffix_are_the_kept_rows(focus: dict[str, Graph], step: Scene) -> None:
+    program = lower(focus["step"])
+    result = program(step.copy().inputs, ROWS)
+    assert program.stage_names == ("prefix", "suffix")
+    assert result.rows == (ROWS, len(result.outputs["kept"]))
+    assert 0 < result.rows[1] < ROWS
+
+
+def test_with_alpha_infinite_the_outputs_are_the_dense_ones_bit_for_bit(
+    dense: dict[str, Graph], inf: Graph, step: Scene
+) -> None:
+    mine, theirs = step.copy().inputs, step.copy().inputs
+    got, expected = lower(inf)(mine, ROWS), lower(rewritten_head(dense, 5))(theirs, ROWS)
+    assert got.rows == (ROWS, ROWS)
+    assert got.outputs["kept"].tolist() == list(range(ROWS))
+    for name in ("token", "confidence"):
+        assert torch.equal(got.outputs[name], expected.outputs[name])
+    for name, value in theirs.items():
+        assert torch.equal(mine[name].nan_to_num(), value.nan_to_num()), name
+
+
+def rewritten_head(dense: dict[str, Graph], chunk: int) -> Graph:
+    """The dense step with logits of that many rows at a time."""
+    graph = dense["step"].copy()
+    (head,) = graph.find("lm_head")
+    head.args = (*head.args[:6], chunk, head.args[7])
+    return graph
+
+
+def test_a_program_can_run_again(focus: dict[str, Graph], step: Scene) -> None:
+    program = lower(focus["step"])
+    first, second = (program(step.copy().inputs, ROWS).outputs for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert value.data_ptr() != second[name].data_ptr()
+    weights = {n.meta.get("weight") for n in focus["step"].nodes if n.op == "placeholder"} - {None}
+    assert sum(v is not None for v in program._template) == len(weights), "nothing of a run is kept"
+
+
+# -- padding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", ["hybrid", [40], [5, 17, 33], [32, 64]])
+@pytest.mark.parametrize("phase", ["step", "prefill"])
+def test_padded_programs_give_the_same_tokens_and_caches(
+    focus: dict[str, Graph], step: Scene, buckets: Any, phase: str
+) -> None:
+    exact, padded = step.copy().inputs, step.copy().inputs
+    expected, got = lower(focus[phase])(exact, ROWS), lower(focus[phase], buckets)(padded, ROWS)
+    rounding = Buckets.of(buckets)
+    assert got.rows == expected.rows
+    assert got.padded == tuple(rounding(r) for r in expected.rows)
+    for name, value in exact.items():
+        torch.testing.assert_close(padded[name], value, atol=1e-6, rtol=1e-5, equal_nan=True)
+    if phase == "prefill":
+        return
+    live = expected.rows[-1]
+    fillers = {"token": -1, "kept": -1, "confidence": -math.inf}
+    for name in ("token", "kept", "confidence"):
+        value = got.outputs[name]
+        assert len(value) == got.padded[-1]
+        torch.testing.assert_close(value[:live], expected.outputs[name], atol=1e-6, rtol=1e-5)
+        assert (value[live:] == fillers[name]).all()
+    assert torch.equal(got.outputs["progress"], expected.outputs["progress"])
+    torch.testing.assert_close(got.outputs["score"][:ROWS], expected.outputs["score"], atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_are_left_unpadded(dense: dict[str, Graph], step: Scene) -> None:
+    inputs = step.copy().inputs
+    before = {n: (v, v.shape) for n, v in inputs.items()}
+    lower(dense["step"], [64])(inputs, ROWS)
+    for name, (value, shape) in before.items():
+        assert inputs[name] is value
+        assert value.shape == shape
+
+
+def test_no_rows_at_all(dense: dict[str, Graph], focus: dict[str, Graph], step: Scene) -> None:
+    """A step in which every sequence is done pads to one row, which does nothing."""
+    per_row = ("input_ids", "positions", "limit", "masked", "temperature", "seed")
+    inputs = {n: v[:0] if n in per_row else v for n, v in step.copy().inputs.items()}
+    inputs["cu_rows"] = torch.zeros(5, dtype=torch.int32)
+    before = {n: v.clone() for n, v in inputs.items()}
+    for graph in (dense["step"], focus["step"], dense["prefill"]):
+        result = lower(graph)(inputs, 0)
+        assert set(result.rows) == {0}
+        assert set(result.padded) == {1}
+        if "token" in result.outputs:
+            assert result.outputs["token"].tolist() == [-1]
+        for name, value in before.items():
+            assert torch.equal(inputs[name].nan_to_num(), value.nan_to_num()), name
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_reads(dense: dict[str, Graph], focus: dict[str, Graph]) -> None:
+    always = {"input_ids", "positions", "limit", "cu_rows", "page_table"}
+    caches = {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
+    head = {"masked", "temperature", "seed"}
+    assert lower(dense["prefill"]).input_names == always | caches
+    assert lower(dense["step"]).input_names == always | caches | head
+    assert lower(focus["step"]).input_names == always | caches | head | {"average", "progress"}
+    assert lower(dense["step"]).stage_names == ("step",)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "masked", "page_table", "k_cache_2"])
+def test_a_missing_input(dense: dict[str, Graph], step: Scene, name: str) -> None:
+    inputs = step.copy().inputs
+    del inputs[name]
+    with pytest.raises(LoweringError, match=rf"input '{name}' is missing; this program reads .*cu_rows, input_ids"):
+        lower(dense["step"])(inputs, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("input_ids", Tensor.int, r"input 'input_ids' is torch\.int32, expected torch\.int64"),
+        ("masked", Tensor.float, r"input 'masked' is torch\.float32, expected torch\.bool"),
+        ("v_cache_1", Tensor.bfloat16, r"input 'v_cache_1' is torch\.bfloat16, expected torch\.float32"),
+        ("positions", lambda t: t[:-1], r"input 'positions' has 31 rows, expected 32"),
+        ("seed", lambda t: torch.cat([t, t]), r"input 'seed' has 64 rows, expected 32"),
+    ],
+)
+def test_an_input_that_does_not_fit(
+    dense: dict[str, Graph], step: Scene, name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    inputs = step.copy().inputs
+    before = inputs["k_cache_0"].clone()
+    inputs[name] = change(inputs[name])
+    with pytest.raises(LoweringError, match=message):
+        lower(dense["step"], [40])(inputs, ROWS)
+    assert torch.equal(inputs["k_cache_0"].nan_to_num(), before.nan_to_num()), "nothing has run"
+
+
+def test_more_inputs_than_it_reads_are_ignored(dense: dict[str, Graph], step: Scene) -> None:
+    inputs = {**step.copy().inputs, "noise": torch.zeros(3)}
+    assert lower(dense["step"])(inputs, ROWS).rows == (ROWS,)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A runner that looks at the slots after every step."""
+
+    def __init__(self) -> None:
+        self.plans: list[StagePlan] = []
+        self.alive: list[set[int]] = []
+
+    def __call__(self, plan: StagePlan) -> Callable[[list[Any]], None]:
+        self.plans.append(plan)
+
+        def run(slots: list[Any]) -> None:
+            for step in (*plan.bridge, *plan.steps):
+                assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
+                step.run(slots)
+                self.alive.append({i for i, v in enumerate(slots) if v is not None})
+
+        return run
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+def test_a_slot_is_freed_behind_its_last_reader(request: pytest.FixtureRequest, step: Scene, recipe: str) -> None:
+    graph: Graph = request.getfixturevalue(recipe)["step"]
+    watch = Watch()
+    program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), runner=watch)
+    program(step.copy().inputs, ROWS)
+    steps = [s for plan in watch.plans for s in (*plan.bridge, *plan.steps)]
+    given = {i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    results = set(program._outputs.values())
+    cuts = {slot for cut in program._cuts if cut is not None for slot in (*cut.reads(), *cut.writes())}
+    for i, alive in enumerate(watch.alive):
+        later = {slot for s in steps[i + 1 :] for slot in s.reads()}
+        assert alive - given - results - cuts <= later, f"step {i} leaves values that nobody reads"
+    most = max(len(alive - given) for alive in watch.alive)
+    assert most < len(watch.alive), "fewer values at a time than steps"
+
+
+def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step: Scene) -> None:
+    watch = Watch()
+    program = LoweredProgram(focus["step"], RegionCompiler("eager"), Buckets(), runner=watch)
+    assert tuple(watch.plans) == program.plans
+    prefix, suffix = program.plans
+    assert (prefix.name, suffix.name) == ("prefix", "suffix")
+    assert prefix.bridge == ()
+    assert len(suffix.bridge) == 1, "the gather, whose sizes depend on two buckets"
+    names = {slot: name for name, (slot, _) in program._inputs.items()}
+    assert {names[s] for s in prefix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (0, 1)}
+    assert {names[s] for s in suffix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (1, 2, 3)}
+    outputs = {slot: name for name, slot in program._outputs.items()}
+    assert {outputs[s] for s in prefix.results} == {"progress", "score"}
+    assert {outputs[s] for s in suffix.results} == {"token", "confidence"}
+    for plan in program.plans:
+        written = {s for x in plan.steps for s in x.writes()}
+        read = {s for x in plan.steps for s in x.reads()}
+        assert set(plan.outputs) <= written
+        assert set(plan.inputs) <= read - written
+        assert plan.results <= set(plan.outputs)
+        assert plan.in_place <= set(plan.inputs)
+        weights = {i for i, v in enumerate(program._template) if v is not None}
+        assert read - written - weights == set(plan.inputs)
+
+
+def test_weights_are_read_at_every_run(dense: dict[str, Graph], step: Scene) -> None:
+    """Weights are arguments of the regions, not constants in them: a changed weight counts at once."""
+    graph = dense["step"].copy()
+    graph.tensors = {n: t.detach().clone() for n, t in graph.tensors.items()}
+    program = lower(graph)
+    before = program(step.copy().inputs, ROWS).outputs["confidence"]
+    graph.tensors["model.norm.weight"].mul_(0.5)
+    after = program(step.copy().inputs, ROWS).outputs["confidence"]
+    assert not torch.equal(before, after)
+    assert all(not t.requires_grad for t in program._template if t is not None)
+
+
+def test_a_program_of_no_calls() -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 4)
+    program = lower(hand.returns(y=x))
+    given = torch.randn(3, 4)
+    assert torch.equal(program({"x": given}, 3).outputs["y"], given)
+    assert run_steps(program.plans[0]) is not None
+    assert program({"x": given}, 3).rows == (3,)

@@ -1,0 +1,177 @@
+"""Keys: each thing that compiled code depends on changes them, nothing else does, and they say what differs."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from dgraph.lowering import key as keys
+from dgraph.lowering.key import Difference, Key, differences, region_key, sources_of
+from dgraph.ops import OPS
+from dgraph.torch_private import inductor_config, inductor_settings
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TEXT = "device cpu\n%0 = input: f32[s0, 4]\n\n  %1 = odd: line\nreturn %0"
+NORM = OPS["rms_norm"].reference
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    facts = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    return facts
+
+
+def made(device: torch.device = CPU, text: str = TEXT, functions: Any = (NORM,), **settings: Any) -> Key:
+    return region_key(text, device, settings, functions)
+
+
+def changed(before: Key, after: Key) -> list[str]:
+    assert (before.digest != after.digest) == bool(differences(before, after))
+    return [d.name for d in differences(before, after)]
+
+
+def test_a_key_comes_back_from_its_text() -> None:
+    for key in (made(), Key({"a": "", "b": "x: y", "c": "\nx\n\n  y\n"})):
+        assert dict(Key.of_text(key.text).inputs) == dict(key.inputs)
+        assert Key.of_text(key.text).digest == key.digest
+    assert len(made().digest) == 64
+
+
+def test_the_same_things_make_the_same_key() -> None:
+    assert made().text == made().text
+    assert made(GPU).text == made(GPU).text
+    assert made(a=1, b=2).digest == made(b=2, a=1).digest
+
+
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "format": (keys, "FORMAT", "dgraph artifact 0"),
+    "torch": (torch, "__version__", "2.12.0"),
+    "triton": (keys, "_version", lambda package: "1.0"),
+    "python": (sysconfig, "get_config_var", lambda name: "cpython-399"),
+    "machine": (keys.platform, "machine", lambda: "sparc"),
+    "matmul precision": (keys, "_matmul_precision", lambda: "tf32"),
+    "deterministic": (torch, "are_deterministic_algorithms_enabled", lambda: True),
+}
+CPU_PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "vectors": (torch.backends.cpu, "get_cpu_capability", lambda: "AVX"),
+    "processor features": (keys, "_processor_features", lambda: "sse"),
+    "threads": (torch, "get_num_threads", lambda: 77),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES | CPU_PATCHES)
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_what_the_code_depends_on_is_in_the_key(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device
+) -> None:
+    before = made(device)
+    monkeypatch.setattr(*(PATCHES | CPU_PATCHES)[name])
+    on_gpu_too = name in PATCHES
+    assert changed(before, made(device)) == ([name] if on_gpu_too or device == CPU else [])
+
+
+def test_a_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = made()
+    monkeypatch.setattr(torch.version, "git_version", "0123456")
+    assert changed(before, made()) == ["torch"]
+
+
+def test_a_device(a_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = made(GPU)
+    assert changed(before, made(torch.device("cuda", 1))) == ["device"]
+    a_gpu.name = "NVIDIA H100"
+    assert changed(before, made(GPU)) == ["device name"]
+    a_gpu.name, a_gpu.minor = "NVIDIA H200", 3
+    assert changed(before, made(GPU)) == ["capability"]
+    a_gpu.minor, a_gpu.multi_processor_count = 0, 66
+    assert changed(before, made(GPU)) == ["device name"]
+    a_gpu.multi_processor_count = 132
+    monkeypatch.setattr(torch.version, "cuda", "14.0")
+    assert changed(before, made(GPU)) == ["cuda"]
+
+
+def test_a_region() -> None:
+    (found,) = differences(made(), made(text=TEXT.replace("s0, 4", "s0, 8")))
+    assert found.name == "region"
+    assert found.lines == ["- %0 = input: f32[s0, 4]", "+ %0 = input: f32[s0, 8]"]
+
+
+def test_settings_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = differences(made(), made(**{"triton.cudagraphs": True}))
+    assert found.name == "inductor settings"
+    assert found.lines == ["- triton.cudagraphs = False", "+ triton.cudagraphs = True"]
+    with inductor.patch("max_autotune", not inductor.max_autotune):
+        other = made()
+    assert changed(made(), other) == ["inductor settings"]
+    with inductor.patch({"cpp.cxx": (None, "clang++"), "compile_threads": 1}):
+        assert changed(made(), made()) == []
+    assert inductor_settings(CPU) == {}
+
+
+def test_settings_are_the_same_in_every_process() -> None:
+    values = [v for value in inductor_config().values() for v in (value if isinstance(value, list) else [value])]
+    assert not [v for v in values if "0x" in repr(v)]
+    assert "cpp.cxx" not in inductor_config()
+
+
+def test_sources_of_inlined_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(sources_of([NORM])) == {
+        "dgraph/lowering/regions.py",
+        "dgraph/torch_private.py",
+        "dgraph/ops/registry.py",  # rms_norm calls a function of it
+        "dgraph/ops/rms_norm.py",
+    }
+    assert changed(made(), made(functions=[NORM, OPS["rope"].reference])) == ["source dgraph/ops/rope.py"]
+    before, hashed = made(), keys._hash_of
+
+    def edited(path: Path) -> str:
+        return "0" * 64 if path.name == "rms_norm.py" else hashed(path)
+
+    monkeypatch.setattr(keys, "_hash_of", edited)
+    assert changed(before, made()) == ["source dgraph/ops/rms_norm.py"]
+
+
+def test_every_inline_op_has_a_source() -> None:
+    for op in OPS.values():
+        if op.inline:
+            assert f"dgraph/ops/{op.name}.py" in sources_of([op.reference])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [
+        ("1", "2", ["- 1", "+ 2"]),
+        (None, "2", ["+ 2"]),
+        ("1", None, ["- 1"]),
+        ("a b c", "a b d", ["- a b c", "+ a b d"]),
+        (" ".join("abcdefghijklmnop"), " ".join("abcdefghijklmnoz"), ["- p", "+ z"]),
+        ("a\nb\nc", "a\nc", ["- b"]),
+        ("a\n--- b", "a\n+++ b", ["- --- b", "+ +++ b"]),
+    ],
+)
+def test_lines_of_a_difference(before: str | None, after: str | None, lines: list[str]) -> None:
+    assert Difference("x", before, after).lines == lines
+
+
+@pytest.mark.parametrize(
+    ("text", "features"),
+    [("vendor: x\nflags\t\t: sse fma avx\nflags : y\n", "avx fma sse"), ("Features : neon asimd\n", "asimd neon")],
+)
+def test_processor_features(monkeypatch: pytest.MonkeyPatch, text: str, features: str) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
+    assert keys._processor_features.__wrapped__() == features
+
+
+def test_processor_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Callable[..., str] = lambda self, **_: (_ for _ in ()).throw(OSError())  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(keys.platform, "processor", lambda: "arm")
+    assert keys._processor_features.__wrapped__() == "arm"

@@ -1,0 +1,234 @@
+"""Recipes as values: which passes make which phase, JSON, equality, unknown names, options out of range."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+import dgraph
+from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.graph import Graph
+from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
+from dgraph.passes.base import Pass
+from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
+from dgraph.spec import ModelSpec
+from tests.tiny import tiny_spec
+
+SPEC = tiny_spec(layers=4)
+
+
+def recipe(name: str, **options: Any) -> Recipe:
+    return build(RECIPES, name, SPEC, options)
+
+
+def test_dense_is_the_cached_forward_with_a_chunked_head() -> None:
+    cached = (PackRows(), FuseProjections(), CacheKV())
+    dense = recipe("dense")
+    assert dense.phase("prefill").passes == (*cached, OnlyKV())
+    assert dense.phase("step").passes == (*cached, ChunkLMHead(2048))
+    assert (dense.name, dense.block_cache, dense.refresh) == ("dense", "off", True)
+    assert [p.name for p in dense.phases] == ["prefill", "step"]
+
+
+def test_focus_is_dense_with_an_eviction() -> None:
+    dense, focus = recipe("dense"), recipe("focus")
+    assert focus.phase("prefill") == dense.phase("prefill")
+    *cached, head = dense.phase("step").passes
+    assert focus.phase("step").passes == (*cached, EvictTokens(alpha=1.5, after=1), head)
+    assert (focus.block_cache, focus.refresh) == ("dc+", True)
+
+
+def test_options_reach_their_pass() -> None:
+    focus = recipe("focus", alpha=2.0, after=2, signal="importance", select="bottom", keep=4, max_num_logits=7)
+    evict, head = focus.phase("step").passes[-2:]
+    assert evict == EvictTokens(alpha=2.0, after=2, signal="importance", select="bottom", keep=4)
+    assert head == ChunkLMHead(7)
+    loop = recipe("focus", block_cache="dc", refresh=False)
+    assert (loop.block_cache, loop.refresh) == ("dc", False)
+    assert recipe("dense", block_cache="dc+", max_num_logits=9).phase("step").passes[-1] == ChunkLMHead(9)
+
+
+def test_options_and_their_defaults() -> None:
+    assert options_of(RECIPES["dense"]) == {"block_cache": "off", "refresh": True, "max_num_logits": 2048}
+    assert options_of(RECIPES["focus"]) == {
+        "alpha": 1.5,
+        "after": 1,
+        "signal": "delta",
+        "select": "top",
+        "keep": 0,
+        "block_cache": "dc+",
+        "refresh": True,
+        "max_num_logits": 2048,
+    }
+    for builder in RECIPES.values():
+        documented = (builder.__doc__ or "").split("Args:")[1]
+        assert all(f"{option}:" in documented for option in options_of(builder))
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_a_value() -> None:
+    assert recipe("focus") == recipe("focus", alpha=1.5)
+    assert hash(recipe("focus")) == hash(recipe("focus", alpha=1.5))
+    assert recipe("focus") != recipe("focus", alpha=1.6)
+    assert recipe("focus") != recipe("focus", refresh=False)
+    assert recipe("dense") != recipe("dense", block_cache="dc")
+    assert repr(recipe("focus")) == repr(recipe("focus"))
+    assert "EvictTokens(alpha=1.5, after=1" in repr(recipe("focus"))
+    with pytest.raises(FrozenInstanceError):
+        recipe("dense").refresh = False  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        recipe("dense").phases[0].name = "x"  # type: ignore[misc]
+    assert replace(recipe("dense"), name="mine") != recipe("dense")
+
+
+def restored(plain: dict[str, Any]) -> Recipe:
+    """A recipe from its JSON, by the names of its passes."""
+
+    def step(fields: dict[str, Any]) -> Pass:
+        values = {name: math.inf if value == "inf" else value for name, value in fields.items()}
+        return PASSES[values.pop("pass")](**values)
+
+    phases = [Phase(p["phase"], tuple(map(step, p["passes"])), frozenset(p["optional"])) for p in plain["phases"]]
+    return Recipe(plain["recipe"], plain["version"], tuple(phases), plain["block_cache"], plain["refresh"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense", {}),
+        ("dense", {"block_cache": "dc", "refresh": False, "max_num_logits": 1}),
+        ("focus", {}),
+        ("focus", {"alpha": math.inf, "block_cache": "off"}),
+        ("focus", {"alpha": 1.2, "after": 3, "signal": "importance", "select": "random", "keep": 8}),
+    ],
+)
+def test_json_says_all_of_a_recipe(name: str, options: dict[str, Any]) -> None:
+    value = recipe(name, **options)
+    text = json.dumps(value.to_json(), allow_nan=False)
+    assert json.loads(text) == value.to_json()
+    assert restored(json.loads(text)) == value
+    assert value.to_json()["version"] == 1
+
+
+def test_json_tells_recipes_apart() -> None:
+    texts = [
+        json.dumps(recipe(name, **options).to_json())
+        for name, options in (
+            ("dense", {}),
+            ("dense", {"block_cache": "dc+"}),
+            ("focus", {}),
+            ("focus", {"alpha": math.inf}),
+            ("focus", {"refresh": False}),
+            ("focus", {"keep": 4}),
+        )
+    ]
+    assert len(set(texts)) == len(texts)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus'\? Known: dense, focus\."),
+        ("", {}, r"unknown recipe ''\. Known: dense, focus\."),
+        ("focus", {"aplha": 2}, r"unknown option of recipe 'focus' 'aplha'\. Did you mean 'alpha'"),
+        ("focus", {"blockcache": "off"}, r"'blockcache'\. Did you mean 'block_cache'"),
+        ("dense", {"alpha": 2}, r"unknown option of recipe 'dense' 'alpha'\. Known: block_cache, max_num_logits"),
+        ("dense", {"spec": None}, r"unknown option of recipe 'dense' 'spec'"),
+    ],
+)
+def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownName, match=message):
+        recipe(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("focus", {"alpha": 0.5}, r"alpha must be at least 1"),
+        ("focus", {"after": 0}, r"after must be a layer of at least 1"),
+        ("focus", {"after": "1"}, r"after must be an integer, got '1'"),
+        ("focus", {"signal": "d"}, r"signal must be one of"),
+        ("focus", {"select": 3}, r"select must be one of .*got 3"),
+        ("focus", {"keep": -2}, r"keep must be 0"),
+        ("focus", {"block_cache": "DC"}, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'DC'"),
+        ("dense", {"refresh": 1}, r"refresh must be True or False, got 1"),
+        ("dense", {"max_num_logits": -5}, r"max_num_logits .*got -5"),
+        ("dense", {"max_num_logits": 2.5}, r"max_num_logits .*got 2\.5"),
+    ],
+)
+def test_options_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipe(name, **options)
+
+
+def test_an_unknown_phase() -> None:
+    with pytest.raises(UnknownName, match=r"unknown phase 'stpe'\. Did you mean 'step'\? Known: prefill, step"):
+        recipe("dense").phase("stpe")
+
+
+# -- rewriting ---------------------------------------------------------------------------------------------------
+
+
+def test_phases_share_the_work_of_a_common_beginning(captured: Graph) -> None:
+    phases = dgraph.rewrite(captured, recipe("focus"))
+    prefill, step = phases["prefill"], phases["step"]
+    for name in ("PackRows", "FuseProjections", "CacheKV"):
+        assert prefill.after(name) is step.after(name)
+    assert prefill.graph is prefill.after("OnlyKV")
+    assert [r.name for r in step.reports] == ["PackRows", "FuseProjections", "CacheKV", "EvictTokens", "ChunkLMHead"]
+    assert len(step.snapshots) == 5
+    assert step.graph.history == tuple(map(repr, recipe("focus").phase("step").passes))
+    assert captured.history == ()
+    stacked = [g.tensors["model.layers.0.mlp.gate_proj+up_proj.weight"] for g in (prefill.graph, step.graph)]
+    assert stacked[0] is stacked[1]
+    with pytest.raises(UnknownName, match="unknown pass of this phase 'OnlyKV'"):
+        step.after("OnlyKV")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "step"])
+@pytest.mark.parametrize("name", ["dense", "focus"])
+def test_the_phases_of_both_recipes_fit_one_loop(captured: Graph, name: str, phase: str) -> None:
+    graph = dgraph.rewrite(captured, recipe(name))[phase].graph
+    outputs: tuple[str, ...] = () if phase == "prefill" else ("token", "confidence")
+    if (name, phase) == ("focus", "step"):
+        outputs += ("kept", "progress", "score")
+    assert graph.outputs == outputs
+    given = {"input_ids", "positions", "limit", "cu_rows", "page_table", "masked", "temperature", "seed"}
+    given |= {"average", "progress"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
+    assert set(graph.inputs) <= given
+
+
+def test_a_phase_without_passes_is_the_captured_graph(captured: Graph) -> None:
+    bare = dgraph.rewrite(captured, Recipe("bare", 1, (Phase("step", ()),)))["step"]
+    assert bare.graph is captured
+    assert bare.reports == bare.snapshots == ()
+
+
+def test_a_pass_is_optional_only_where_the_phase_says_so(captured: Graph) -> None:
+    """The same beginning twice: what one phase forgives the other does not."""
+    passes = (PackRows(), OnlyKV())
+    lenient, strict = Phase("prefill", passes, frozenset({"OnlyKV"})), Phase("step", passes)
+    assert dgraph.rewrite(captured, Recipe("r", 1, (lenient,)))["prefill"].reports[-1].applied == []
+    with pytest.raises(PassError, match=r"OnlyKV\(\) applied nowhere"):
+        dgraph.rewrite(captured, Recipe("r", 1, (lenient, strict)))
+
+
+def test_another_projects_recipe_is_built_like_ours() -> None:
+    def mine(spec: ModelSpec, depth: int = 2) -> Recipe:
+        """Keeps the first layers."""
+        return Recipe("mine", 3, (Phase("step", (EvictTokens(after=depth),)),))
+
+    builders: dict[str, Callable[..., Recipe]] = {**RECIPES, "mine": mine}
+    assert build(builders, "mine", SPEC, {"depth": 3}).phase("step").passes == (EvictTokens(after=3),)
+    with pytest.raises(UnknownName, match="Did you mean 'depth'"):
+        build(builders, "mine", SPEC, {"depht": 3})

@@ -1,0 +1,182 @@
+"""Bad input to the entry points: each one clear message, before anything runs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.errors import (
+    CaptureError,
+    CheckpointError,
+    DgraphError,
+    InputError,
+    LoweringError,
+    PassError,
+    UnknownName,
+    VerifyError,
+)
+from dgraph.graph import Graph
+from dgraph.recipes import RECIPES, build
+from tests.tiny import BLOCK, MASK, draw
+
+
+@pytest.fixture(scope="module")
+def dense(model: dgraph.Model) -> dgraph.Optimized:
+    return dgraph.optimize(model, "dense", backend="eager")
+
+
+@pytest.fixture
+def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgraph.api.capture_module", lambda *_: captured.copy())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recipe": "focsu"}, UnknownName, r"unknown recipe 'focsu'\. Did you mean 'focus'\? Known: dense, focus"),
+        ({"alhpa": 2.0}, UnknownName, r"unknown option of recipe 'focus' 'alhpa'\. Did you mean 'alpha'"),
+        ({"recipe": "dense", "alpha": 2.0}, UnknownName, r"unknown option of recipe 'dense' 'alpha'"),
+        ({"alpha": 0.99}, InputError, r"alpha must be at least 1 .*got 0\.99"),
+        ({"alpha": float("nan")}, InputError, r"alpha must be at least 1 .*got nan"),
+        ({"after": 4}, InputError, r"EvictTokens: after=4 is not a layer of this model, which has 0\.\.3"),
+        ({"after": 0}, InputError, r"after must be a layer of at least 1 for signal='delta', got 0"),
+        ({"block_cache": "on"}, InputError, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'on'"),
+        ({"refresh": "no"}, InputError, r"refresh must be True or False, got 'no'"),
+        ({"max_num_logits": 0}, InputError, r"max_num_logits .* at least 1, got 0"),
+        ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', got 'indcutor'"),
+        ({"buckets": "big"}, InputError, r"buckets must be 'exact', 'hybrid', .* or a list of row counts .*got 'big'"),
+        ({"buckets": [0, 8]}, InputError, r"buckets must be .*got \[0, 8\]"),
+        ({"facts": {"mask_id": 3}}, InputError, r"knows its own facts; mask_id"),
+    ],
+)
+def test_optimize(
+    model: dgraph.Model, options: dict[str, Any], error: type[Exception], message: str, captured_before: None
+) -> None:
+    with pytest.raises(error, match=message):
+        dgraph.optimize(model, **{"backend": "eager", **options})
+
+
+def test_optimize_with_a_finished_recipe(model: dgraph.Model) -> None:
+    recipe = build(RECIPES, "dense", model.spec, {})
+    with pytest.raises(InputError, match=r"options alpha were given beside a finished recipe"):
+        dgraph.optimize(model, recipe, alpha=1.5)
+
+
+@pytest.mark.parametrize("what", ["no_such_model", "tiny_sda"])
+def test_optimize_an_unknown_model(what: str) -> None:
+    with pytest.raises(UnknownName, match=f"unknown model '{what}'"):
+        dgraph.optimize(what)
+
+
+def test_optimize_a_missing_folder() -> None:
+    with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
+        dgraph.optimize("./no/such/folder")
+
+
+PROMPT = [draw(9)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"either prompts \(texts\) or input_ids"),
+        ({"prompts": "a", "input_ids": PROMPT}, r"either prompts \(texts\) or input_ids"),
+        ({"prompts": "a"}, r"came without a tokenizer; pass input_ids"),
+        ({"input_ids": [[]]}, r"prompt 0 is empty"),
+        ({"input_ids": [[1], []]}, r"prompt 1 is empty"),
+        ({"input_ids": [1, 2]}, r"input_ids must be a list of ids per prompt, got \[1, 2\]"),
+        ({"input_ids": [[1, "2"]]}, r"prompt 0: token 1 is '2', expected an integer id"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids must be int64 \[b, t\], got torch\.int64 \[3\]"),
+        ({"input_ids": torch.zeros(1, 3)}, r"input_ids must be int64 \[b, t\], got torch\.float32 \[1, 3\]"),
+        ({"input_ids": [[1, 97]]}, r"prompt 0: token 1 is 97, outside the vocabulary of 97"),
+        ({"input_ids": [[1, MASK]]}, r"prompt 0: token 1 is the mask token \(id 96\)"),
+        ({"input_ids": [[1] * 4090]}, r"prompt 0: 4090 tokens and max_new_tokens=16 .* more than the 4096"),
+        ({"input_ids": PROMPT, "threshold": 0.0}, r"threshold is a probability in \(0, 1\], got 0\.0"),
+        ({"input_ids": PROMPT, "threshold": 1.1}, r"threshold is a probability in \(0, 1\], got 1\.1"),
+        ({"input_ids": PROMPT, "threshold": 0.9, "steps": 4}, r"either threshold \(0\.9\) or steps \(4\), not both"),
+        ({"input_ids": PROMPT, "steps": 0}, r"steps .*got 0"),
+        ({"input_ids": PROMPT, "max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
+        ({"input_ids": PROMPT, "block_length": 0}, r"block_length must be at least 1, got 0"),
+        ({"input_ids": PROMPT, "temperature": -1.0}, r"temperature must be a finite number >= 0, got -1\.0"),
+        ({"input_ids": PROMPT, "max_batch": 0}, r"max_batch must be at least 1, got 0"),
+    ],
+)
+def test_generate(dense: dgraph.Optimized, settings: dict[str, Any], message: str) -> None:
+    steps: list[Any] = []
+    with pytest.raises(InputError, match=message):
+        dense.generate(**{"max_new_tokens": 16, "observer": steps.append, **settings})
+    assert steps == [], "nothing ran"
+    assert dense.generate(input_ids=PROMPT, max_new_tokens=1).stats.tokens == 1, "and nothing broke"
+
+
+def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
+    class Letters:
+        def encode(self, prompt: str) -> list[int]:
+            return [ord(c) % MASK for c in prompt]
+
+        def decode(self, ids: Any) -> str:
+            return "x" * len(ids)
+
+    model = dgraph.Model("letters", dense.model.module, dense.spec, Letters(), dense.model.prefix)
+    optimized = dgraph.Optimized.__new__(dgraph.Optimized)
+    optimized.__dict__.update(dense.__dict__, model=model)
+    with pytest.raises(InputError, match=r"prompts must be texts, got 3; pass ids as input_ids"):
+        optimized.generate([3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match=r"prompt 0 is empty"):
+        optimized.generate("")
+    result = optimized.generate(["ab", "c"], max_new_tokens=3)
+    assert result.texts == ["xxx", "xxx"]
+    assert result.token_ids == optimized.generate(input_ids=[[1, 2], [3]], max_new_tokens=3).token_ids
+
+
+def test_another_block_length_warns(dense: dgraph.Optimized) -> None:
+    with pytest.warns(UserWarning, match=r"block_length=4, but .* was trained with 8"):
+        dense.generate(input_ids=PROMPT, max_new_tokens=4, block_length=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dense.generate(input_ids=PROMPT, max_new_tokens=4, block_length=BLOCK)
+
+
+def test_no_prompts_give_no_results(dense: dgraph.Optimized) -> None:
+    result = dense.generate(input_ids=[])
+    assert (result.token_ids, result.texts, result.stats.tokens) == ([], None, 0)
+
+
+def test_phases_and_passes_by_name(dense: dgraph.Optimized) -> None:
+    assert dense.graph() is dense.phases["step"].graph
+    assert dense.graph("prefill", after="PackRows").find("packed_attention")
+    assert not dense.graph("prefill", after="CacheKV").find("packed_attention")
+    with pytest.raises(UnknownName, match=r"unknown phase 'steps'\. Did you mean 'step'\? Known: prefill, step"):
+        dense.graph("steps")
+    with pytest.raises(UnknownName, match=r"unknown pass of this phase 'PakRows'\. Did you mean 'PackRows'"):
+        dense.graph("step", after="PakRows")
+    assert [r.name for r in dense.report["step"]] == ["PackRows", "FuseProjections", "CacheKV", "ChunkLMHead"]
+
+
+def test_capture_and_phases_share_one_graph_that_is_left_alone(dense: dgraph.Optimized) -> None:
+    assert dense.captured.history == ()
+    assert dense.captured.find("attention")
+    prefill, step = dense.graph("prefill", "CacheKV"), dense.graph("step", "CacheKV")
+    assert prefill is step, "phases share the work of a common beginning"
+
+
+def test_every_error_is_one_of_ours_and_prints_as_one_message() -> None:
+    for kind in (InputError, CaptureError, CheckpointError, VerifyError, PassError, LoweringError):
+        assert issubclass(kind, DgraphError)
+        assert str(kind("what and why")) == "what and why"
+    assert issubclass(InputError, ValueError)
+    error = UnknownName("recipe", "denes", ["focus", "dense"])
+    assert isinstance(error, DgraphError)
+    assert isinstance(error, KeyError)
+    assert str(error) == "unknown recipe 'denes'. Did you mean 'dense'? Known: dense, focus."
+    assert str(UnknownName("recipe", "x", [])) == "unknown recipe 'x'. Known: none."
+
+
+def test_progress_says_what_is_done(model: dgraph.Model, captured_before: None) -> None:
+    told: list[str] = []
+    dgraph.optimize(model, "dense", backend="eager", progress=told.append)
+    assert told[:3] == ["loading", "capturing", "rewriting for dense"]

@@ -1,0 +1,268 @@
+"""The graph: building, reading, sweeping, carrying inputs across a gather; its symbols and their text."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+from dgraph.errors import VerifyError
+from dgraph.graph import Graph
+from dgraph.ops import OPS
+from dgraph.passes.chunk_lm_head import MASKED
+from dgraph.shapes import InputSpec, Symbols, is_row_set
+from dgraph.verify import verify
+from tests.tiny import Hand, interpret, ops_of, tiny_spec
+
+aten = torch.ops.aten
+
+
+def small() -> Hand:
+    """y = relu(x) + w over rows N."""
+    hand = Hand()
+    x, w = hand.input("x", "N", 4), hand.weight("layers.0.w", 4)
+    hand.layer = 0
+    hand.returns(y=hand.call(aten.add.Tensor, hand.call(aten.relu.default, x), w))
+    return hand
+
+
+def test_weights_come_first_then_inputs_then_calls_then_the_output() -> None:
+    hand = small()
+    hand.weight("late", 3)
+    hand.input("later", "b")
+    kinds = [n.meta.get("weight") or n.meta.get("input") or n.op for n in hand.graph.nodes]
+    assert kinds == ["layers.0.w", "late", "x", "later", "call_function", "call_function", "output"]
+    assert list(hand.graph.weight_nodes()) == ["layers.0.w", "late"]
+    assert list(hand.graph.inputs) == ["x", "later"]
+
+
+def test_nodes_know_type_place_and_maker() -> None:
+    graph = small().graph
+    add = graph.result("y")
+    new = graph.call(aten.neg.default, (add,), before=graph.output, by="Test", like=add, source="f.py:3")
+    assert graph.type_text(new) == "f32[N, 4]"
+    assert (new.meta["layer"], new.meta["role"], new.meta["by"], new.meta["source"]) == (0, "block", "Test", "f.py:3")
+    here = graph.call(aten.neg.default, (add,), before=add.next, by="Test")
+    assert here.meta["layer"] == 0, "without `like`, the place is that of the node in front of which it stands"
+    assert graph.row_set(new) == "N"
+    assert graph.row_set(graph.weight("layers.0.w")) is None
+
+
+def test_a_call_that_does_not_fit_names_node_layer_and_types() -> None:
+    graph = small().graph
+    add, w = graph.result("y"), graph.weight("layers.0.w")
+    with pytest.raises(VerifyError) as caught:
+        graph.call(aten.mm.default, (add, w), before=graph.output, by="Test", like=add)
+    message = str(caught.value)
+    for part in ("layer 0 (block)", "made by Test", "mm does not accept", "add_tensor: f32[N, 4]", "f32[4]"):
+        assert part in message
+
+
+def test_a_name_is_given_once() -> None:
+    graph = small().graph
+    with pytest.raises(VerifyError, match=r"weight 'layers\.0\.w' is in the graph already"):
+        graph.add_weight("layers.0.w", torch.zeros(1))
+    same = graph.add_input(InputSpec("x", torch.float32, ("N", 4)))
+    assert same is graph.input("x")
+    with pytest.raises(VerifyError, match=r"input 'x' is declared as .*'N', 4.*cannot also be .*'N', 5.*another name"):
+        graph.add_input(InputSpec("x", torch.float32, ("N", 5)))
+
+
+def test_find_input_weight_result() -> None:
+    hand = Hand()
+    x, w = hand.input("x", "N", 8), hand.weight("w", 8)
+    hand.layer = 0
+    first = hand.call(OPS["rms_norm"], x, w, 1e-6)
+    hand.layer = 1
+    second = hand.call(OPS["rms_norm"], first, w, 1e-6)
+    graph = hand.returns(a=first, b=second)
+    assert graph.find("rms_norm") == [first, second]
+    assert graph.find("rms_norm", 1) == [second]
+    assert graph.find("rope") == []
+    assert graph.result("b") is second
+    assert graph.results() == {"a": first, "b": second}
+    assert graph.output.meta["val"] == (first.meta["val"], second.meta["val"])
+
+
+def test_parts_stand_behind_their_call_in_order() -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 8)
+    split = hand.call(aten.split_with_sizes.default, x, [2, 6], 1)
+    after = hand.call(aten.relu.default, x)
+    first, second = hand.graph.parts(split, 2, "Test")
+    order = hand.graph.calls
+    assert order == [split, first, second, after]
+    assert [hand.graph.type_text(n) for n in (first, second)] == ["f32[N, 2]", "f32[N, 6]"]
+    assert first.target is operator.getitem
+
+
+def test_sweep_removes_what_nobody_reads_but_keeps_writes() -> None:
+    hand = Hand(layers=1)
+    k = hand.input("k", "N", 2, 4)
+    positions, cu_rows = (
+        hand.input("positions", "N", dtype=torch.int64),
+        hand.input("cu_rows", "b+1", dtype=torch.int32),
+    )
+    table = hand.input("page_table", "b", "P", dtype=torch.int32)
+    k_cache, v_cache = (hand.input(f"{n}_cache_0", "pages", "page", 2, 4) for n in "kv")
+    hand.input("unread", "N")
+    w = hand.weight("w", 4)
+    scaled = hand.call(aten.mul.Tensor, k, w)
+    hand.call(aten.relu.default, hand.call(aten.neg.default, scaled))
+    hand.call(OPS["kv_write"], k, k, k_cache, v_cache, positions, table, cu_rows)
+    graph = hand.returns()
+    assert graph.sweep() == 3
+    assert ops_of(graph) == ["dgraph.kv_write"]
+    assert list(graph.inputs) == ["k", "positions", "cu_rows", "page_table", "k_cache_0", "v_cache_0"]
+    assert graph.tensors == {}
+    assert graph.sweep() == 0
+    verify(graph)
+
+
+def test_live_after_lists_values_that_cross_a_point() -> None:
+    hand = Hand()
+    x, w = hand.input("x", "N", 4), hand.weight("w", 4)
+    a = hand.call(aten.relu.default, x)
+    b = hand.call(aten.neg.default, a)
+    c = hand.call(aten.add.Tensor, b, w)
+    d = hand.call(aten.add.Tensor, c, a)
+    graph = hand.returns(y=d, early=b)
+    assert graph.live_after(a) == [a]
+    assert graph.live_after(b) == [a, b]
+    assert graph.live_after(c) == [a, b, c]
+    assert graph.live_after(d) == [b, d]
+    assert x in hand.graph.live_after(x)
+
+
+def test_redirect_turns_only_later_readers() -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 4)
+    early = hand.call(aten.relu.default, x)
+    new = hand.call(aten.neg.default, x)
+    late = hand.call(aten.add.Tensor, x, early)
+    graph = hand.returns(y=late)
+    graph.redirect(x, new, behind=new)
+    assert early.args == (x,)
+    assert new.args == (x,), "the new value still reads the old one"
+    assert late.args == (new, early)
+
+
+def test_a_copy_shares_weights_and_symbols_and_nothing_else() -> None:
+    graph = small().graph
+    other = graph.copy()
+    assert other.tensors["layers.0.w"] is graph.tensors["layers.0.w"]
+    assert other.symbols is graph.symbols
+    x = torch.randn(3, 4)
+    assert torch.equal(interpret(other, {"x": x})["y"], interpret(graph, {"x": x})["y"])
+    before = ops_of(graph)
+    other.add_weight("more", torch.zeros(2))
+    other.add_input(InputSpec("z", torch.float32, ("b",)))
+    other.result("y").meta["layer"] = 9
+    other.set_outputs({"z": other.call(aten.neg.default, (other.result("y"),), before=other.output, by="t")})
+    other.history += ("t",)
+    assert ops_of(graph) == before
+    assert (graph.outputs, graph.history, list(graph.inputs), list(graph.tensors)) == (
+        ("y",),
+        (),
+        ["x"],
+        ["layers.0.w"],
+    )
+    assert graph.result("y").meta["layer"] == 0
+    verify(graph)
+
+
+def test_propagate_recomputes_what_others_inherit() -> None:
+    graph = small().graph
+    x = graph.input("x")
+    graph.inputs["x"] = InputSpec("x", torch.float32, ("N", 3, 4))
+    x.meta["val"] = graph.symbols.empty(("N", 3, 4), torch.float32)
+    assert graph.type_text(graph.result("y")) == "f32[N, 4]"
+    graph.propagate()
+    assert graph.type_text(graph.result("y")) == "f32[N, 3, 4]"
+    assert graph.symbols.type_text(graph.output.meta["val"]) == "(f32[N, 3, 4])"
+
+
+def gathered() -> tuple[Hand, torch.fx.Node]:
+    """x over N gathered to K; returns the gathered value."""
+    hand = Hand()
+    x, keep = hand.input("x", "N", 4), hand.input("keep", "N", dtype=torch.bool)
+    cu_rows = hand.input("cu_rows", "b+1", dtype=torch.int32)
+    graph = hand.graph
+    cut = graph.call(OPS["keep_index"], (keep, cu_rows, -1), before=graph.output, by="", rows=graph.new_row_set())
+    index, _ = graph.parts(cut, 2, "")
+    (row,) = graph.parts(graph.call(OPS["compact"], ([x], index), before=graph.output, by=""), 1, "")
+    graph.set_outputs({"y": row})
+    return hand, row
+
+
+def test_a_cut_makes_a_row_set_of_its_own() -> None:
+    hand, row = gathered()
+    graph = hand.graph
+    (cut,) = graph.find("keep_index")
+    assert graph.type_text(cut) == "(i64[K], i32[b+1])"
+    assert graph.row_set(row) == "K"
+    assert graph.new_row_set() == "K1"
+    assert [is_row_set(n) for n in ("N", "K", "K1", "K23", "Kx", "b", "pages")] == [True] * 4 + [False] * 3
+
+
+def test_an_input_is_carried_through_the_gather_once() -> None:
+    hand, row = gathered()
+    graph = hand.graph
+    graph.add_input(MASKED)
+    carried = graph.on_rows_of("masked", row, "Test")
+    assert graph.type_text(carried) == "bool[K]"
+    assert graph.on_rows_of("masked", row, "Test") is carried
+    (compact,) = graph.find("compact")
+    assert compact.args[0] == (graph.input("x"), graph.input("masked"))
+    assert graph.on_rows_of("masked", graph.input("x"), "Test") is graph.input("masked")
+    graph.set_outputs({"y": row, "masked": carried})
+    verify(graph)
+    keep = torch.tensor([True, False, True])
+    inputs = {"x": torch.randn(3, 4), "keep": keep, "cu_rows": torch.tensor([0, 3]).int(), "masked": ~keep}
+    out = interpret(graph, inputs)
+    assert torch.equal(out["y"], inputs["x"][keep])
+    assert out["masked"].tolist() == [False, False]
+
+
+def test_an_input_that_nothing_carries_is_an_error() -> None:
+    hand = Hand()
+    hand.input("masked", "N", dtype=torch.bool)
+    other = hand.input("h", "K", 4)
+    with pytest.raises(VerifyError, match=r"input 'masked' has rows N; nothing carries them to K"):
+        hand.graph.on_rows_of("masked", other, "Test")
+
+
+def test_symbols() -> None:
+    symbols = Symbols()
+    assert symbols.size("N") is symbols.size("N")
+    value = symbols.empty(("b+1", "N", 3), torch.bfloat16)
+    assert symbols.type_text(value) == "bf16[b+1, N, 3]"
+    assert symbols.names_in(value.shape[0]) == {"b"}
+    assert symbols.names_in(value.shape[2]) == frozenset()
+    assert symbols.type_text((value, None, 4)) == "(bf16[b+1, N, 3], (), 4)"
+    assert symbols.row_set(value) is None
+    assert symbols.row_set(symbols.empty((), torch.int64)) is None
+    assert symbols.row_set(None) is None
+    names = [f"K{i}" for i in range(1, 12)]
+    sizes = [symbols.size(n) for n in ["N", "b", "K", *names]]
+    texts = [symbols.text(s) for s in sizes]
+    assert texts == ["N", "b", "K", *names], "no two symbols are one"
+    real = symbols.of(torch.zeros(2, 3, dtype=torch.bool))
+    assert symbols.type_text(real) == "bool[2, 3]"
+
+
+def test_the_device_is_that_of_the_weights() -> None:
+    assert small().graph.device == torch.device("cpu")
+    assert Graph(tiny_spec()).device == torch.device("cpu")
+    graph = Graph(tiny_spec())
+    graph.add_weight("w", torch.empty(2, device="meta"))
+    assert graph.device == torch.device("meta")
+
+
+def test_dropping_an_input() -> None:
+    hand = Hand()
+    hand.input("x", "N")
+    hand.graph.drop_input("x")
+    assert hand.graph.inputs == {}
+    assert [n.op for n in hand.graph.nodes] == ["output"]

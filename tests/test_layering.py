@@ -1,0 +1,210 @@
+"""Who may import whom, by walking the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(p for folder in ("dgraph", "models") for p in (ROOT / folder).rglob("*.py"))
+LONGEST = 500
+"""Lines of a file that can be read in one sitting."""
+
+CORE = {"errors", "graph", "nodes", "shapes", "spec", "torch_private", "verify"}
+
+# Package or file -> what of dgraph it may import. A package may import itself.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "torch_private": {"errors"},
+    "nodes": {"torch_private"},
+    "spec": {"errors"},
+    "shapes": {"errors", "nodes", "torch_private"},
+    "ops": {"errors", "nodes", "shapes", "spec", "torch_private"},
+    "graph": {"errors", "nodes", "ops", "shapes", "spec"},
+    "verify": {"errors", "graph", "nodes", "ops", "shapes", "torch_private"},
+    "canonicalise": {"errors", "graph", "nodes", "ops", "shapes"},
+    "capture": CORE | {"canonicalise", "ops"},
+    "families": {"errors", "spec"},
+    "passes": {"errors", "graph", "nodes", "ops", "shapes", "spec", "verify"},
+    "recipes": {"errors", "passes", "spec"},
+    "lowering": CORE | {"ops"},
+    "runtime": {"errors", "lowering", "ops", "spec", "torch_private"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: who, of what, on which line, and whether it runs when the importer is imported."""
+
+    path: Path
+    module: str
+    line: int
+    late: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _only_for_types(node)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, [_package(path, node.level), node.module]))
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(path, name, node.lineno, id(node) in late)
+
+
+def _package(path: Path, level: int) -> str:
+    """The package that a relative import of that level starts from; "" for an absolute import."""
+    if level == 0:
+        return ""
+    names = path.relative_to(ROOT).parent.parts
+    installed = ("dgraph", *names) if names[0] == "models" else names
+    return ".".join(installed[: len(installed) - level + 1])
+
+
+def _only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def part_of(path: Path) -> str:
+    """The package or file below dgraph that a source belongs to ("passes", "graph"), or "models/..."."""
+    relative = path.relative_to(ROOT)
+    if relative.parts[0] == "models":
+        return "models"
+    return relative.parts[1].removesuffix(".py")
+
+
+IMPORTS = [found for path in SOURCES for found in imports_of(path)]
+
+
+def within(part: str) -> list[Import]:
+    return [i for i in IMPORTS if part_of(i.path) == part]
+
+
+def offenders(found: Iterator[Import]) -> list[str]:
+    return [str(i) for i in found]
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    seen = {(str(i.path.relative_to(ROOT)), i.module, i.late) for i in IMPORTS}
+    assert ("dgraph/graph.py", "dgraph.ops.op_of", False) in seen
+    assert ("models/native.py", "transformers.AttentionInterface", True) in seen
+    assert len(SOURCES) > 40
+    assert set(ALLOWED) <= {part_of(p) for p in SOURCES}
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_a_part_imports_only_what_it_may(part: str) -> None:
+    def allowed(module: str) -> bool:
+        if module.partition(".")[0] != "dgraph":
+            return True
+        names = module.split(".")
+        return len(names) > 1 and names[1] in ALLOWED[part] | {part}
+
+    assert offenders(i for i in within(part) if not allowed(i.module)) == []
+
+
+def test_nothing_above_the_runtime_is_imported_below_it() -> None:
+    """The entry points stand on top: nobody but they and the package itself imports them."""
+    top = {"api", "cli", "views", "__init__", "__main__"}
+    found = (i for i in IMPORTS if i.module.startswith(("dgraph.api", "dgraph.cli")) and part_of(i.path) not in top)
+    assert offenders(found) == []
+
+
+def test_only_torch_private_uses_private_parts_of_torch() -> None:
+    assert offenders(i for i in IMPORTS if _private(i.module) and part_of(i.path) != "torch_private") == []
+    assert any(_private(i.module) for i in within("torch_private"))
+    reached = []
+    for path in SOURCES:
+        if part_of(path) == "torch_private":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and _private(ast.unparse(node)):
+                reached.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert reached == []
+
+
+def _private(dotted: str) -> bool:
+    """`torch._x`, `torch.a._x`, but not `torch.ops.aten._x`: an op is public, whatever its name."""
+    names = dotted.split(".")
+    if names[0] != "torch" or names[1:2] == ["ops"]:
+        return False
+    return any(n.startswith("_") and not n.startswith("__") for n in names[1:])
+
+
+def test_every_private_use_says_on_which_versions_it_was_checked() -> None:
+    tree = ast.parse((ROOT / "dgraph" / "torch_private.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(
+            isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(node)
+        ):
+            assert "Checked on 2.11 and 2.13" in (ast.get_docstring(node) or ""), node.name
+
+
+def test_transformers_is_imported_late_and_only_by_models() -> None:
+    found = [i for i in IMPORTS if i.module.split(".")[0] == "transformers"]
+    assert offenders(i for i in found if part_of(i.path) != "models") == []
+    assert offenders(i for i in found if not i.late) == []
+    assert found
+
+
+def test_triton_is_imported_late_and_only_by_its_kernels() -> None:
+    found = [i for i in IMPORTS if i.module.split(".")[0] == "triton"]
+    assert offenders(i for i in found if "triton" not in i.path.parts and not i.late) == []
+
+
+def test_models_are_found_by_entry_point_and_never_by_name() -> None:
+    assert offenders(i for i in IMPORTS if i.module.startswith("dgraph.models") and part_of(i.path) != "models") == []
+
+
+def test_models_stand_on_the_core_alone() -> None:
+    allowed = {"errors", "families", "models", "ops", "spec"}
+    named = (i for i in within("models") if i.module.startswith("dgraph.") and "training" not in i.path.parts)
+    assert offenders(i for i in named if i.module.split(".")[1] not in allowed) == []
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in SOURCES}
+    assert {name: n for name, n in lengths.items() if n > LONGEST} == {}
+
+
+def test_no_global_torch_setting_is_changed() -> None:
+    setters = {"set_default_dtype", "set_default_device", "set_num_threads", "set_grad_enabled", "manual_seed"}
+    setters |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
+    found = []
+    for path in SOURCES:
+        if "training" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in setters}:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_importing_dgraph_pulls_in_neither_triton_nor_transformers() -> None:
+    code = (
+        "import sys, dgraph\n"
+        "heavy = ('triton', 'transformers', 'torch._dynamo', 'torch._inductor', 'rich', 'typer', 'sympy.plotting')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
