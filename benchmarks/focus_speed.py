@@ -124,7 +124,7 @@ def main() -> None:
             print(*rows[-1], sep="\t", flush=True)
             del program
         columns = ["arm", "steps", "ms/step", "rows/token", "tokens/s", "speed-up", "build s", "graphs"]
-        title = f"{batch} sequences, prompt {args.prompt}, block {args.block}, {args.steps} steps, {args.buckets} buckets"
+        title = f"{batch} sequences, prompt {args.prompt}, block {args.block}, {args.steps} steps"
         report.table(title, columns, rows)
         report.write(args.markdown, args.json)
 

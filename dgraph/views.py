@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dgraph.api import Optimized, Rewritten, capture, rewrite
-from dgraph.diff import Diff
-from dgraph.diff import diff as diff_graphs
 from dgraph.errors import InputError, UnknownName
-from dgraph.explain import Explanation
-from dgraph.explain import explain as explain_phases
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.recipes import RECIPES, Recipe, build, options_of
 from dgraph.spec import ModelSpec
-from dgraph.text import dump as dump_graph
+from dgraph.text.diff import Diff
+from dgraph.text.diff import diff as diff_graphs
+from dgraph.text.explain import Explanation
+from dgraph.text.explain import explain as explain_phases
+from dgraph.text.writer import dump as dump_graph
 
 CAPTURED = "captured"
 """Stands for "no recipe" where a recipe's name is asked for."""

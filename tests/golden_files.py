@@ -1,4 +1,4 @@
-"""Golden files; `DGRAPH_UPDATE_GOLDEN=1 python -m pytest tests/test_text.py` writes them anew: read what changed."""
+"""Golden files; `DGRAPH_UPDATE_GOLDEN=1 python -m pytest tests/text` writes them anew: read what changed."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"errors", "graph", "nodes", "ops", "shapes", "spec", "verify"},
     "recipes": {"errors", "passes", "spec"},
     "lowering": CORE | {"ops"},
+    "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "spec", "torch_private"},
-}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rich.highlighter import RegexHighlighter
 from rich.table import Table
 from rich.theme import Theme
 
-from dgraph.notation import table as plain_table
+from dgraph.text.notation import table as plain_table
 
 _THEME = Theme(
     {

@@ -37,9 +37,9 @@ def dump(
     """
     from dgraph import views
     from dgraph.errors import InputError
-    from dgraph.html import to_html
-    from dgraph.text import dump as text_of
-    from dgraph.text import to_json
+    from dgraph.text.html import to_html
+    from dgraph.text.writer import dump as text_of
+    from dgraph.text.writer import to_json
 
     if recipe is None and option:
         raise InputError("--option needs --recipe.")

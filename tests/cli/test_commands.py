@@ -12,7 +12,7 @@ import pytest
 import dgraph
 from dgraph.cli.options import bucket_list, read_options, read_prompts
 from dgraph.errors import InputError, UnknownName
-from dgraph.text import dump
+from dgraph.text.writer import dump
 from tests.cli.conftest import Run
 from tests.cli.folders import LAYERS
 

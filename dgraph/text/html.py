@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 
 from dgraph.graph import Graph
-from dgraph.listing import listing
-from dgraph.text import Block, blocks, header, return_line, symbols, table_rows
+from dgraph.text.listing import listing
+from dgraph.text.writer import Block, blocks, header, return_line, symbols, table_rows
 
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#db2777")
 """Of the row sets, in the order in which they are made: N, K, K1, ..."""

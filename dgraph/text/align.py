@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from dgraph.listing import Line, Listing, Ref, map_refs
+from dgraph.text.listing import Line, Listing, Ref, map_refs
 
 Place = int | str
 """A layer, or "before", "between" or "after the layers"."""

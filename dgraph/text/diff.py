@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dgraph.align import Entry, Place, align, calls_by_place
-from dgraph.declarations import Names, declarations
-from dgraph.folding import fold
 from dgraph.graph import Graph
-from dgraph.listing import Line, Listing, listing
-from dgraph.notation import layers_text
-from dgraph.text import Row, column_widths, row_text, table_rows
+from dgraph.text.align import Entry, Place, align, calls_by_place
+from dgraph.text.declarations import Names, declarations
+from dgraph.text.folding import fold
+from dgraph.text.listing import Line, Listing, listing
+from dgraph.text.notation import layers_text
+from dgraph.text.writer import Row, column_widths, row_text, table_rows
 
 _MARKS = {"+": "added", "-": "removed", "~": "changed"}
 CONTEXT = 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dgraph.align import without_rows
 from dgraph.graph import Graph
-from dgraph.listing import Listing
-from dgraph.notation import fold_names, input_type
 from dgraph.shapes import is_row_set
-from dgraph.text import symbols, wrapped
+from dgraph.text.align import without_rows
+from dgraph.text.listing import Listing
+from dgraph.text.notation import fold_names, input_type
+from dgraph.text.writer import symbols, wrapped
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 
 import dgraph
 from dgraph.errors import InputError, UnknownName
-from dgraph.explain import Explanation, explain
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import Effect, Pass, Report
 from dgraph.recipes import RECIPES, Phase, Recipe, build
+from dgraph.text.explain import Explanation, explain
 from dgraph.views import explain as explain_view
 
 

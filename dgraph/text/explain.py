@@ -16,9 +16,9 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import region_text
 from dgraph.lowering.schedule import Region, Stage, schedule
 from dgraph.nodes import op_name
-from dgraph.notation import ranges_text, table
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
+from dgraph.text.notation import ranges_text, table
 
 
 class Phase(Protocol):

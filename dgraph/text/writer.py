@@ -1,4 +1,4 @@
-"""Dumps: a graph as text for people, and as plain values for programs. `dgraph.listing` says how names are formed."""
+"""Dumps: a graph as text for people, and as plain values for programs. `listing` says how names are formed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dgraph.errors import InputError
-from dgraph.folding import Group, fold
 from dgraph.graph import Graph
-from dgraph.listing import Line, Listing, listing
-from dgraph.notation import fold_names, input_type, layers_text, line_text, plain, ranges_text, show, type_text
 from dgraph.shapes import DTYPES
+from dgraph.text.folding import Group, fold
+from dgraph.text.listing import Line, Listing, listing
+from dgraph.text.notation import fold_names, input_type, layers_text, line_text, plain, ranges_text, show, type_text
 
 CALL_WIDTH = 92
 """Where the column of types stands at the latest; a longer call pushes its own type to the right."""

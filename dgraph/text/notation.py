@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dgraph.listing import Line, Ref
 from dgraph.shapes import DTYPES, InputSpec
+from dgraph.text.listing import Line, Ref
 
 _INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)|(?<=_)\d+$")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.diff import Diff, diff
 from dgraph.errors import UnknownName
 from dgraph.graph import Graph
 from dgraph.recipes import RECIPES, build
+from dgraph.text.diff import Diff, diff
 from dgraph.views import diff as diff_view
 from tests.tiny import Hand
 
@@ -122,7 +122,7 @@ def test_captured_to_dense(captured: Graph, dense: Graph) -> None:
 
 
 def _calls(graph: Graph) -> int:
-    from dgraph.listing import listing
+    from dgraph.text.listing import listing
 
     return sum(len(s.lines) for s in listing(graph).sections)
 

@@ -12,12 +12,12 @@ import torch
 
 import dgraph
 from dgraph.errors import InputError, UnknownName
-from dgraph.folding import fold
 from dgraph.graph import Graph
-from dgraph.html import to_html
-from dgraph.listing import listing
 from dgraph.recipes import RECIPES, build
-from dgraph.text import dump, to_json
+from dgraph.text.folding import fold
+from dgraph.text.html import to_html
+from dgraph.text.listing import listing
+from dgraph.text.writer import dump, to_json
 from dgraph.views import dump as dump_view
 from tests.golden_files import check_golden
 from tests.oracle.models import random_weights, tiny_config, to_transformers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dgraph.listing import Line, Ref, Section, map_refs
+from dgraph.text.listing import Line, Ref, Section, map_refs
 
 
 @dataclass(frozen=True)
