@@ -116,8 +116,8 @@ def _cast_only_to(dtype: torch.dtype, node: Node) -> bool:
     """Whether every cast on the way to `_reshaped(node)` is to one dtype."""
     while node is not _reshaped(node):
         if op_name(node.target) == "to":
-            target = args_of(node)[1] if node.target is aten.to.dtype else node.kwargs.get("dtype")
-            if target != dtype:
+            given = [*args_of(node)[1:], *node.kwargs.values()]  # each overload of `to` has its dtype elsewhere
+            if [value for value in given if isinstance(value, torch.dtype)] != [dtype]:
                 return False
         node = args_of(node)[0]
     return True

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": CORE | {"ops"},
     "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "spec", "torch_private"},
+}
 
 
 @dataclass(frozen=True)

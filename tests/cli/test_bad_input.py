@@ -194,7 +194,14 @@ def test_ctrl_c_is_quiet(folder: Path, tmp_path: Path) -> None:
     fifo = tmp_path / "prompts"
     os.mkfifo(fifo)  # the command waits for its prompts, so it is certain to be running
     args = command(folder, "--prompt-file", fifo)
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        args,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         pipe = open_when_it_reads(fifo, process)
         time.sleep(0.2)

@@ -202,7 +202,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of Inductor, a compiler that compiles nothing."""
     monkeypatch.setattr(inductor, "compile_region", lambda module, *_: module.forward)
     monkeypatch.setattr(inductor, "pack_region", lambda compiled: {"region.pickle": b"code"})
-    monkeypatch.setattr(inductor, "load_region", lambda files, folder: lambda *inputs: ())
+    monkeypatch.setattr(inductor, "load_region", lambda files, folder, settings: lambda *inputs: ())
     monkeypatch.setattr(inductor, "_COMPILED", {})
 
 
