@@ -17,7 +17,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.store import Store, open_store
+from dgraph.lowering.store import open_store
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build
@@ -169,16 +169,13 @@ class Optimized:
         model: Model,
         captured: Graph,
         recipe: Recipe,
-        backend: str,
+        compiler: RegionCompiler,
         buckets: Buckets,
-        progress: Callable[[str], None],
         graphs: bool = True,
-        store: Store | None = None,
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
-        progress(f"rewriting for {recipe.name}")
         self.phases = rewrite(captured, recipe)
-        self.compiler = RegionCompiler(backend, progress, store)
+        self.compiler = compiler
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         runner = self.graph_pool.runner if self.graph_pool is not None else run_steps
         self.programs = {
@@ -319,7 +316,7 @@ def optimize(
         `Model`.
         recipe: a recipe's name, or a `Recipe`.
         backend: "inductor", or "eager" to run op by op.
-        buckets: row counts to pad to: "exact", "hybrid", or a list; None for "exact" on a CPU and "hybrid" on a GPU.
+        buckets: row counts to pad to: "exact", "hybrid", "fine" or a list; None for "exact" on a CPU and "hybrid" on a GPU.
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
@@ -342,7 +339,7 @@ def optimize(
             f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
         )
     rounding = None if buckets is None else Buckets.of(buckets)
-    store = open_store(cache) if backend == "inductor" else None
+    compiler = RegionCompiler(backend, tell, open_store(cache) if backend == "inductor" else None)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = recipe if isinstance(recipe, Recipe) else build(RECIPES, recipe, found.spec, options)
@@ -351,4 +348,5 @@ def optimize(
     verify(graph)
     if rounding is None:
         rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
-    return Optimized(found, graph, chosen, backend, rounding, tell, graphs, store)
+    tell(f"rewriting for {chosen.name}")
+    return Optimized(found, graph, chosen, compiler, rounding, graphs)

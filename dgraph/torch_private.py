@@ -6,6 +6,7 @@ Each use says why no public name serves, and the versions on which it was checke
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
 import uuid
@@ -131,21 +132,24 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
     Raises:
         LoweringError: torch keeps no copy, or has changed what it generates.
     """
-    try:
-        entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        raise LoweringError("torch keeps no copy of it; are torch's own caches switched off?") from None
+    import torch._functorch.config as functorch
+
+    with functorch.patch("bundled_autograd_cache", True):
+        try:
+            entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            raise LoweringError("torch keeps no copy of it; are torch's own caches switched off?") from None
+        files = {REGION: pickle.dumps(entry)}
     code = _generated(entry)
-    files = {REGION: pickle.dumps(entry)}
     if set(code.device_types) == {"cpu"}:
         built = _BuiltKernels()
         source = _with_kernels(code.source_code, "_built_kernels")
         exec(compile(source, "region", "exec", dont_inherit=True), {"__name__": "region", "_built_kernels": built})
-        files |= {f"kernel{i}.so": path.read_bytes() for i, path in enumerate(built.paths)}
+        files |= {name: path.read_bytes() for name, path in built.paths.items()}
     return files
 
 
-def load_region(files: Mapping[str, bytes], folder: Path) -> Callable[..., Any]:
+def load_region(files: Mapping[str, bytes], folder: Path, settings: dict[str, Any]) -> Callable[..., Any]:
     """Make a region from what `pack_region` gave, without compiling anything.
 
     `CompiledArtifact.load` asserts where this raises, and compiles kernels in C++ again. Checked on 2.11 and 2.13.
@@ -153,39 +157,42 @@ def load_region(files: Mapping[str, bytes], folder: Path) -> Callable[..., Any]:
     Args:
         files: content by name.
         folder: where the same files lie; kernels in C++ are mapped from there.
+        settings: of Inductor, as it was compiled with.
 
     Raises:
         Exception: whatever torch, pickle or the loader of shared objects makes of files that do not fit.
     """
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+    from torch._inductor import config
     from torch._inductor.codecache import get_path
 
     entry = pickle.loads(files[REGION])
     code = _generated(entry)
     if set(code.device_types) != {"cpu"}:
-        return deserialize_bundled_cache_entry(entry)
+        with config.patch(settings):
+            return deserialize_bundled_cache_entry(entry)
     kernels = f'__import__("{__name__}", fromlist=["StoredKernels"]).StoredKernels({str(folder)!r})'
     code.source_code = _with_kernels(code.source_code, kernels)
     code.cache_key = f"dgraph_{uuid.uuid4().hex}"  # torch writes the source to a file of this name, and runs that
     try:
-        return deserialize_bundled_cache_entry(entry)
+        with config.patch(settings):
+            return deserialize_bundled_cache_entry(entry)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(get_path(code.cache_key, "py")[2])
 
 
 class StoredKernels:
-    """Stands where generated Python expects the object that compiles: hands out kernels that are built, in order."""
+    """Stands where generated Python expects the object that compiles, and hands out kernels that are built."""
 
     def __init__(self, folder: str):
-        self._folder, self._count = Path(folder), 0
+        self._folder = Path(folder)
 
     def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
-        """The next kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
+        """A kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
         from torch._C._dynamo import guards
 
-        path = self._folder / f"kernel{self._count}.so"
-        self._count += 1
+        path = self._folder / _kernel_name(argtypes, source)
         data_ptr = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
         # Python keeps one module per file and name; the part behind the dot names the function that makes it.
@@ -204,15 +211,20 @@ class _BuiltKernels(StoredKernels):
     """Stands in the same place, and notes the files of the kernels that were compiled just now."""
 
     def __init__(self) -> None:
-        self.paths: list[Path] = []
+        self.paths: dict[str, Path] = {}
 
     def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
         """The kernel, which Inductor finds in its own cache. Checked on 2.11 and 2.13."""
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
         kernel = CppPythonBindingsCodeCache.load_pybinding(argtypes, source)
-        self.paths.append(Path(kernel.__self__.__file__))
+        self.paths[_kernel_name(argtypes, source)] = Path(kernel.__self__.__file__)
         return kernel
+
+
+def _kernel_name(argtypes: Sequence[str], source: str) -> str:
+    """The file of a kernel: by its source, so that generated code never meets a kernel that it was not made for."""
+    return f"kernel-{hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:16]}.so"
 
 
 def _generated(entry: Any) -> Any:

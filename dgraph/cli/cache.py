@@ -16,6 +16,9 @@ from dgraph.cli.units import ago, date, size_text
 if TYPE_CHECKING:
     from dgraph.lowering.upkeep import Entry
 
+LINES = 12
+"""Lines of one difference that `why` shows."""
+
 
 def ls(cache: Folder = None, json: given.Json = False) -> None:
     """List artifacts, the most recently used first.
@@ -70,7 +73,13 @@ def show(
     print_text(f"\n{Key(inputs).text}")
 
 
-def why(before: Name, after: Name, cache: Folder = None, json: given.Json = False) -> None:
+def why(
+    before: Name,
+    after: Name,
+    full: Annotated[bool, typer.Option("--full", help="With every line of long differences.")] = False,
+    cache: Folder = None,
+    json: given.Json = False,
+) -> None:
     """Say why two artifacts are not the same one: what of all that they depend on differs.
 
     \b
@@ -89,7 +98,9 @@ def why(before: Name, after: Name, cache: Folder = None, json: given.Json = Fals
         return
     lines = [f"{len(found)} of {len({**a.key.inputs, **b.key.inputs})} inputs differ"]
     for difference in found:
-        lines += ["", f"@@ {difference.name}", *difference.lines]
+        shown = difference.lines if full else difference.lines[:LINES]
+        more = len(difference.lines) - len(shown)
+        lines += ["", f"@@ {difference.name}", *shown, *([f"... {more} more lines, see --full"] if more else [])]
     print_listing("\n".join(lines) + "\n")
 
 

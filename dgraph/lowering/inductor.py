@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,25 @@ from dgraph.torch_private import compile_region, inductor_settings, load_region,
 
 RegionFunction = Callable[..., Sequence[Tensor]]
 """Takes the region's inputs in order, returns its outputs in order."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A region as a compiler takes it.
+
+    Attributes:
+        text: its identity; see `dgraph.lowering.regions.region_text`.
+        module: makes the module; called only to compile, since typing its values takes longer than loading it.
+        inputs: fake values of its inputs.
+        device: of its tensors.
+        functions: references of ops that the module calls.
+    """
+
+    text: str
+    module: Callable[[], torch.fx.GraphModule]
+    inputs: Sequence[Tensor]
+    device: torch.device
+    functions: tuple[Callable[..., Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,29 +60,18 @@ _COMPILED: dict[str, Compiled] = {}
 _LOCK = threading.Lock()
 
 
-def compiled(
-    text: str,
-    module: torch.fx.GraphModule,
-    device: torch.device,
-    functions: Iterable[Callable[..., Any]] = (),
-    store: Store | None = None,
-    tell: Callable[[str], None] = lambda what: None,
-) -> Compiled:
+def compiled(source: Source, store: Store | None = None, tell: Callable[[str], None] = lambda what: None) -> Compiled:
     """A region as a function, compiled only if nobody has done so before.
 
     Args:
-        text: its identity; see `dgraph.lowering.regions.region_text`.
-        module: the same as a module, with fake values on its placeholders.
-        device: of its tensors.
-        functions: references of ops that the module calls.
+        source: the region.
         store: where compiled regions are kept.
         tell: called with "compiling", "loading" or "waiting for".
 
     Raises:
         LoweringError: Inductor cannot compile it, or what it compiled accepts only the size it was shown.
     """
-    settings, functions = inductor_settings(device), tuple(functions)
-    key = region_key(text, device, settings, functions)
+    key = region_key(source.text, source.device, inductor_settings(source.device), source.functions)
     with _LOCK:
         known = _COMPILED.get(key.digest)
         if known is not None and (store is None or known.files):
@@ -72,60 +80,56 @@ def compiled(
                 with store.making(key.digest):
                     stored = store.put(key, known.files)
             return Compiled(known.function, known.files, stored=stored)
-        found = _load(key, module, store, tell)
+        found = _load(key, source, store, tell)
         if found is None and store is not None:
             with store.making(key.digest, lambda: tell("waiting for")):
-                found = _load(key, module, store, tell)  # another process may have made it while this one waited
+                found = _load(key, source, store, tell)  # another process may have made it while this one waited
                 if found is None:
                     tell("compiling")
-                    found = _compile_and_store(key, module, settings, functions, store)
+                    found = _compile_and_store(key, source, store)
         elif found is None:
             tell("compiling")
-            found = _compile(module, settings)
+            found = _compile(source)
         _COMPILED[key.digest] = found
         return found
 
 
-def _load(key: Key, module: torch.fx.GraphModule, store: Store | None, tell: Callable[[str], None]) -> Compiled | None:
+def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], None]) -> Compiled | None:
     """A region from the store, run once; None if it is not there or does not load."""
     found = store.find(key) if store is not None else None
     if store is None or found is None:
         return None
     tell("loading")
     try:
-        function = load_region(found.files, found.folder)
-        _run(function, module)
+        function = load_region(found.files, found.folder, inductor_settings(source.device))
+        _run(function, source.inputs)
     except Exception as error:  # whatever torch or the loader makes of it
         store.reject(key.digest, f"it does not load ({_reason(error)})")
         return None
     return Compiled(function, found.files, stored=True)
 
 
-def _compile_and_store(
-    key: Key,
-    module: torch.fx.GraphModule,
-    settings: dict[str, Any],
-    functions: Sequence[Callable[..., Any]],
-    store: Store,
-) -> Compiled:
+def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
     """A region compiled now and kept. Torch can store less than it can compile; then it is compiled as it is."""
-    sources = "".join(sources_of(functions).values())
-    allowed = {f"{f.__module__}.{f.__qualname__}": sources for f in functions}
+    hashes = "".join(sources_of(source.functions).values())
+    allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
     try:
-        function = compile_region(module, _inputs(module), settings, allowed)
+        module = source.module()
+        function = compile_region(module, _placeholders(module), inductor_settings(source.device), allowed)
         files = pack_region(function)
-        _run(function, module)
+        _run(function, source.inputs)
     except Exception as error:
-        found = _compile(module, settings)
+        found = _compile(source)
         store.warn(f"a compiled region cannot be kept in the artifact cache {store.root}: {_reason(error)}.")
         return found
     return Compiled(function, files, new=True, stored=store.put(key, files))
 
 
-def _compile(module: torch.fx.GraphModule, settings: dict[str, Any]) -> Compiled:
+def _compile(source: Source) -> Compiled:
+    module = source.module()
     try:
-        function = compile_region(module, _inputs(module), settings)
-        _run(function, module)
+        function = compile_region(module, _placeholders(module), inductor_settings(source.device))
+        _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
             f"Inductor cannot compile this region: {_reason(error)}\n{module.code.strip()}\n"
@@ -134,19 +138,16 @@ def _compile(module: torch.fx.GraphModule, settings: dict[str, Any]) -> Compiled
     return Compiled(function, {}, new=True)
 
 
-def _inputs(module: torch.fx.GraphModule) -> list[Tensor]:
+def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _run(function: RegionFunction, module: torch.fx.GraphModule) -> None:
+def _run(function: RegionFunction, inputs: Sequence[Tensor]) -> None:
     """Call a region on zeros of two row counts: Inductor may have specialised to one without a word."""
     with torch.no_grad():
         for rows in (3, 5):
-            shapes = ([s if isinstance(s, int) else rows for s in v.shape] for v in _inputs(module))
-            zeros = (
-                torch.zeros(s, dtype=v.dtype, device=v.device) for s, v in zip(shapes, _inputs(module), strict=True)
-            )
-            function(*zeros)
+            shapes = ([s if isinstance(s, int) else rows for s in v.shape] for v in inputs)
+            function(*(torch.zeros(s, dtype=v.dtype, device=v.device) for s, v in zip(shapes, inputs, strict=True)))
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
-from dgraph.lowering.inductor import RegionFunction, compiled
+from dgraph.lowering.inductor import RegionFunction, Source, compiled
 from dgraph.lowering.schedule import Region
 from dgraph.lowering.store import Store
 from dgraph.nodes import args_of
@@ -58,16 +58,15 @@ class RegionCompiler:
         if text in self._functions:
             self.reused += 1
             return self._functions[text]
-        module, inlined = _module(graph, region)
         # One op leaves nothing to fuse, and eager kernels need no compilation.
         single = sum(n.target is not operator.getitem for n in region.nodes) == 1
         if self.backend == "eager" or single:
-            function: RegionFunction = module.forward
+            function: RegionFunction = _module(graph, region).forward
         else:
             count = len(self._functions) + 1
-            made = compiled(
-                text, module, graph.device, inlined, self.store, lambda doing: self._progress(f"{doing} region {count}")
-            )
+            inputs = [n.meta["val"] for n in region.inputs]
+            source = Source(text, lambda: _module(graph, region), inputs, graph.device, _inlined(region))
+            made = compiled(source, self.store, lambda doing: self._progress(f"{doing} region {count}"))
             function = made.function
             (self.compiled if made.new else self.loaded).append(text)
             if self.store is not None and not made.stored:
@@ -111,10 +110,15 @@ class _Named(str):
         return str(self)
 
 
-def _module(graph: Graph, region: Region) -> tuple[torch.fx.GraphModule, list[Callable[..., Any]]]:
-    """A region as a module of its own, with types over symbols of its own, and the references of its inlined ops."""
+def _inlined(region: Region) -> tuple[Callable[..., Any], ...]:
+    """References of the ops that `_module` replaces by them."""
+    ops = (op_of(node.target) for node in region.nodes)
+    return tuple(dict.fromkeys(op.reference for op in ops if op is not None))
+
+
+def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
+    """A region as a module of its own, with types over symbols of its own; inline ops become their references."""
     own, sizes = torch.fx.Graph(), Symbols()
-    inlined: dict[Callable[..., Any], None] = {}
     mapping: dict[Node, Node] = {}
     for i, node in enumerate(region.inputs):
         mapping[node] = own.placeholder(f"x{i}")
@@ -127,11 +131,9 @@ def _module(graph: Graph, region: Region) -> tuple[torch.fx.GraphModule, list[Ca
         args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: mapping[n])
         op = op_of(node.target)
         target: Any = op.reference if op is not None else node.target
-        if op is not None:
-            inlined[op.reference] = None
         mapping[node] = own.call_function(target, args, kwargs)
         fakes = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with typing(sizes.mode):
             mapping[node].meta["val"] = target(*fakes[0], **fakes[1])
     own.output(tuple(mapping[n] for n in region.outputs))
-    return torch.fx.GraphModule(torch.nn.Module(), own), list(inlined)
+    return torch.fx.GraphModule(torch.nn.Module(), own)

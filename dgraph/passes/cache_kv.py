@@ -27,11 +27,13 @@ class CacheKV(Pass):
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)
 
-    Exact for a step that holds every row whose keys changed: all rows are written before any is read, so a row sees
-    what it saw, and the rows that are no longer recomputed as they were last written.
+    A step that holds every row whose keys changed computes what it computed before: all rows are written before any is
+    read, so a row sees what it saw, and rows that are no longer recomputed are seen as they were last written.
+
+    Reassociates: attention over pages may sum its keys in another order.
     """
 
-    effect: ClassVar[Effect] = Effect.EXACT
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "attention reads a paged KV cache; only uncached rows are recomputed"
     signature: ClassVar[frozenset[str]] = frozenset({"page_table", "k_cache_*", "v_cache_*"})
 

@@ -114,6 +114,9 @@ def test_why(run: Run, store: Store) -> None:
     assert (found["before"], found["after"]) == (b, a)
     assert found["differ"][0] == {"input": "torch", "lines": ["- 2.13.0 git def", "+ 2.11.0 git abc"]}
     assert printed(run("cache", "why", a, a)) == ["0 of 5 inputs differ"]
+    (c,) = filled(store, key(**{SETTINGS: "\n".join(f"setting{i} = 0" for i in range(20))}))
+    assert printed(run("cache", "why", a, c))[-2:] == ["+ setting9 = 0", "... 10 more lines, see --full"]
+    assert printed(run("cache", "why", a, c, "--full"))[-1] == "+ setting19 = 0"
 
 
 def test_verify(run: Run, store: Store) -> None:

@@ -12,6 +12,7 @@ import torch
 import dgraph
 from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord
@@ -45,7 +46,7 @@ def setups() -> dict[int, Setup]:
 
 def optimized(setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, **options: Any) -> Optimized:
     built = build(RECIPES, recipe, setup.model.spec, options)
-    return Optimized(setup.model, setup.graph, built, backend, Buckets.of(buckets), lambda what: None)
+    return Optimized(setup.model, setup.graph, built, RegionCompiler(backend), Buckets.of(buckets))
 
 
 def prompts_for(block: int) -> list[list[int]]:
