@@ -316,7 +316,8 @@ def optimize(
         `Model`.
         recipe: a recipe's name, or a `Recipe`.
         backend: "inductor", or "eager" to run op by op.
-        buckets: row counts to pad to: "exact", "hybrid", "fine" or a list; None for "exact" on a CPU and "hybrid" on a GPU.
+        buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
+        and "hybrid" on a GPU.
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
