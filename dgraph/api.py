@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.cache.store import open_store
 from dgraph.capture import capture_module
 from dgraph.errors import InputError, UnknownName
 from dgraph.families import Model, resolve
@@ -17,7 +18,6 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.store import open_store
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build

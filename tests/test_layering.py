@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "families": {"errors", "spec"},
     "passes": {"errors", "graph", "nodes", "ops", "shapes", "spec", "verify"},
     "recipes": {"errors", "passes", "spec"},
-    "lowering": CORE | {"ops"},
+    "cache": {"errors", "torch_private"},
+    "lowering": CORE | {"cache", "ops"},
     "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "spec", "torch_private"},
 }

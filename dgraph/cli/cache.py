@@ -14,7 +14,7 @@ from dgraph.cli.output import OUT, print_json, print_listing, print_table, print
 from dgraph.cli.units import ago, date, size_text
 
 if TYPE_CHECKING:
-    from dgraph.lowering.upkeep import Entry
+    from dgraph.cache.upkeep import Entry
 
 LINES = 12
 """Lines of one difference that `why` shows."""
@@ -26,7 +26,7 @@ def ls(cache: Folder = None, json: given.Json = False) -> None:
     \b
     dgraph cache ls
     """
-    from dgraph.lowering.upkeep import entries
+    from dgraph.cache.upkeep import entries
 
     store = open_cache(cache)
     found = entries(store)
@@ -52,8 +52,8 @@ def show(
     \b
     dgraph cache show 3f9c
     """
-    from dgraph.lowering.key import SETTINGS, Key
-    from dgraph.lowering.upkeep import entry
+    from dgraph.cache.key import SETTINGS, Key
+    from dgraph.cache.upkeep import entry
 
     found = entry(open_cache(cache), name)
     if json:
@@ -85,8 +85,8 @@ def why(
     \b
     dgraph cache why 3f9c 77ab
     """
-    from dgraph.lowering.key import differences
-    from dgraph.lowering.upkeep import entry
+    from dgraph.cache.key import differences
+    from dgraph.cache.upkeep import entry
 
     store = open_cache(cache)
     a, b = entry(store, before), entry(store, after)
@@ -110,7 +110,7 @@ def verify(names: Names = None, cache: Folder = None, json: given.Json = False) 
     \b
     dgraph cache verify
     """
-    from dgraph.lowering.upkeep import check
+    from dgraph.cache.upkeep import check
 
     store = open_cache(cache)
     chosen = named(store, names)
@@ -137,7 +137,7 @@ def path(json: given.Json = False) -> None:
     \b
     dgraph cache path
     """
-    from dgraph.lowering.place import default_folder
+    from dgraph.cache.place import default_folder
 
     folder = default_folder()
     if json:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dgraph.lowering.store import Store
-    from dgraph.lowering.upkeep import Entry
+    from dgraph.cache.store import Store
+    from dgraph.cache.upkeep import Entry
 
 SHOWN = 12
 """Digits of a name that are shown; any unambiguous beginning is understood."""
@@ -26,8 +26,8 @@ def open_cache(folder: str | None) -> Store:
     Raises:
         CacheError: it cannot be used.
     """
-    from dgraph.lowering.place import default_folder
-    from dgraph.lowering.store import Store
+    from dgraph.cache.place import default_folder
+    from dgraph.cache.store import Store
 
     return Store(default_folder() if folder is None else folder)
 
@@ -38,7 +38,7 @@ def chosen(store: Store, names: list[str] | None) -> list[Entry]:
     Raises:
         UnknownName, CacheError: none or several have such a name.
     """
-    from dgraph.lowering.upkeep import entries, entry
+    from dgraph.cache.upkeep import entries, entry
 
     if not names:
         return [e for e in entries(store) if not e.damaged]

@@ -26,8 +26,8 @@ def gc(
     \b
     dgraph cache gc --limit 1G
     """
-    from dgraph.lowering.place import parse_size
-    from dgraph.lowering.upkeep import total
+    from dgraph.cache.place import parse_size
+    from dgraph.cache.upkeep import total
 
     store = open_cache(cache)
     size = None if limit is None else parse_size(limit, "--limit")
@@ -48,8 +48,8 @@ def rm(
     dgraph cache rm 3f9c 77ab
     dgraph cache rm --all
     """
+    from dgraph.cache.upkeep import total
     from dgraph.errors import InputError
-    from dgraph.lowering.upkeep import total
 
     if bool(names) == every:
         raise InputError("give the artifacts to remove, or --all.")
@@ -72,7 +72,7 @@ def export(
     \b
     dgraph cache export kernels.zip
     """
-    from dgraph.lowering import upkeep
+    from dgraph.cache import upkeep
 
     store = open_cache(cache)
     chosen = named(store, names)
@@ -96,8 +96,8 @@ def import_(
     \b
     dgraph cache import kernels.zip --trust
     """
+    from dgraph.cache import upkeep
     from dgraph.errors import CacheError
-    from dgraph.lowering import upkeep
 
     if not trust:
         raise CacheError(f"{file} holds code that later programs run; if you trust who made it, add --trust.")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.cache.key import Key, region_key, sources_of
+from dgraph.cache.store import Store
 from dgraph.errors import LoweringError
-from dgraph.lowering.key import Key, region_key, sources_of
-from dgraph.lowering.store import Store
 from dgraph.torch_private import compile_region, inductor_settings, load_region, pack_region
 
 RegionFunction = Callable[..., Sequence[Tensor]]

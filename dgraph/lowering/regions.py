@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.inductor import RegionFunction, Source, compiled
 from dgraph.lowering.schedule import Region
-from dgraph.lowering.store import Store
 from dgraph.nodes import args_of
 from dgraph.ops import op_of
 from dgraph.shapes import DTYPES, Symbols

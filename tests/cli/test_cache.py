@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from dgraph.cache.key import SETTINGS, Key
+from dgraph.cache.store import Store
 from dgraph.lowering import inductor
-from dgraph.lowering.key import SETTINGS, Key
-from dgraph.lowering.store import Store
+from tests.cache.stores import FILES, flip, folders
 from tests.cli.conftest import Run
-from tests.lowering.stores import FILES, flip, folders
 
 REGION = "device cpu\n%0 = input: f32[s0, 4]\n%1 = aten.mul.Tensor((%0, {}), {{}}): f32[s0, 4]\nreturn %1"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from dgraph.cache.store import Store
 from dgraph.graph import Graph
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Region, schedule
-from dgraph.lowering.store import Store
 from tests.tiny import Hand
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.lowering import inductor, upkeep
+from dgraph.cache import upkeep
+from dgraph.cache.store import Store
+from dgraph.lowering import inductor
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.store import Store
+from tests.cache.stores import flip, folders
 from tests.lowering.one_region import inputs, region, run
-from tests.lowering.stores import flip, folders
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("error::UserWarning:dgraph")

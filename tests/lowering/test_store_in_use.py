@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dgraph.lowering import upkeep
-from dgraph.lowering.store import Store
-from tests.lowering.stores import filled, folders, key
+from dgraph.cache import upkeep
+from dgraph.cache.store import Store
+from tests.cache.stores import filled, folders, key
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +28,8 @@ def store(tmp_path: Path) -> Store:
 
 WRITER = """
 import os, sys, time
-from dgraph.lowering.store import Store
-from tests.lowering.stores import FILES, key
+from dgraph.cache.store import Store
+from tests.cache.stores import FILES, key
 
 def stall(handle):
     print("writing", flush=True)
@@ -79,7 +79,7 @@ def test_a_second_maker_waits_and_says_so(store: Store) -> None:
 
 
 def test_a_maker_that_waits_too_long_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgraph.lowering.store.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("dgraph.cache.store.LOCK_SECONDS", 0.05)
     with store.making(key().digest), Store(store.root).making(key().digest):
         filled(store, "a")
 

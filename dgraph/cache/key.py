@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dgraph.lowering.artifact import FORMAT
+from dgraph.cache.artifact import FORMAT
 from dgraph.torch_private import inductor_config
 
 PACKAGE = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dgraph.cache.place import default_folder, limit_of_environment, parse_size
+from dgraph.cache.store import Store, open_store
 from dgraph.errors import CacheError, InputError
-from dgraph.lowering.place import default_folder, limit_of_environment, parse_size
-from dgraph.lowering.store import Store, open_store
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 

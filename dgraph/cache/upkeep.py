@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dgraph.cache import artifact
+from dgraph.cache.artifact import Damaged
+from dgraph.cache.key import Key
+from dgraph.cache.store import Store, size_of
 from dgraph.errors import CacheError, UnknownName
-from dgraph.lowering import artifact
-from dgraph.lowering.artifact import Damaged
-from dgraph.lowering.key import Key
-from dgraph.lowering.store import Store, size_of
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _OP = re.compile(r"^%\d+ = (\w+)\.(\w+)[.\w]*\(", re.MULTILINE)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dgraph.cache import upkeep
+from dgraph.cache.store import Store
 from dgraph.errors import CacheError, UnknownName
-from dgraph.lowering import upkeep
-from dgraph.lowering.store import Store
-from tests.lowering.stores import FILES, filled, flip, folders
+from tests.cache.stores import FILES, filled, flip, folders
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 

@@ -1,6 +1,6 @@
 """The format of one entry of the artifact cache: a folder with a key, files, and a manifest that covers every byte.
 
-    key.txt     what the artifact depends on (`dgraph.lowering.key`); its SHA-256 is the folder's name
+    key.txt     what the artifact depends on (`dgraph.cache.key`); its SHA-256 is the folder's name
     manifest    format; SHA-256, size and name of every other file; SHA-256 of the lines above
     *           the files of the artifact
 

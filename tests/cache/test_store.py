@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dgraph.lowering import artifact
-from dgraph.lowering.key import Key
-from dgraph.lowering.store import Store
-from tests.lowering.stores import FILES, filled, flip, folders, key
+from dgraph.cache import artifact
+from dgraph.cache.key import Key
+from dgraph.cache.store import Store
+from tests.cache.stores import FILES, filled, flip, folders, key
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from dgraph.lowering import key as keys
-from dgraph.lowering.key import Difference, Key, differences, region_key, sources_of
+from dgraph.cache import key as keys
+from dgraph.cache.key import Difference, Key, differences, region_key, sources_of
 from dgraph.ops import OPS
 from dgraph.torch_private import inductor_config, inductor_settings
 

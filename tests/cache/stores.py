@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dgraph.lowering.key import Key
-from dgraph.lowering.store import Store
+from dgraph.cache.key import Key
+from dgraph.cache.store import Store
 
 FILES = {"region.pickle": b"code" * 50, "kernel0.so": b"\x7fELF" + bytes(range(256))}
 

@@ -1,6 +1,6 @@
 """The store of compiled artifacts: found by key, written once, never run unless every byte is as it was written.
 
-    entries/<sha256 of the key>/                      one artifact (`dgraph.lowering.artifact`)
+    entries/<sha256 of the key>/                      one artifact (`dgraph.cache.artifact`)
     entries/<sha256 of the key>.damaged-<time>/       one that was set aside
     temporary/<sha256 of the key>.<random>/           one that is being written
     locks/<sha256 of the key>.lock                    held by the one process that makes it
@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dgraph.cache import artifact
+from dgraph.cache.artifact import Artifact, Damaged
+from dgraph.cache.key import Key
+from dgraph.cache.place import check_owner, default_folder, limit_of_environment
 from dgraph.errors import CacheError, InputError
-from dgraph.lowering import artifact
-from dgraph.lowering.artifact import Artifact, Damaged
-from dgraph.lowering.key import Key
-from dgraph.lowering.place import check_owner, default_folder, limit_of_environment
 
 LOCK_SECONDS = 600.0
 """How long to wait for another process that makes the same artifact before making it as well."""

@@ -1,0 +1,5 @@
+"""The cache of compiled artifacts: content-addressed entries, kept for later processes.
+
+`artifact` is the format of an entry, `key` says what an entry depends on, `place` where the folder is and whether it is
+safe, `store` finds and puts entries, `upkeep` lists, checks and carries them. It knows files and keys, not graphs.
+"""
