@@ -7,11 +7,13 @@ of the cache key, and equality is equality of configurations.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from torch.fx import Node
 
+from dgraph.errors import UnknownName
 from dgraph.graph import Graph
 from dgraph.nodes import where
 
@@ -111,6 +113,28 @@ class Pass:
     def to_json(self) -> dict[str, Any]:
         """The pass's name and configuration as plain values."""
         return {"pass": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+
+
+def pass_from_json(value: Mapping[str, Any], known: Mapping[str, type[Pass]]) -> Pass:
+    """The pass that `Pass.to_json` described.
+
+    Args:
+        value: its name under "pass", and its fields.
+        known: passes by name.
+
+    Raises:
+        UnknownName: an unknown pass or field.
+        InputError: a field out of range.
+    """
+    options = {k: float("inf") if v == "inf" else v for k, v in value.items() if k != "pass"}
+    name = str(value.get("pass"))
+    if name not in known:
+        raise UnknownName("pass", name, known)
+    names = [f.name for f in fields(known[name])]
+    for option in options:
+        if option not in names:
+            raise UnknownName(f"field of pass {name!r}", option, names)
+    return known[name](**options)
 
 
 def _plain(value: Any) -> Any:

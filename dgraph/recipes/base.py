@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.passes.base import Pass
+from dgraph.passes import PASSES
+from dgraph.passes.base import Pass, pass_from_json
 from dgraph.spec import ModelSpec
 
 BLOCK_CACHES = ("off", "dc", "dc+")
@@ -80,6 +81,29 @@ class Recipe:
             "refresh": self.refresh,
             "phases": [p.to_json() for p in self.phases],
         }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], passes: Mapping[str, type[Pass]] = PASSES) -> Recipe:
+        """The recipe that `to_json` described; equal to the one that wrote it.
+
+        Args:
+            value: plain values as `to_json` gives them.
+            passes: passes by name; add your own to dgraph's.
+
+        Raises:
+            InputError: an entry is missing or out of range.
+            UnknownName: an unknown pass, or a field that it does not have.
+        """
+        try:
+            phases = tuple(
+                Phase(p["phase"], tuple(pass_from_json(v, passes) for v in p["passes"]), frozenset(p["optional"]))
+                for p in value["phases"]
+            )
+            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"])
+        except UnknownName:  # a KeyError, too
+            raise
+        except KeyError as error:
+            raise InputError(f"this recipe has no entry {error}; give what Recipe.to_json wrote.") from error
 
 
 Builder = Callable[..., Recipe]

@@ -13,8 +13,7 @@ import pytest
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.graph import Graph
-from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
-from dgraph.passes.base import Pass
+from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
 from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
@@ -88,17 +87,6 @@ def test_a_recipe_is_a_value() -> None:
     assert replace(recipe("dense"), name="mine") != recipe("dense")
 
 
-def restored(plain: dict[str, Any]) -> Recipe:
-    """A recipe from its JSON, by the names of its passes."""
-
-    def step(fields: dict[str, Any]) -> Pass:
-        values = {name: math.inf if value == "inf" else value for name, value in fields.items()}
-        return PASSES[values.pop("pass")](**values)
-
-    phases = [Phase(p["phase"], tuple(map(step, p["passes"])), frozenset(p["optional"])) for p in plain["phases"]]
-    return Recipe(plain["recipe"], plain["version"], tuple(phases), plain["block_cache"], plain["refresh"])
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -113,8 +101,25 @@ def test_json_says_all_of_a_recipe(name: str, options: dict[str, Any]) -> None:
     value = recipe(name, **options)
     text = json.dumps(value.to_json(), allow_nan=False)
     assert json.loads(text) == value.to_json()
-    assert restored(json.loads(text)) == value
+    assert Recipe.from_json(json.loads(text)) == value
     assert value.to_json()["version"] == 1
+
+
+def test_json_that_is_no_recipe_says_what_is_wrong() -> None:
+    good = recipe("focus").to_json()
+    step = good["phases"][1]
+
+    def with_step(**entry: Any) -> dict[str, Any]:
+        return {**good, "phases": [{**step, "passes": [entry]}]}
+
+    with pytest.raises(InputError, match=r"no entry 'phases'"):
+        Recipe.from_json({k: v for k, v in good.items() if k != "phases"})
+    with pytest.raises(UnknownName, match=r"unknown pass 'EvictToken'. Did you mean 'EvictTokens'"):
+        Recipe.from_json(with_step(**{"pass": "EvictToken"}))
+    with pytest.raises(UnknownName, match=r"unknown field of pass 'EvictTokens' 'alhpa'. Did you mean 'alpha'"):
+        Recipe.from_json(with_step(**{"pass": "EvictTokens", "alhpa": 2.0}))
+    with pytest.raises(InputError, match=r"alpha must be at least 1"):
+        Recipe.from_json(with_step(**{"pass": "EvictTokens", "alpha": 0.5}))
 
 
 def test_json_tells_recipes_apart() -> None:
