@@ -192,10 +192,26 @@ def _cache() -> Iterator[Check]:
         yield Check("cache", "ok" if free >= 1 else "warn", f"{folder}, {free:.0f} GiB free", advice)
 
 
+def _artifacts() -> Iterator[Check]:
+    """Where dgraph keeps compiled regions; without it programs run, but are compiled anew in every process."""
+    from dgraph.cache.place import check_owner, default_folder
+    from dgraph.errors import CacheError
+
+    try:
+        folder = default_folder()
+        if folder.exists():
+            check_owner(folder)
+    except CacheError as error:
+        yield Check("artifact cache", "warn", str(error), "Until then nothing is kept between processes.")
+    else:
+        yield Check("artifact cache", "ok", str(folder) if folder.exists() else f"{folder}, made on first use")
+
+
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "packages": _packages,
     "devices": _devices,
     "embedded models": _models,
     "the cache": _cache,
+    "the artifact cache": _artifacts,
     "the C++ compiler": _compiler,
 }

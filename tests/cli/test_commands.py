@@ -190,6 +190,22 @@ def test_doctor_finds_an_incomplete_embedded_model(tmp_path: Path, monkeypatch: 
     assert check.found.endswith("no usable tokenizer.json, model.safetensors")
 
 
+def test_doctor_warns_of_an_artifact_cache_that_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dgraph.cli import doctor
+
+    folder = tmp_path / "artifacts"
+    monkeypatch.setenv("DGRAPH_CACHE", str(folder))
+    (check,) = doctor.CHECKS["the artifact cache"]()
+    assert (check.name, check.status, check.found) == ("artifact cache", "ok", f"{folder}, made on first use")
+    folder.mkdir()
+    folder.chmod(0o777)
+    (check,) = doctor.CHECKS["the artifact cache"]()
+    assert check.status == "warn"
+    assert "can be written by others" in check.found
+
+
 def test_doctor_reports_versions_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from dgraph.cli import doctor
 
