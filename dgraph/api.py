@@ -20,16 +20,13 @@ from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
-from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
+from dgraph.runtime.policies import policy_of
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 from dgraph.verify import verify
-
-THRESHOLD = 0.9
-"""Confidence above which a token is committed, unless the caller says otherwise."""
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
@@ -134,6 +131,17 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
     return phases
 
 
+def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | None) -> Graph:
+    """The graph at the end of a phase, or behind one of its passes.
+
+    Raises:
+        UnknownName: no such phase or pass.
+    """
+    if phase not in phases:
+        raise UnknownName("phase", phase, phases)
+    return phases[phase].graph if after is None else phases[phase].after(after)
+
+
 @dataclass(frozen=True)
 class Result:
     """What `generate` returns.
@@ -202,10 +210,7 @@ class Optimized:
         Raises:
             UnknownName: no such phase or pass.
         """
-        if phase not in self.phases:
-            raise UnknownName("phase", phase, self.phases)
-        found = self.phases[phase]
-        return found.graph if after is None else found.after(after)
+        return graph_of_phase(self.phases, phase, after)
 
     def generate(
         self,
@@ -248,7 +253,7 @@ class Optimized:
         generation = self._session.generate(
             ids,
             max_new_tokens=max_new_tokens,
-            policy=_policy(threshold, steps),
+            policy=policy_of(threshold, steps),
             block_length=block_length,
             temperature=temperature,
             seed=seed,
@@ -285,14 +290,6 @@ def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[i
         return [list(ids) for ids in input_ids or ()]
     except TypeError:
         raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
-
-
-def _policy(threshold: float | None, steps: int | None) -> Policy:
-    if threshold is not None and steps is not None:
-        raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
-    return (
-        FixedSteps(steps) if steps is not None else ConfidenceThreshold(THRESHOLD if threshold is None else threshold)
-    )
 
 
 def optimize(
@@ -333,21 +330,14 @@ def optimize(
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     tell = progress or (lambda what: None)
-    if isinstance(recipe, str) and recipe not in RECIPES:
-        raise UnknownName("recipe", recipe, RECIPES)
-    if isinstance(recipe, Recipe) and options:
-        raise InputError(
-            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
-        )
+    check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
     compiler = RegionCompiler(backend, tell, open_store(cache) if backend == "inductor" else None)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
-    chosen = recipe if isinstance(recipe, Recipe) else build(RECIPES, recipe, found.spec, options)
+    chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
     graph = capture_module(found.module, found.spec, found.prefix)
     verify(graph)
-    if rounding is None:
-        rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
     tell(f"rewriting for {chosen.name}")
-    return Optimized(found, graph, chosen, compiler, rounding, graphs)
+    return Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import CaptureError
@@ -294,8 +293,3 @@ def _number_layers(graph: Graph) -> None:
                 inner = {a.meta["layer"] for a in node.all_input_nodes if a.op == "call_function"}
                 if layer is not None and layer in inner:
                     node.meta["layer"] = layer
-
-
-def is_tensor(node: Node) -> bool:
-    """Whether a node's value is one tensor."""
-    return isinstance(node.meta["val"], Tensor)

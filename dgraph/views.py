@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dgraph.api import Optimized, Rewritten, capture, rewrite
+from dgraph.api import Optimized, capture, graph_of_phase, rewrite
 from dgraph.errors import InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
-from dgraph.recipes import RECIPES, Recipe, build, options_of
-from dgraph.spec import ModelSpec
+from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.text.diff import Diff
 from dgraph.text.diff import diff as diff_graphs
 from dgraph.text.explain import Explanation
@@ -58,7 +57,7 @@ def graph_of(
         return model if isinstance(model, Graph) else capture(model)
     _known(recipe)
     graph = model if isinstance(model, Graph) else capture(model)
-    return _phase(rewrite(graph, _built(recipe, graph.spec, options)), phase, after)
+    return graph_of_phase(rewrite(graph, build(RECIPES, recipe, graph.spec, options)), phase, after)
 
 
 def dump(
@@ -126,33 +125,14 @@ def explain(
     """
     if isinstance(model, Optimized):
         return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)
-    if isinstance(recipe, str) and recipe not in RECIPES:
-        raise UnknownName("recipe", recipe, RECIPES)
+    check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
     graph = model if isinstance(model, Graph) else capture(model)
-    chosen = _built(recipe, graph.spec, options)
-    if rounding is None:
-        rounding = Buckets.of("hybrid" if graph.device.type == "cuda" else "exact")
-    return explain_phases(rewrite(graph, chosen), chosen, rounding)
+    chosen = build(RECIPES, recipe, graph.spec, options)
+    return explain_phases(rewrite(graph, chosen), chosen, rounding or Buckets.default(graph.device))
 
 
 def _known(recipe: str | Recipe) -> None:
     """Refuse an unknown name before a model is loaded."""
     if isinstance(recipe, str) and recipe != CAPTURED and recipe not in RECIPES:
         raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
-
-
-def _built(recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
-    if isinstance(recipe, str):
-        return build(RECIPES, recipe, spec, options)
-    if options:
-        raise InputError(
-            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
-        )
-    return recipe
-
-
-def _phase(phases: dict[str, Rewritten], phase: str, after: str | None) -> Graph:
-    if phase not in phases:
-        raise UnknownName("phase", phase, phases)
-    return phases[phase].graph if after is None else phases[phase].after(after)

@@ -102,14 +102,9 @@ def _check(
     """
     from dgraph.errors import InputError
     from dgraph.runtime.checks import check_request
-    from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps
+    from dgraph.runtime.policies import policy_of
 
-    if steps is not None and threshold is not None:
-        raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
-    if steps is not None:
-        FixedSteps(steps)
-    if threshold is not None:
-        ConfidenceThreshold(threshold)
+    policy_of(threshold, steps)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")
     with warnings.catch_warnings(action="ignore"):  # generate will give it

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import torch
+
 from dgraph.errors import InputError
 
 # Up to a row count, the distance between buckets; 0 for powers of two.
@@ -48,6 +50,11 @@ class Buckets:
             kinds = ", ".join(map(repr, KINDS))
             raise InputError(f"buckets must be {kinds} or a list of row counts of at least 1, got {value!r}.")
         return cls("list", tuple(sorted(set(sizes))))
+
+    @classmethod
+    def default(cls, device: torch.device) -> Buckets:
+        """What a device gets unless the caller says otherwise: the paper's list on a GPU, no padding elsewhere."""
+        return cls("hybrid" if device.type == "cuda" else "exact")
 
     def __call__(self, rows: int) -> int:
         """The bucket of a row count; at least 1."""

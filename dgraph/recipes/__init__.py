@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dgraph.recipes.base import Builder, Phase, Recipe, build, options_of
+from dgraph.recipes.base import Builder, Phase, Recipe, build, check_recipe, options_of
 from dgraph.recipes.dense import dense
 from dgraph.recipes.focus import focus
 
 RECIPES: dict[str, Builder] = {"dense": dense, "focus": focus}
 """Every recipe's builder by name."""
 
-__all__ = ["RECIPES", "Builder", "Phase", "Recipe", "build", "options_of"]
+__all__ = ["RECIPES", "Builder", "Phase", "Recipe", "build", "check_recipe", "options_of"]

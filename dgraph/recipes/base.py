@@ -116,17 +116,34 @@ def options_of(builder: Builder) -> dict[str, Any]:
     return {p.name: p.default for p in parameters}
 
 
-def build(recipes: dict[str, Builder], name: str, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
-    """Build a recipe by name.
+def check_recipe(recipes: dict[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
+    """Refuse, before a model is loaded, what `build` would refuse of a name or of a finished recipe.
+
+    Raises:
+        UnknownName: an unknown recipe.
+        InputError: options beside a finished recipe.
+    """
+    if isinstance(recipe, str):
+        if recipe not in recipes:
+            raise UnknownName("recipe", recipe, recipes)
+    elif options:
+        raise InputError(
+            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
+        )
+
+
+def build(recipes: dict[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
+    """Build a recipe by name; a finished one is returned as it is.
 
     Raises:
         UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
-        InputError: an option's value is out of range.
+        InputError: an option's value is out of range, or options beside a finished recipe.
     """
-    if name not in recipes:
-        raise UnknownName("recipe", name, recipes)
-    known = options_of(recipes[name])
+    check_recipe(recipes, recipe, options)
+    if not isinstance(recipe, str):
+        return recipe
+    known = options_of(recipes[recipe])
     for option in options:
         if option not in known:
-            raise UnknownName(f"option of recipe {name!r}", option, known)
-    return recipes[name](spec, **options)
+            raise UnknownName(f"option of recipe {recipe!r}", option, known)
+    return recipes[recipe](spec, **options)

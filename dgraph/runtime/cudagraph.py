@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgraph.lowering.executor import Runner, Slots, StagePlan, run_steps
+from dgraph.lowering.executor import Runner, Slots, StagePlan
 
 WARM_UP_RUNS = 2
 """Runs in front of a capture: libraries allocate workspaces and kernels are loaded on first use."""
@@ -83,15 +83,12 @@ class _GraphStage:
     def __init__(self, plan: StagePlan, pool: GraphPool):
         self.plan, self.pool = plan, pool
         self._captured: dict[Hashable, _Captured | None] = {}
-        self._plain = run_steps(plan)
 
     def __call__(self, slots: Slots) -> None:
         """Run the stage; a bucket that cannot be captured runs step by step."""
         for step in self.plan.bridge:
             step.run(slots)
-        key = tuple(
-            slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs
-        )
+        key = tuple(slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs)
         if key not in self._captured:
             self._captured[key] = self._capture(slots)
         found = self._captured[key]

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 
+THRESHOLD = 0.9
+"""Confidence above which a token is committed, unless the caller says otherwise."""
+
 
 class Policy(Protocol):
     """A decode policy."""
@@ -75,3 +78,15 @@ class FixedSteps:
         columns = torch.arange(block, device=confidence.device).expand(b, block)
         rank = torch.empty_like(order).scatter_(1, order, columns)
         return (rank < count[:, None]) & (confidence > -math.inf)
+
+
+def policy_of(threshold: float | None, steps: int | None) -> Policy:
+    """The policy that a caller's settings mean: a threshold (0.9 if neither is given) or steps per block.
+
+    Raises `InputError` for both at once, or a value out of range.
+    """
+    if threshold is not None and steps is not None:
+        raise InputError(f"give either threshold ({threshold}) or steps ({steps}), not both.")
+    if steps is not None:
+        return FixedSteps(steps)
+    return ConfidenceThreshold(THRESHOLD if threshold is None else threshold)
