@@ -13,6 +13,7 @@ cut.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -79,13 +80,17 @@ def schedule(graph: Graph) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     steps: list[Region | Call] = []
     rows = "N"
-    for level in range(max([*levels.values(), *slots.values(), -1]) + 1):
-        members = [n for n in graph.calls if slots.get(n) == level]
-        if members:
-            steps.append(_region(members))
-        for node in graph.calls:
-            if not _is_opaque(node) or levels[node] != level:
-                continue
+    members: dict[int, list[Node]] = defaultdict(list)
+    calls: dict[int, list[Node]] = defaultdict(list)
+    for node in graph.calls:
+        if node in slots:
+            members[slots[node]].append(node)
+        elif _is_opaque(node):
+            calls[levels[node]].append(node)
+    for level in sorted(members.keys() | calls.keys()):
+        if level in members:
+            steps.append(_region(members[level]))
+        for node in calls[level]:
             call = Call(node, _results_of(node))
             if _is_cut(node):
                 stages.append(Stage("", tuple(steps), rows, call))
