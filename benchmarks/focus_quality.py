@@ -78,9 +78,7 @@ class Bench:
     def run(self, program: Optimized, examples: Sequence[Example], threshold: float, **settings: Any) -> Result:
         """Decode prompts of one kind."""
         prompts = [e.prompt for e in examples]
-        return program.generate(
-            prompts, max_new_tokens=self.tokens, threshold=threshold, max_batch=100, **settings
-        )
+        return program.generate(prompts, max_new_tokens=self.tokens, threshold=threshold, max_batch=100, **settings)
 
     def quality(self, program: Optimized, threshold: float) -> list[str | int | float]:
         """Exact match in percent, then steps per prompt, tokens per step and rows per token on tasks and on text."""

@@ -20,9 +20,7 @@ There is no mask and there are no padding rows: capture happens before rows are 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     check_heads("attention", q, k, 1)
-    return F.scaled_dot_product_attention(
-        q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    ).contiguous()
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).contiguous()
 
 
 def fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -46,9 +44,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 OP = register(
     Op(
         name="attention",
-        overload=define(
-            "attention", "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", reference, fake
-        ),
+        overload=define("attention", "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", reference, fake),
         reference=reference,
         samples=samples,
         contract=CONTRACT,

@@ -52,9 +52,7 @@ def reference(
     return token, confidence
 
 
-def decode_logits(
-    logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1
-) -> tuple[Tensor, Tensor]:
+def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> tuple[Tensor, Tensor]:
     """A token and its probability for each row of logits; see the contract of dgraph::lm_head.
 
     Args:

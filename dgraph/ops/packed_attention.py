@@ -35,9 +35,7 @@ def reference(
     return out
 
 
-def fake(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor, scale: float
-) -> Tensor:
+def fake(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor, scale: float) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -55,9 +53,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     q, k, v = (torch.randn(6, h, 8, generator=generator) for h in (4, 2, 2))
     positions = torch.tensor([10, 11, 14, 0, 1, 2])
     limit = torch.tensor([10, 15, 11, 0, 3, 1]).int()
-    yield from _sample(
-        "gaps in the positions, rows that see nothing", q, k, v, positions, cu_rows_of((3, 3)), limit
-    )
+    yield from _sample("gaps in the positions, rows that see nothing", q, k, v, positions, cu_rows_of((3, 3)), limit)
 
 
 def _sample(
@@ -73,8 +69,7 @@ OP = register(
         name="packed_attention",
         overload=define(
             "packed_attention",
-            "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cu_rows, Tensor limit, float scale) "
-            "-> Tensor",
+            "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cu_rows, Tensor limit, float scale) -> Tensor",
             reference,
             fake,
         ),

@@ -36,9 +36,7 @@ def reference(
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     live = int(cu_rows[-1])
     page = k_cache.shape[1]
-    longest = limit.new_zeros(cu_rows.shape[0] - 1).scatter_reduce_(
-        0, sequence_of(cu_rows, live), limit[:live], "amax"
-    )
+    longest = limit.new_zeros(cu_rows.shape[0] - 1).scatter_reduce_(0, sequence_of(cu_rows, live), limit[:live], "amax")
     lengths = longest.tolist()
     if max(lengths, default=0) > page_table.shape[1] * page:
         raise InputError(

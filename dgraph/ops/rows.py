@@ -70,9 +70,7 @@ class Group:
         out.index_copy_(0, rows, values)
 
 
-def groups(
-    cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, cost: int = 1
-) -> Iterator[Group]:
+def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, cost: int = 1) -> Iterator[Group]:
     """Sequences that have rows, grouped by padded shape.
 
     Args:

@@ -148,8 +148,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         masked = torch.rand(n, generator=generator) < share
         # Some positions of a block are cached already, so that rows have gaps.
         parts = [
-            torch.randperm(c + c // 3, generator=generator)[:c].sort().values + 32 * s
-            for s, c in enumerate(counts)
+            torch.randperm(c + c // 3, generator=generator)[:c].sort().values + 32 * s for s, c in enumerate(counts)
         ]
         positions, cu_rows = torch.cat(parts), cu_rows_of(counts)
         limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()

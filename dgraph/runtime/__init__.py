@@ -1,12 +1,13 @@
 """The decode loop around compiled programs."""
 
 from dgraph.runtime.kv import KVStore
-from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
+from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy
 from dgraph.runtime.session import BlockSession, Generation, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 
 __all__ = [
     "BlockSession",
+    "Candidates",
     "ConfidenceThreshold",
     "FixedSteps",
     "Generation",

@@ -18,9 +18,7 @@ ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperatur
 SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "progress"})
 
 
-def check_session(
-    spec: ModelSpec, programs: Mapping[str, Program], block_cache: str, select_noise: bool
-) -> None:
+def check_session(spec: ModelSpec, programs: Mapping[str, Program], block_cache: str, select_noise: bool) -> None:
     """What a `BlockSession` needs of its model and programs."""
     if spec.attention != "block_causal":
         raise InputError(
@@ -82,10 +80,7 @@ def check_request(
             f"answers may be worse.",
             stacklevel=4,
         )
-    return [
-        _check_prompt(spec, index, prompt, max_new_tokens, block_length)
-        for index, prompt in enumerate(prompts)
-    ]
+    return [_check_prompt(spec, index, prompt, max_new_tokens, block_length) for index, prompt in enumerate(prompts)]
 
 
 def _check_prompt(

@@ -59,9 +59,8 @@ class BlockLoop:
         first: index of the first prompt among all of the call. caches: page_table and the caches by name,
         all on the device that decodes. report: gets (finished sequences, decoded tokens) after every step.
         """
-        state = self._begin(prompts, caches["page_table"].device)
-        index = torch.arange(first, first + len(prompts), device=state.start.device)
-        keys = sequence_keys(self.seed, index)
+        state = self._begin(prompts, first, caches["page_table"].device)
+        keys = sequence_keys(self.seed, state.prompt)
         lengths = [len(p) // self.block * self.block for p in prompts]
         for begin, end in prefill_chunks(lengths, self.block, max(self.block, PREFILL_ROWS)):
             count = sum(end) - sum(begin)
@@ -74,12 +73,12 @@ class BlockLoop:
             # The one host read of a step.
             count, active, decoded, broken = state.summary().tolist()
             if broken:
-                raise self._broken(state, index)
+                raise self._broken(state)
             if report is not None:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            self._step(step, count, state, index, keys, caches, stats)
+            self._step(step, count, state, keys, caches, stats)
             step += 1
         stats.steps += step
         stats.decoded += decoded
@@ -87,13 +86,14 @@ class BlockLoop:
         stats.sequence_steps += state.counter.tolist()
         return state
 
-    def _begin(self, prompts: Sequence[Sequence[int]], device: torch.device) -> StepState:
+    def _begin(self, prompts: Sequence[Sequence[int]], first: int, device: torch.device) -> StepState:
         longest = max(map(len, prompts)) + self.max_new_tokens
         canvas = torch.full((len(prompts), -(-longest // self.block) * self.block), self.spec.mask_id)
         for row, prompt in zip(canvas, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         return StepState.begin(
             canvas.to(device),
+            torch.arange(first, first + len(prompts), device=device),
             torch.tensor([len(p) for p in prompts], device=device),
             max_new_tokens=self.max_new_tokens,
             block=self.block,
@@ -106,7 +106,6 @@ class BlockLoop:
         number: int,
         count: int,
         state: StepState,
-        index: Tensor,
         keys: Tensor,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
@@ -121,7 +120,7 @@ class BlockLoop:
         progress = result.outputs.get("progress")
         committed = state.apply(rows, results, self.policy, self.block_cache, self.refresh, progress)
         if self.observer is not None:
-            self.observer(StepRecord.of(number, index, before, rows, results, committed, result.outputs))
+            self.observer(StepRecord.of(number, state.prompt, before, rows, results, committed, result.outputs))
 
     def _inputs(self, rows: StepRows, state: StepState, keys: Tensor | None) -> dict[str, Tensor]:
         """All named inputs but the caches. `keys` None: nothing is drawn."""
@@ -144,9 +143,7 @@ class BlockLoop:
             inputs["noise"] = uniform(seed)
         return inputs
 
-    def _results(
-        self, rows: StepRows, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-    ) -> RowResults:
+    def _results(self, rows: StepRows, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> RowResults:
         kept = outputs.get("kept")
         if "token" in outputs and "confidence" in outputs:
             return row_results(rows, outputs["token"], outputs["confidence"], kept)
@@ -167,10 +164,10 @@ class BlockLoop:
         confidence[entry] = probability.float()
         return row_results(rows, token, confidence, kept)
 
-    def _broken(self, state: StepState, index: Tensor) -> DgraphError:
+    def _broken(self, state: StepState) -> DgraphError:
         at = int(state.broken.nonzero()[0])
         return DgraphError(
-            f"program 'step' gave no usable confidence for prompt {int(index[at])} (block at position "
+            f"program 'step' gave no usable confidence for prompt {int(state.prompt[at])} (block at position "
             f"{int(state.start[at])}): NaN, or no masked row with a token and a confidence. Check the "
             f"weights, and whether their dtype overflows."
         )

@@ -17,15 +17,40 @@ THRESHOLD = 0.9
 """Confidence above which a token is committed, unless the caller says otherwise."""
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """What a step offers for the current block of b sequences, all [b, B] unless stated.
+
+    token i64: predicted, -1 where there is none; confidence f32: its probability, -inf where nothing can be
+    committed (not masked, evicted, or no token); masked bool: not decoded yet; current i64: the block's tokens
+    as they were forwarded; step i64[b]: steps of this block that decoded something, from 0; decoded i64[b]:
+    tokens that they decoded; start i64[b]: position of the block's first row; prompt i64[b]: index of the
+    sequence's prompt among all of the call.
+    """
+
+    token: Tensor
+    confidence: Tensor
+    masked: Tensor
+    current: Tensor
+    step: Tensor
+    decoded: Tensor
+    start: Tensor
+    prompt: Tensor
+
+    @property
+    def committable(self) -> Tensor:
+        """bool[b, B]"""
+        return self.confidence > -math.inf
+
+
 class Policy(Protocol):
     """A decode policy."""
 
-    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
-        """confidence f32[b, B], -inf where nothing can be committed; step i64[b], from 0 in each block ->
-        bool[b, B].
+    def choose(self, candidates: Candidates) -> Tensor:
+        """bool[b, B]: the positions whose token is committed.
 
         Every sequence with a committable position gets at least one; a position that is not committable,
-        none.
+        none. Runs on the device and reads nothing back, and may be captured in a CUDA graph.
         """
         ...
 
@@ -48,10 +73,11 @@ class ConfidenceThreshold:
                 f"Published settings lie between 0.8 and 0.95; 1.0 decodes one token per step."
             )
 
-    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
+    def choose(self, candidates: Candidates) -> Tensor:
+        confidence = candidates.confidence
         best = torch.zeros_like(confidence, dtype=torch.bool)
         best.scatter_(1, confidence.argmax(dim=1, keepdim=True), True)
-        return ((confidence > self.threshold) | best) & (confidence > -math.inf)
+        return ((confidence > self.threshold) | best) & candidates.committable
 
 
 @dataclass(frozen=True)
@@ -71,13 +97,14 @@ class FixedSteps:
                 f"FixedSteps: steps is a number of denoising steps per block, at least 1, got {self.steps!r}."
             )
 
-    def choose(self, confidence: Tensor, step: Tensor) -> Tensor:
+    def choose(self, candidates: Candidates) -> Tensor:
+        confidence, step = candidates.confidence, candidates.step
         b, block = confidence.shape
         count = (block // self.steps + (step < block % self.steps).long()).clamp(min=1)
         order = confidence.argsort(dim=1, descending=True, stable=True)
         columns = torch.arange(block, device=confidence.device).expand(b, block)
         rank = torch.empty_like(order).scatter_(1, order, columns)
-        return (rank < count[:, None]) & (confidence > -math.inf)
+        return (rank < count[:, None]) & candidates.committable
 
 
 def policy_of(threshold: float | None, steps: int | None) -> Policy:

@@ -54,9 +54,7 @@ def row_results(rows: StepRows, token: Tensor, confidence: Tensor, kept: Tensor 
         slot = torch.where(kept >= 0, kept, n)  # padding goes to one extra row
         survived = rows.masked.new_zeros(n + 1).scatter_(0, slot, True)[:n]
         token = token.new_full((n + 1,), -1).scatter_(0, slot, token)[:n]
-        confidence = torch.full((n + 1,), -math.inf, device=slot.device).scatter_(
-            0, slot, confidence.float()
-        )[:n]
+        confidence = torch.full((n + 1,), -math.inf, device=slot.device).scatter_(0, slot, confidence.float())[:n]
     committable = rows.masked & survived & (token >= 0)
     return RowResults(token, torch.where(committable, confidence, -math.inf), survived)
 

@@ -170,9 +170,7 @@ class BlockSession:
 
     def _kv_of(self, handles: list[int], state: StepState) -> list[SequenceKV]:
         starts = state.start.tolist()
-        return [
-            SequenceKV(s, self.kv.gather(h, s + state.block)) for h, s in zip(handles, starts, strict=True)
-        ]
+        return [SequenceKV(s, self.kv.gather(h, s + state.block)) for h, s in zip(handles, starts, strict=True)]
 
 
 def responses(state: StepState, eos_ids: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.rows import RowResults, StepRows
 
 BlockCache = Literal["off", "dc", "dc+"]
@@ -50,7 +50,8 @@ class StepState:
     rows forwarded to commit, all steps; active bool[b]; broken bool[b]: the last step gave nothing to
     commit, or NaN; canvas i64[b, T]: prompt and every block so far.
 
-    Fixed: prompt_end i64[b]; end i64[b] = prompt + max_new_tokens; stop_ids i64[E]; mask_id.
+    Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b];
+    end i64[b] = prompt + max_new_tokens; stop_ids i64[E]; mask_id.
     """
 
     tokens: Tensor
@@ -66,6 +67,7 @@ class StepState:
     active: Tensor
     broken: Tensor
     canvas: Tensor
+    prompt: Tensor
     prompt_end: Tensor
     end: Tensor
     stop_ids: Tensor
@@ -75,6 +77,7 @@ class StepState:
     def begin(
         cls,
         canvas: Tensor,
+        prompt: Tensor,
         prompt_end: Tensor,
         *,
         max_new_tokens: int,
@@ -85,6 +88,7 @@ class StepState:
         """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
         block.
 
+        prompt i64[b]: indices among all prompts.
         canvas i64[b, T]: prompts, then mask tokens to the end of the longest sequence's last block.
         """
         b, device = len(canvas), canvas.device
@@ -107,6 +111,7 @@ class StepState:
             active=torch.ones(b, dtype=torch.bool, device=device),
             broken=torch.zeros(b, dtype=torch.bool, device=device),
             canvas=canvas,
+            prompt=prompt,
             prompt_end=prompt_end,
             end=prompt_end + max_new_tokens,
             stop_ids=stop_ids,
@@ -174,7 +179,18 @@ class StepState:
         token = self._on_block(rows, results.token, -1)
         confidence = self._on_block(rows, results.confidence, -math.inf)
         invalid = confidence.isnan()
-        commit = policy.choose(confidence.nan_to_num(nan=0.0, neginf=-math.inf), self.steps)
+        commit = policy.choose(
+            Candidates(
+                token=token,
+                confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
+                masked=self.masked,
+                current=self.tokens[:, self.block :],
+                step=self.steps,
+                decoded=self.decoded,
+                start=self.start,
+                prompt=self.prompt,
+            )
+        )
         self.broken = self.active & (invalid.any(dim=1) | ~commit.any(dim=1))
 
         self.commit_rows = self.commit_rows + (self.live()[:, : self.block]).sum()

@@ -23,9 +23,7 @@ def attend_row(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     for head in range(q.shape[0] if len(keys) else 0):
         scores = torch.stack([(q[head].double() @ key[head // group].double()) * scale for key in keys])
         weights = (scores - scores.max()).exp()
-        out[head] = (
-            sum(w * v[head // group].double() for w, v in zip(weights, values, strict=True)) / weights.sum()
-        )
+        out[head] = sum(w * v[head // group].double() for w, v in zip(weights, values, strict=True)) / weights.sum()
     return out
 
 
@@ -109,9 +107,7 @@ def test_kv_write_stores_live_rows_and_nothing_else(seed: int) -> None:
             expected["k_cache"][slot], expected["v_cache"][slot] = step["k"][i], step["v"][i]
     result = ops.kv_write(step["k"], step["v"], step["k_cache"], step["v_cache"], at, table, cu_rows)
     assert result is None
-    assert_close(
-        (step["k_cache"], step["v_cache"]), (expected["k_cache"], expected["v_cache"]), rtol=0, atol=0
-    )
+    assert_close((step["k_cache"], step["v_cache"]), (expected["k_cache"], expected["v_cache"]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", [4, 8, 32])

@@ -17,9 +17,7 @@ from dgraph.ops.draws import cu_rows_of
 importance = torch.ops.dgraph.importance
 
 
-def slow_importance(
-    q: Tensor, k: Tensor, masked: Tensor, cu_rows: Tensor, scale: float, pool: int
-) -> list[float]:
+def slow_importance(q: Tensor, k: Tensor, masked: Tensor, cu_rows: Tensor, scale: float, pool: int) -> list[float]:
     out = [0.0] * len(q)
     group = q.shape[1] // k.shape[1]
     q, k = q.double(), k.double()

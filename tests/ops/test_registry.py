@@ -43,11 +43,7 @@ def samples_of(op: Op) -> list[Sample]:
     return list(op.samples(torch.Generator().manual_seed(7)))
 
 
-CALLS = [
-    pytest.param(op, sample, id=f"{op.name}: {sample.name}")
-    for op in OPS.values()
-    for sample in samples_of(op)
-]
+CALLS = [pytest.param(op, sample, id=f"{op.name}: {sample.name}") for op in OPS.values() for sample in samples_of(op)]
 
 
 def size_depends_on_data(op: Op, sample: Sample) -> bool:

@@ -54,9 +54,7 @@ class Trace:
         return self.cache.read(layer, self.committed_end)
 
 
-def choose(
-    confidence: dict[int, tuple[int, float]], threshold: float | None, count: int
-) -> list[tuple[int, int]]:
+def choose(confidence: dict[int, tuple[int, float]], threshold: float | None, count: int) -> list[tuple[int, int]]:
     """(position, token) to commit: all above the threshold, at least the best; or the best `count`.
 
     Ties go to the lower position.

@@ -48,9 +48,7 @@ def block_causal(canvas: list[int], size: int, seed: int = 0) -> tuple[Tensor, C
         return project(WEIGHTS[seed], h), cache
 
 
-def recompute(
-    prompt: list[int], size: int, end: int, threshold: float | None, steps: int | None
-) -> list[int]:
+def recompute(prompt: list[int], size: int, end: int, threshold: float | None, steps: int | None) -> list[int]:
     """Block diffusion in its simplest form: every step runs the whole sequence."""
     canvas = list(prompt)
     while len(canvas) < end or MASK in canvas:
@@ -82,9 +80,7 @@ def hf_logits(canvas: list[int], size: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_bidirectional_block_equals_transformers(seed: int) -> None:
     canvas = [*prompt_of(10, seed), *[MASK] * 6]
-    torch.testing.assert_close(
-        block_causal(canvas, 16, seed)[0], hf_logits(canvas, 16, seed), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(block_causal(canvas, 16, seed)[0], hf_logits(canvas, 16, seed), atol=1e-5, rtol=1e-5)
 
 
 def test_several_blocks_equal_transformers_at_once_and_one_by_one() -> None:

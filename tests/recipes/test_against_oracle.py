@@ -33,9 +33,7 @@ class Setup:
 def setup_for(block: int) -> Setup:
     config = tiny_config(layers=LAYERS)
     weights = random_weights(config, seed=3)
-    model = dgraph.adopt(
-        to_transformers(config, weights), mask_id=mask_id(config), eos_ids=(EOS,), block_length=block
-    )
+    model = dgraph.adopt(to_transformers(config, weights), mask_id=mask_id(config), eos_ids=(EOS,), block_length=block)
     return Setup(config, weights, model, dgraph.capture(model))
 
 

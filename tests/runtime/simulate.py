@@ -124,9 +124,7 @@ def simulate(
             out.decoded += len(chosen)
             out.commit_rows += len(commit)
             committed = [(p, found[p][0]) for p in sorted(chosen)]
-            out.steps.append(
-                Step(list(limits), list(limits.values()), masked, kept, committed, average, before)
-            )
+            out.steps.append(Step(list(limits), list(limits.values()), masked, kept, committed, average, before))
             commit = []
             if block_cache != "off":
                 ready = {

@@ -53,9 +53,7 @@ def test_requests_that_cannot_be_met(prompts: list, options: dict, message: str)
 
 
 def test_the_whole_window_can_be_used() -> None:
-    out = make_session(max_positions=64, eos_ids=()).generate(
-        [[1] * 20], max_new_tokens=44, policy=FixedSteps(2)
-    )
+    out = make_session(max_positions=64, eos_ids=()).generate([[1] * 20], max_new_tokens=44, policy=FixedSteps(2))
     assert len(out.token_ids[0]) == 44
 
 

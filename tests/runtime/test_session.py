@@ -35,9 +35,7 @@ def check_steps(records: list[StepRecord], prompt: int, expected: Simulation) ->
 @pytest.mark.parametrize("block_cache", ["off", "dc", "dc+"])
 @pytest.mark.parametrize("refresh", [True, False])
 @pytest.mark.parametrize("evict", [False, True])
-def test_session_does_what_the_simulation_does(
-    block: int, block_cache: str, refresh: bool, evict: bool
-) -> None:
+def test_session_does_what_the_simulation_does(block: int, block_cache: str, refresh: bool, evict: bool) -> None:
     rng = random.Random(f"{block} {block_cache} {refresh} {evict}")
     page_size = rng.choice([block // 2, block, 2 * block])
     stops = rng.choice([(3,), (3, 5), ()])
@@ -50,15 +48,11 @@ def test_session_does_what_the_simulation_does(
         spec={"eos_ids": stops},
     )
     for _ in range(4 if block < 32 else 2):
-        policy = rng.choice(
-            [ConfidenceThreshold(rng.choice([0.5, 0.75, 1.0])), FixedSteps(rng.randint(1, block + 2))]
-        )
+        policy = rng.choice([ConfidenceThreshold(rng.choice([0.5, 0.75, 1.0])), FixedSteps(rng.randint(1, block + 2))])
         prompts = random_prompts(rng, rng.randint(1, 5), 3 * block)
         new = rng.randint(1, 3 * block)
         records: list[StepRecord] = []
-        out = session.generate(
-            prompts, max_new_tokens=new, policy=policy, observer=records.append, keep_kv=True
-        )
+        out = session.generate(prompts, max_new_tokens=new, policy=policy, observer=records.append, keep_kv=True)
         expected = [
             simulate(
                 p,
@@ -166,9 +160,7 @@ def test_a_program_may_overwrite_its_outputs_in_its_next_call() -> None:
     for step in (FakeProgram("evict"), Replayed("evict")):
         session = BlockSession(fake_spec(8), {"prefill": FakeProgram("prefill"), "step": step})
         records: list[StepRecord] = []
-        out = session.generate(
-            prompts, max_new_tokens=20, policy=ConfidenceThreshold(0.7), observer=records.append
-        )
+        out = session.generate(prompts, max_new_tokens=20, policy=ConfidenceThreshold(0.7), observer=records.append)
         runs.append((out.token_ids, [{k: str(v) for k, v in vars(r).items()} for r in records]))
     assert runs[0] == runs[1]
 

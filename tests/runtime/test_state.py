@@ -22,7 +22,8 @@ def begin(prompts: list[list[int]], new: int, block: int = 4) -> StepState:
         row[: len(prompt)] = torch.tensor(prompt)
     lengths = torch.tensor([len(p) for p in prompts])
     stops = torch.tensor([STOP])
-    return StepState.begin(canvas, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops)
+    index = torch.arange(len(prompts))
+    return StepState.begin(canvas, index, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops)
 
 
 def step(state: StepState, decode: dict[tuple[int, int], int], **options) -> Tensor:
