@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dgraph.cache.store import open_store
-from dgraph.capture import capture_module
 from dgraph.errors import InputError, UnknownName
 from dgraph.families import Model, resolve
+from dgraph.frozen import captured
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
@@ -26,7 +26,6 @@ from dgraph.runtime.policies import policy_of
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
-from dgraph.verify import verify
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
@@ -66,9 +65,7 @@ def capture(model: Any, **facts: Any) -> Graph:
         CaptureError: the model cannot be captured; the message names the op, the module and the line.
     """
     found = resolve(model, **facts)
-    graph = capture_module(found.module, found.spec, found.prefix)
-    verify(graph)
-    return graph
+    return captured(found.module, found.spec, found.prefix)[0]
 
 
 def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
@@ -159,6 +156,10 @@ class Result:
     kv: list[SequenceKV] | None = None
 
 
+WARMUPS = ("lazy", "full")
+"""When CUDA graphs are captured."""
+
+
 class Optimized:
     """A model under a recipe, ready to generate.
 
@@ -197,6 +198,7 @@ class Optimized:
             refresh=recipe.refresh,
             device=captured.device,
             page_size=_page_size(self.spec.block_length, captured.device),
+            pool=self.graph_pool,
         )
 
     @property
@@ -266,6 +268,23 @@ class Optimized:
         texts = [tokenizer.decode(t) for t in generation.token_ids] if tokenizer is not None else None
         return Result(texts, generation.token_ids, generation.stats, generation.kv)
 
+    def warm_up(self, batch: int, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> int:
+        """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
+
+        Args:
+            batch: sequences at a time.
+            tokens: positions per sequence to make KV pages for, prompt and response together; None for the model's
+                longest.
+            progress: called with (buckets done, buckets in all).
+
+        Returns:
+            The number of buckets that were run; see `graph_pool` for what was captured and what did not fit.
+
+        Raises:
+            InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
+        """
+        return self._session.warm_up(batch, self.spec.max_positions if tokens is None else tokens, progress)
+
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
             raise InputError(f"{self.model.name} came without a tokenizer; pass input_ids instead of texts.")
@@ -302,6 +321,9 @@ def optimize(
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
     graphs: bool = True,
+    warmup: str = "lazy",
+    max_batch: int | None = None,
+    max_tokens: int | None = None,
     cache: bool | str | Path = True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -318,6 +340,9 @@ def optimize(
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
+        warmup: "lazy" captures a CUDA graph when its bucket is first met; "full" captures all of them now, for batches
+            of up to `max_batch` sequences of up to `max_tokens` positions (see `Optimized.warm_up`).
+        max_batch, max_tokens: sizes of a full warm-up; max_tokens None for the model's longest sequence.
         cache: where compiled code is kept for later processes: True for the user's artifact cache (see
         `dgraph cache path`), False for nowhere, or a folder.
         progress: called with what is being done, for display.
@@ -330,14 +355,29 @@ def optimize(
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     tell = progress or (lambda what: None)
+    _check_warmup(warmup, max_batch, max_tokens, graphs)
     check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
-    compiler = RegionCompiler(backend, tell, open_store(cache) if backend == "inductor" else None)
+    store = open_store(cache) if backend == "inductor" else None
+    compiler = RegionCompiler(backend, tell, store)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
-    graph = capture_module(found.module, found.spec, found.prefix)
-    verify(graph)
+    graph, _ = captured(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
-    return Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs)
+    made = Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs)
+    if warmup == "full" and max_batch is not None:
+        made.warm_up(max_batch, max_tokens, lambda done, count: tell(f"capturing bucket {done} of {count}"))
+    return made
+
+
+def _check_warmup(warmup: str, max_batch: int | None, max_tokens: int | None, graphs: bool) -> None:
+    if warmup not in WARMUPS:
+        raise UnknownName("warmup", warmup, WARMUPS)
+    if warmup == "lazy" and (max_batch, max_tokens) != (None, None):
+        raise InputError("max_batch and max_tokens are sizes of a full warm-up; set warmup='full' or leave them out.")
+    if warmup == "full" and max_batch is None:
+        raise InputError("warmup='full' captures every bucket up to a batch size; give max_batch=.")
+    if warmup == "full" and not graphs:
+        raise InputError("warmup='full' captures CUDA graphs, but graphs=False; leave one of them out.")

@@ -26,6 +26,7 @@ from dgraph.errors import LoweringError
 __all__ = [
     "OpOverload",
     "compile_region",
+    "copy_all",
     "fake_mode",
     "inductor_config",
     "inductor_settings",
@@ -46,6 +47,21 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i, in one launch per dtype on a GPU.
+
+    Public torch copies one tensor per launch. `_foreach_copy_` falls back to that by itself where it must. Checked on
+    2.11 and 2.13.
+    """
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        mine = pairs.setdefault(target.dtype, ([], []))
+        mine[0].append(target)
+        mine[1].append(source)
+    for target_list, source_list in pairs.values():
+        torch._foreach_copy_(target_list, source_list)
 
 
 @contextlib.contextmanager

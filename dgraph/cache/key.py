@@ -27,6 +27,10 @@ from dgraph.torch_private import inductor_config
 PACKAGE = Path(__file__).parents[1]
 MAKERS = ("lowering/regions.py", "torch_private.py")
 """Sources of dgraph that turn a region's text into what Inductor compiles."""
+CAPTURERS = (
+    "capture.py", "canonicalise.py", "frozen.py", "graph.py", "nodes.py", "shapes.py", "spec.py", "torch_private.py",
+)  # fmt: skip
+"""Sources of dgraph that turn a module into a captured graph."""
 SETTINGS = "inductor settings"
 """The input with Inductor's settings, one per line, some hundred."""
 MANY_WORDS = 12
@@ -117,6 +121,30 @@ def region_key(
             **{f"source {name}": digest for name, digest in sources_of(functions).items()},
             "region": region,
             SETTINGS: "\n".join(f"{k} = {v!r}" for k, v in sorted((inductor_config() | dict(settings)).items())),
+        }
+    )
+
+
+def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> Key:
+    """The key of a captured graph.
+
+    Args:
+        facts: what the forward depends on, by name.
+        device: of the weights; a graph may name it.
+        family: source file of the module whose forward was captured.
+    """
+    ops = sorted((PACKAGE / "ops").glob("*.py"))
+    sources = [*(PACKAGE / name for name in CAPTURERS), *ops]
+    found = {f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in sources}
+    return Key(
+        {
+            "format": FORMAT,
+            "kind": "graph",
+            "torch": f"{torch.__version__} git {torch.version.git_version}",
+            "device": str(device),
+            **facts,
+            "source of the family": _hash_of(family),
+            **found,
         }
     )
 

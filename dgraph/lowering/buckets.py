@@ -67,6 +67,21 @@ class Buckets:
         at = bisect.bisect_left(self.sizes, rows)
         return self.sizes[at] if at < len(self.sizes) else -(-rows // self.sizes[-1]) * self.sizes[-1]
 
+    def up_to(self, rows: int) -> tuple[int, ...]:
+        """Every bucket that counts from 1 to `rows` fall into, ascending.
+
+        Raises:
+            InputError: there is one for each count (kind "exact").
+        """
+        if self.kind == "exact":
+            raise InputError(
+                "buckets of kind 'exact' cannot be prepared ahead; choose 'hybrid', 'fine' or a list of row counts."
+            )
+        sizes = [self(1)]
+        while sizes[-1] < rows:
+            sizes.append(self(sizes[-1] + 1))
+        return tuple(sizes)
+
     def to_json(self) -> str | list[int]:
         """As the option that makes them."""
         return list(self.sizes) if self.kind == "list" else self.kind

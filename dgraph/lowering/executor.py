@@ -81,7 +81,7 @@ class StagePlan:
         inputs: slots that `steps` read and do not write, weights left out, ascending.
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         outputs: slots that `steps` write and that something outside reads, ascending.
-        results: those of `outputs` that the program returns, and which so outlive the stages behind.
+        outlives: those of `outputs` that the program returns although another stage runs behind this one.
     """
 
     name: str
@@ -90,19 +90,19 @@ class StagePlan:
     inputs: tuple[int, ...]
     in_place: frozenset[int]
     outputs: tuple[int, ...]
-    results: frozenset[int]
+    outlives: frozenset[int]
 
 
 class Runner(Protocol):
-    """Runs one stage, reading and writing slots."""
+    """Runs one stage, reading and writing slots; `rows` is the bucket that it runs on."""
 
-    def __call__(self, slots: Slots) -> None: ...
+    def __call__(self, slots: Slots, rows: int) -> None: ...
 
 
 def run_steps(plan: StagePlan) -> Runner:
     """The plain runner: one step after the other."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: Slots, rows: int) -> None:
         for step in (*plan.bridge, *plan.steps):
             step.run(slots)
 
@@ -157,6 +157,10 @@ class LoweredProgram:
         """Names of the stages, in order."""
         return tuple(s.name for s in self.stages)
 
+    def bucket_sizes(self, rows: int) -> tuple[int, ...]:
+        """Every row count that a stage is padded to for 1 to `rows` rows, ascending."""
+        return self.buckets.up_to(rows)
+
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         """Run every stage; see `Program`.
@@ -170,7 +174,7 @@ class LoweredProgram:
         all_live, all_padded, seconds = [], [], []
         for runner, cut in zip(self._runners, self._cuts, strict=True):
             start = time.perf_counter()
-            runner(slots)
+            runner(slots, padded)
             all_live.append(live)
             all_padded.append(padded)
             if cut is not None:
@@ -192,10 +196,12 @@ class LoweredProgram:
             if value.dtype != spec.dtype:
                 raise LoweringError(f"input {name!r} is {value.dtype}, expected {spec.dtype}.")
             if spec.shape[0] == "N":
-                if value.shape[0] != rows:
-                    raise LoweringError(f"input {name!r} has {value.shape[0]} rows, expected {rows}.")
-                if padded > rows:
-                    value = torch.cat([value, value.new_zeros(padded - rows, *value.shape[1:])])
+                held = value.shape[0]
+                if held < rows:
+                    raise LoweringError(f"input {name!r} has {held} rows, expected at least {rows}.")
+                if held < padded:
+                    value = torch.cat([value, value.new_zeros(padded - held, *value.shape[1:])])
+                value = value[:padded]
             slots[slot] = value
 
     def _number(self, node: Node) -> Slot:
@@ -236,7 +242,7 @@ class LoweredProgram:
                     tuple(sorted(read - written - weights)),
                     frozenset(read & caches),
                     tuple(sorted(written & (outside | results))),
-                    frozenset(written & results),
+                    frozenset(written & results if stage.cut is not None else ()),
                 )
             )
         return tuple(plans)

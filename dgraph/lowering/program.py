@@ -15,7 +15,7 @@ class ProgramResult:
 
     Attributes:
         outputs: tensors by name; those with a row dimension may carry padding rows at their end
-            (token -1, confidence -inf, kept -1).
+            (token -1, confidence -inf, kept -1). They last until a program of the model is called again.
         rows: live rows of each stage, in order.
         padded: rows that each stage ran on, live rows and padding of its bucket.
         seconds: host-observed seconds of each stage.
@@ -40,6 +40,14 @@ class Program(Protocol):
         """One name per stage: ("step",), or ("prefix", "suffix") when rows are evicted on the way."""
         ...
 
+    def bucket_sizes(self, rows: int) -> tuple[int, ...]:
+        """Every row count that a stage is padded to for 1 to `rows` rows, ascending."""
+        ...
+
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
-        """Run on `rows` live rows; inputs with a row dimension come unpadded and are padded to the bucket here."""
+        """Run on `rows` live rows.
+
+        Inputs with a row dimension hold these first; behind them may be any number of padding rows (of no sequence,
+        not masked). What the bucket needs more is added here.
+        """
         ...

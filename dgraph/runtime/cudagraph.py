@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.lowering.executor import Runner, Slots, StagePlan
+from dgraph.torch_private import copy_all
 
 WARM_UP_RUNS = 2
 """Runs in front of a capture: libraries allocate workspaces and kernels are loaded on first use."""
@@ -45,6 +46,7 @@ class GraphPool:
     Attributes:
         limit: graphs kept at most; a bucket beyond it runs step by step.
         captured: names and row counts of what was captured, in order.
+        bytes: device memory that captures took: input buffers and what the graphs keep for their intermediates.
         refused: the same for buckets that did not fit, with the reason.
         capture: makes a graph from a function without arguments; replaced in tests, where there is no device.
     """
@@ -52,6 +54,7 @@ class GraphPool:
     limit: int = 128
     captured: list[tuple[str, int]] = field(default_factory=list)
     refused: list[tuple[str, int, str]] = field(default_factory=list)
+    bytes: int = 0
     capture: Callable[[Callable[[], None]], Replay] | None = None
     _pool: Any = None
 
@@ -71,9 +74,12 @@ class GraphPool:
             for _ in range(WARM_UP_RUNS):
                 function()
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()  # as entering a capture does; else what that frees would hide what the capture takes
+        before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             function()
+        self.bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph
 
 
@@ -84,27 +90,26 @@ class _GraphStage:
         self.plan, self.pool = plan, pool
         self._captured: dict[Hashable, _Captured | None] = {}
 
-    def __call__(self, slots: Slots) -> None:
+    def __call__(self, slots: Slots, rows: int) -> None:
         """Run the stage; a bucket that cannot be captured runs step by step."""
         for step in self.plan.bridge:
             step.run(slots)
         key = tuple(slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs)
         if key not in self._captured:
-            self._captured[key] = self._capture(slots)
+            self._captured[key] = self._capture(slots, rows)
         found = self._captured[key]
         if found is None:
             for step in self.plan.steps:
                 step.run(slots)
             return
-        for slot, buffer in found.buffers.items():
-            buffer.copy_(slots[slot])
+        copy_all(list(found.buffers.values()), [slots[slot] for slot in found.buffers])
         found.graph.replay()
+        # The pool's memory is the next replay's: what the bridge or the cut reads is read before that, and what
+        # outlives the stages behind is copied.
         for slot, value in found.outputs.items():
-            # The pool's memory is the next replay's; what the bridge or the cut reads is read before that.
-            slots[slot] = value.clone() if slot in self.plan.results else value
+            slots[slot] = value.clone() if slot in self.plan.outlives else value
 
-    def _capture(self, slots: Slots) -> _Captured | None:
-        rows = max((slots[s].shape[0] for s in self.plan.inputs if s not in self.plan.in_place), default=0)
+    def _capture(self, slots: Slots, rows: int) -> _Captured | None:
         if len(self.pool.captured) >= self.pool.limit:
             self.pool.refused.append((self.plan.name, rows, f"limit of {self.pool.limit} graphs"))
             return None

@@ -105,11 +105,15 @@ class KVStore:
         self._free.extend(reversed(self._pages_of(sequence)))
         del self._owned[sequence]
 
-    def page_table(self, sequences: Sequence[int]) -> Tensor:
-        """i32[b, P], P the most pages of any of them; entries past a sequence's own pages are -1."""
+    def page_table(self, sequences: Sequence[int], rows: int = 0, columns: int = 0) -> Tensor:
+        """i32[b, P], P the most pages of any of them; entries past a sequence's own pages are -1.
+
+        rows, columns: at least so many; rows past the sequences belong to none.
+        """
         pages = [self._pages_of(s) for s in sequences]
-        table = torch.full((len(pages), max(map(len, pages), default=0)), -1, dtype=torch.int32)
-        for row, owned in zip(table, pages, strict=True):
+        shape = max(rows, len(pages)), max([columns, *map(len, pages)])
+        table = torch.full(shape, -1, dtype=torch.int32)
+        for row, owned in zip(table, pages, strict=False):
             row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
         return table.to(self.device)
 

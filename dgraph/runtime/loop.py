@@ -2,12 +2,11 @@
 
 Host reads: four integers per step (`StepState.summary`; the row count is among them, which the next step's
 tensors are sized by), and the results once at the end. Everything else stays on the device. A program may
-read more, and so does decoding logits here (see `BlockLoop._results`).
+read more, and so does decoding logits here (see `BlockLoop._decide`).
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from torch import Tensor
 from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
 from dgraph.ops.lm_head import decode_logits
-from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import RowResults, StepRows, prefill_chunks, prefill_rows, row_results
-from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
-from dgraph.runtime.state import BlockCache, StepState
+from dgraph.runtime.advance import Advance, Rule, inputs_of
+from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
+from dgraph.runtime.state import StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
@@ -31,19 +29,20 @@ PREFILL_ROWS = 32768
 
 @dataclass(frozen=True)
 class BlockLoop:
-    """How to decode; see `BlockSession` and its `generate` for what the fields mean."""
+    """How to decode one batch; see `BlockSession` and its `generate` for what the fields mean.
+
+    advance: makes the transition of a batch from its state in front of the first step.
+    stride: the canvas has a multiple of so many columns, itself a multiple of the block.
+    """
 
     spec: ModelSpec
     prefill: Program
     step: Program
-    block_cache: BlockCache
-    refresh: bool
-    select_noise: bool
+    rule: Rule
     max_new_tokens: int
-    policy: Policy
     block: int
-    temperature: float
-    seed: int
+    advance: Callable[[StepState], Advance]
+    stride: int
     observer: Callable[[StepRecord], None] | None
 
     def run(
@@ -57,112 +56,106 @@ class BlockLoop:
         """Decode `prompts` and return their final state; adds to `stats`.
 
         first: index of the first prompt among all of the call. caches: page_table and the caches by name,
-        all on the device that decodes. report: gets (finished sequences, decoded tokens) after every step.
+        all on the device that decodes; a page table with more rows than prompts pads the batch with sequences
+        that have no rows. report: gets (finished sequences, decoded tokens) after every step.
         """
-        state = self._begin(prompts, first, caches["page_table"].device)
-        keys = sequence_keys(self.seed, state.prompt)
-        lengths = [len(p) // self.block * self.block for p in prompts]
-        for begin, end in prefill_chunks(lengths, self.block, max(self.block, PREFILL_ROWS)):
-            count = sum(end) - sum(begin)
-            bounds = torch.tensor([begin, end], device=state.start.device)
-            rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
-            result = self.prefill({**caches, **self._inputs(rows, state, None)}, count)
-            stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
+        state = self._begin(prompts, first, caches["page_table"])
+        self._prefill(prompts, state, caches, stats)
+        advance = self.advance(state)
         step = 0
         while True:
             # The one host read of a step.
-            count, active, decoded, broken = state.summary().tolist()
+            count, active, decoded, broken = advance.summary.tolist()
             if broken:
-                raise self._broken(state)
+                raise self._broken(advance.state)
             if report is not None:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            self._step(step, count, state, keys, caches, stats)
+            self._step(step, count, advance, caches, stats)
             step += 1
+        state = advance.state
         stats.steps += step
         stats.decoded += decoded
         stats.commit_rows += int(state.commit_rows)
-        stats.sequence_steps += state.counter.tolist()
+        stats.sequence_steps += state.counter[: len(prompts)].tolist()
         return state
 
-    def _begin(self, prompts: Sequence[Sequence[int]], first: int, device: torch.device) -> StepState:
+    def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> StepState:
+        b, device = len(page_table), page_table.device
         longest = max(map(len, prompts)) + self.max_new_tokens
-        canvas = torch.full((len(prompts), -(-longest // self.block) * self.block), self.spec.mask_id)
-        for row, prompt in zip(canvas, prompts, strict=True):
+        canvas = torch.full((b, -(-longest // self.stride) * self.stride), self.spec.mask_id)
+        for row, prompt in zip(canvas, prompts, strict=False):
             row[: len(prompt)] = torch.tensor(prompt)
+        lengths = [len(p) for p in prompts] + [0] * (b - len(prompts))
         return StepState.begin(
             canvas.to(device),
-            torch.arange(first, first + len(prompts), device=device),
-            torch.tensor([len(p) for p in prompts], device=device),
+            torch.arange(first, first + b, device=device),
+            torch.tensor(lengths, device=device),
+            sequences=len(prompts),
             max_new_tokens=self.max_new_tokens,
             block=self.block,
             mask_id=self.spec.mask_id,
             stop_ids=torch.tensor(self.spec.eos_ids, dtype=torch.int64, device=device),
         )
 
-    def _step(
+    def _prefill(
         self,
-        number: int,
-        count: int,
+        prompts: Sequence[Sequence[int]],
         state: StepState,
-        keys: Tensor,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
     ) -> None:
-        rows = state.rows(count)
-        inputs = self._inputs(rows, state, keys)
-        result = self.step({**caches, **inputs}, count)
+        lengths = [len(p) // self.block * self.block for p in prompts]
+        lengths += [0] * (len(state.start) - len(prompts))
+        for begin, end in prefill_chunks(lengths, self.block, max(self.block, PREFILL_ROWS)):
+            count = sum(end) - sum(begin)
+            bounds = torch.tensor([begin, end], device=state.start.device)
+            rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
+            result = self.prefill({**caches, **inputs_of(rows, state, self.rule, None)}, count)
+            stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
+
+    def _step(
+        self, number: int, count: int, advance: Advance, caches: Mapping[str, Tensor], stats: GenerationStats
+    ) -> None:
+        result = self.step({**caches, **advance.inputs}, count)
         for stage in zip(self.step.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
-        results = self._results(rows, inputs, result.outputs)
-        before = copy.copy(state)  # transitions replace tensors and never write into them
-        progress = result.outputs.get("progress")
-        committed = state.apply(rows, results, self.policy, self.block_cache, self.refresh, progress)
-        if self.observer is not None:
-            self.observer(StepRecord.of(number, state.prompt, before, rows, results, committed, result.outputs))
+        outputs = self._decide(advance.rows, advance.inputs, result.outputs)
+        if self.observer is None:
+            advance(outputs)
+            return
+        # The transition overwrites what it is given, and a program may return one of its inputs.
+        before, rows = advance.state.clone(), advance.rows.head(count).clone()
+        said = {name: value.clone() for name, value in result.outputs.items()}
+        decision = advance(outputs, observed=True)
+        assert decision is not None
+        self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said))
 
-    def _inputs(self, rows: StepRows, state: StepState, keys: Tensor | None) -> dict[str, Tensor]:
-        """All named inputs but the caches. `keys` None: nothing is drawn."""
-        n, device = len(rows.masked), rows.masked.device
-        seed = torch.zeros(n, dtype=torch.int64, device=device)
-        if keys is not None and (self.temperature > 0 or self.select_noise):
-            seed = row_seeds(keys[:, rows.sequence], rows.positions, state.counter[rows.sequence])
-        inputs = {
-            "input_ids": rows.input_ids,
-            "positions": rows.positions,
-            "limit": rows.limit,
-            "cu_rows": rows.cu_rows,
-            "masked": rows.masked,
-            "temperature": torch.full((n,), self.temperature, dtype=torch.float32, device=device),
-            "seed": seed,
-            "average": state.average,
-            "progress": state.progress,
-        }
-        if self.select_noise:
-            inputs["noise"] = uniform(seed)
-        return inputs
-
-    def _results(self, rows: StepRows, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> RowResults:
-        kept = outputs.get("kept")
+    def _decide(
+        self, rows: StepRows, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Outputs with token and confidence, which a program that ends in logits leaves to the runtime."""
         if "token" in outputs and "confidence" in outputs:
-            return row_results(rows, outputs["token"], outputs["confidence"], kept)
+            return outputs
         if "logits" not in outputs:
             raise LoweringError(
                 f"program 'step' must output token and confidence, or logits; got: "
                 f"{', '.join(sorted(outputs)) or 'nothing'}."
             )
-        row = torch.arange(len(rows.masked), device=rows.masked.device) if kept is None else kept
+        logits, kept = outputs["logits"], outputs.get("kept")
+        row = torch.arange(len(logits), device=logits.device) if kept is None else kept
         # Only masked rows can be committed. Their count is a host read: a program that leaves its logits to
         # the runtime is a baseline; one with `lm_head` needs none.
-        entry = (rows.masked[row.clamp(min=0)] & (row >= 0)).nonzero()[:, 0]
+        inside = (row >= 0) & (row < len(rows.masked))
+        entry = (inside & rows.masked[row.clamp(min=0, max=len(rows.masked) - 1)]).nonzero()[:, 0]
         token = torch.full_like(row, -1)
         confidence = torch.full(row.shape, -math.inf, device=row.device)
         row = row[entry]
-        logits, temperature, seed = outputs["logits"][entry], inputs["temperature"][row], inputs["seed"][row]
-        token[entry], probability = decode_logits(logits, temperature, seed, self.spec.mask_id)
+        temperature, seed = inputs["temperature"][row], inputs["seed"][row]
+        token[entry], probability, *_ = decode_logits(logits[entry], temperature, seed, self.spec.mask_id)
         confidence[entry] = probability.float()
-        return row_results(rows, token, confidence, kept)
+        return {**outputs, "token": token, "confidence": confidence}
 
     def _broken(self, state: StepState) -> DgraphError:
         at = int(state.broken.nonzero()[0])

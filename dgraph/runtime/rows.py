@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepRows:
-    """The packed rows of one forward: N rows of b sequences, per sequence contiguous and ascending in
-    position.
+    """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
     sequence i64[N]; column i64[N] in the window; input_ids i64[N]; positions i64[N]; limit i32[N]; masked
-    bool[N]; cu_rows i32[b+1].
+    bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no
+    sequence: sequence, column, input_ids, positions and limit 0, masked False.
     """
 
     sequence: Tensor
@@ -27,36 +27,72 @@ class StepRows:
     masked: Tensor
     cu_rows: Tensor
 
+    @property
+    def live(self) -> Tensor:
+        """bool[N]: rows that are not padding."""
+        return torch.arange(len(self.masked), device=self.masked.device) < self.cu_rows[-1]
+
+    def head(self, count: int) -> StepRows:
+        """The first `count` rows, as views."""
+        return StepRows(
+            **{f.name: getattr(self, f.name)[: None if f.name == "cu_rows" else count] for f in fields(self)}
+        )
+
+    def clone(self) -> StepRows:
+        """A copy that shares no tensor."""
+        return StepRows(**{f.name: getattr(self, f.name).clone() for f in fields(self)})
+
 
 @dataclass(frozen=True)
 class RowResults:
     """What a step program says about each of its N rows.
 
-    token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows that cannot be committed (not
-    masked, evicted or without a token); kept bool[N]: rows that reached the last stage.
+    token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows without a candidate (not masked,
+    evicted or without a token); kept bool[N]: rows that reached the last stage. margin, entropy f32[N]: -inf
+    and inf on rows without a candidate; None if the program does not say.
     """
 
     token: Tensor
     confidence: Tensor
     kept: Tensor
+    margin: Tensor | None = None
+    entropy: Tensor | None = None
 
 
-def row_results(rows: StepRows, token: Tensor, confidence: Tensor, kept: Tensor | None = None) -> RowResults:
+def row_results(
+    rows: StepRows,
+    token: Tensor,
+    confidence: Tensor,
+    kept: Tensor | None = None,
+    margin: Tensor | None = None,
+    entropy: Tensor | None = None,
+    wanted: Tensor | None = None,
+) -> RowResults:
     """Outputs of a step program (K entries, padding at the end) -> per row of the step.
 
-    token i64[K], confidence f32[K]; kept i64[K]: the row of each entry, -1 for padding; None: entry i is
-    row i.
+    token i64[K], confidence, margin and entropy f32[K]; kept i64[K]: the row of each entry, -1 for padding; None:
+    entry i is row i. wanted bool[N]: rows that may have a candidate; None: the masked ones (a policy that edits
+    wants decoded ones too).
     """
     n = len(rows.masked)
-    if kept is None:
-        token, confidence, survived = token[:n], confidence[:n].float(), torch.ones_like(rows.masked)
-    else:
-        slot = torch.where(kept >= 0, kept, n)  # padding goes to one extra row
+    slot = None if kept is None else torch.where(kept >= 0, kept, n)  # padding goes to one extra row
+
+    def per_row(values: Tensor, filler: float) -> Tensor:
+        if slot is None:
+            return values[:n]
+        return values.new_full((n + 1,), filler).scatter_(0, slot, values)[:n]
+
+    survived = torch.ones_like(rows.masked)
+    if slot is not None:
         survived = rows.masked.new_zeros(n + 1).scatter_(0, slot, True)[:n]
-        token = token.new_full((n + 1,), -1).scatter_(0, slot, token)[:n]
-        confidence = torch.full((n + 1,), -math.inf, device=slot.device).scatter_(0, slot, confidence.float())[:n]
-    committable = rows.masked & survived & (token >= 0)
-    return RowResults(token, torch.where(committable, confidence, -math.inf), survived)
+    token = per_row(token, -1)
+    committable = (rows.masked if wanted is None else wanted) & survived & (token >= 0)
+
+    def decided(values: Tensor | None, filler: float) -> Tensor | None:
+        return None if values is None else torch.where(committable, per_row(values.float(), filler), filler)
+
+    sure = torch.where(committable, per_row(confidence.float(), -math.inf), -math.inf)
+    return RowResults(token, sure, survived, decided(margin, -math.inf), decided(entropy, math.inf))
 
 
 def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int) -> StepRows:

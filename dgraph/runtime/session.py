@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from dgraph.errors import InputError
 from dgraph.lowering.program import Program
+from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.checks import check_request, check_session
+from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.policies import Policy
@@ -52,6 +55,10 @@ class Progress:
     decoded: int
 
 
+CANVAS_COLUMNS = 512
+"""Where transitions are captured, the canvas has a multiple of so many columns."""
+
+
 class BlockSession:
     """Decodes block by block with a model whose rows see their own block and earlier ones.
 
@@ -72,6 +79,9 @@ class BlockSession:
         device: where the programs run.
         kv_dtype: dtype of the caches; default the model's.
         page_size: positions per page; default the block length.
+        pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With one,
+            batches are padded to a power of two of sequences, the canvas to few widths and the page table to the
+            model's longest sequence, so that what was captured serves later calls.
 
     Raises `InputError`, `UnknownName` or `LoweringError` for what cannot work.
     """
@@ -87,6 +97,7 @@ class BlockSession:
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype | None = None,
         page_size: int | None = None,
+        pool: GraphPool | None = None,
     ):
         if select_noise is None:
             select_noise = any("noise" in program.input_names for program in programs.values())
@@ -95,6 +106,9 @@ class BlockSession:
         self.block_cache: BlockCache = block_cache
         self.refresh, self.select_noise = refresh, select_noise
         self.device = torch.device(device)
+        self.pool = pool
+        self._advance: tuple[Hashable, Advance] | None = None
+        self._sequences = 1
         self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device)
 
     @torch.no_grad()
@@ -132,18 +146,17 @@ class BlockSession:
             max_batch=max_batch,
         )
         step = self.programs["step"]
+        rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, float(temperature), seed)
+        fixed = self.pool is not None and observer is None
         loop = BlockLoop(
             spec=self.spec,
             prefill=self.programs["prefill"],
             step=step,
-            block_cache=self.block_cache,
-            refresh=self.refresh,
-            select_noise=self.select_noise,
+            rule=rule,
             max_new_tokens=max_new_tokens,
-            policy=policy,
             block=block,
-            temperature=float(temperature),
-            seed=seed,
+            advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
+            stride=max(block, CANVAS_COLUMNS // block * block) if fixed else block,
             observer=observer,
         )
         began = time.perf_counter()
@@ -156,9 +169,10 @@ class BlockSession:
             handles = self.kv.allocate([-(-(len(p) + max_new_tokens) // block) * block for p in batch])
             try:
                 report = progress and partial(_report, progress, stats.decoded, first, len(ids))
-                caches = {"page_table": self.kv.page_table(handles), **self.kv.tensors()}
+                table = self.kv.page_table(handles, *self._table_shape(len(batch)) if fixed else ())
+                caches = {"page_table": table, **self.kv.tensors()}
                 state = loop.run(batch, first, caches, stats, report)
-                token_ids += responses(state, self.spec.eos_ids)
+                token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
                 if keep_kv:
                     kept += self._kv_of(handles, state)
             finally:
@@ -168,9 +182,89 @@ class BlockSession:
         stats.finish(time.perf_counter() - began)
         return Generation(token_ids, stats, kept if keep_kv else None)
 
+    @torch.no_grad()
+    def warm_up(self, batch: int, tokens: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Capture every bucket of the step program that batches of up to `batch` sequences can meet.
+
+        Later batches of up to that many sequences are padded to it, so that they find what was captured.
+
+        Args:
+            batch: sequences at a time, at least 1.
+            tokens: positions per sequence, prompt and response together; KV pages for all of them are made now.
+            progress: called with (buckets done, buckets in all).
+
+        Returns:
+            The number of buckets.
+
+        Raises:
+            InputError: a size out of range, no pool to capture into, or buckets of kind "exact".
+        """
+        block, step = self.spec.block_length, self.programs["step"]
+        if self.pool is None:
+            raise InputError("warm-up captures CUDA graphs, and this session runs without; use a GPU and graphs=True.")
+        if batch < 1 or not 1 <= tokens <= self.spec.max_positions:
+            raise InputError(
+                f"warm-up needs a batch of at least 1 and 1 to {self.spec.max_positions} tokens per sequence, got "
+                f"{batch} and {tokens}."
+            )
+        self._sequences = max(self._sequences, 1 << (batch - 1).bit_length())
+        handles = self.kv.allocate([max(tokens, 2 * block)] * batch)
+        try:
+            caches = {"page_table": self.kv.page_table(handles, *self._table_shape(batch)), **self.kv.tensors()}
+            sizes = step.bucket_sizes(batch * 2 * block)
+            for done, size in enumerate(sizes):
+                rows = min(size, batch * 2 * block)
+                step({**caches, **unmasked_rows(rows, self._sequences, block, self.device)}, rows)
+                if progress is not None:
+                    progress(done + 1, len(sizes))
+        finally:
+            for handle in reversed(handles):
+                self.kv.free(handle)
+        return len(sizes)
+
+    def _table_shape(self, batch: int) -> tuple[int, int]:
+        """Rows and columns of the page table for a batch."""
+        return max(self._sequences, 1 << (batch - 1).bit_length()), self.kv.pages_for(self.spec.max_positions)
+
+    def _advance_from(self, rule: Rule, state: StepState) -> Advance:
+        """A captured transition for a batch of this shape: the one of the call before, if it fits."""
+        key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
+        if self._advance is None or self._advance[0] != key:
+            self._advance = None  # let go of its tensors first
+            self._advance = (key, _new_advance(rule, state, self.pool))
+        else:
+            self._advance[1].load(state, rule.seed)
+        return self._advance[1]
+
     def _kv_of(self, handles: list[int], state: StepState) -> list[SequenceKV]:
         starts = state.start.tolist()
-        return [SequenceKV(s, self.kv.gather(h, s + state.block)) for h, s in zip(handles, starts, strict=True)]
+        return [SequenceKV(s, self.kv.gather(h, s + state.block)) for h, s in zip(handles, starts, strict=False)]
+
+
+def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -> dict[str, Tensor]:
+    """Program inputs with that many live rows, filled sequence by sequence, two blocks each.
+
+    None is masked, so that a program which evicts keeps all of them and runs every stage on the same bucket.
+    """
+    index = torch.arange(rows, device=device)
+    positions = index % (2 * block)
+    bounds = torch.arange(sequences + 1, device=device) * 2 * block
+    return {
+        "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
+        "positions": positions,
+        "limit": (positions + 1).int(),
+        "cu_rows": bounds.clamp(max=rows).int(),
+        "masked": torch.zeros(rows, dtype=torch.bool, device=device),
+        "temperature": torch.zeros(rows, device=device),
+        "seed": torch.zeros(rows, dtype=torch.int64, device=device),
+        "noise": torch.zeros(rows, device=device),
+        "average": torch.ones(sequences, device=device),
+        "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
+    }
+
+
+def _new_advance(rule: Rule, state: StepState, pool: GraphPool | None = None) -> Advance:
+    return Advance(rule, state, state.tokens.numel(), pool)
 
 
 def responses(state: StepState, eos_ids: Sequence[int]) -> list[list[int]]:

@@ -11,8 +11,8 @@ Nothing here loops over sequences, and only `summary` is meant to be read by the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ class StepState:
         prompt: Tensor,
         prompt_end: Tensor,
         *,
+        sequences: int | None = None,
         max_new_tokens: int,
         block: int,
         mask_id: int,
@@ -89,7 +90,8 @@ class StepState:
         block.
 
         prompt i64[b]: indices among all prompts.
-        canvas i64[b, T]: prompts, then mask tokens to the end of the longest sequence's last block.
+        canvas i64[b, T]: prompts, then mask tokens, at least to the end of the longest sequence's last block.
+        sequences: only the first so many take part, default all; the others have no rows.
         """
         b, device = len(canvas), canvas.device
         start = prompt_end // block * block
@@ -104,11 +106,11 @@ class StepState:
             start=start,
             progress=(start - 1).int(),
             decoded=zeros,
-            steps=zeros,
-            counter=zeros,
-            total=zeros,
+            steps=zeros.clone(),
+            counter=zeros.clone(),
+            total=zeros.clone(),
             commit_rows=torch.zeros((), dtype=torch.int64, device=device),
-            active=torch.ones(b, dtype=torch.bool, device=device),
+            active=torch.arange(b, device=device) < (b if sequences is None else sequences),
             broken=torch.zeros(b, dtype=torch.bool, device=device),
             canvas=canvas,
             prompt=prompt,
@@ -121,6 +123,11 @@ class StepState:
     @property
     def block(self) -> int:
         return self.masked.shape[1]
+
+    def clone(self) -> StepState:
+        """A copy that shares no tensor."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.clone() for k, v in values.items() if isinstance(v, Tensor)})
 
     @property
     def average(self) -> Tensor:
@@ -136,30 +143,33 @@ class StepState:
         """i64[4]: rows of the next step, active sequences, tokens decoded so far, broken sequences."""
         return torch.stack([self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()])
 
-    def rows(self, count: int) -> StepRows:
-        """Pack the rows of the next step. `count` is `summary()[0]`: the host has it, nothing is read
-        here.
+    def rows(self, capacity: int) -> StepRows:
+        """Pack the rows of the next step; `capacity` rows, of which `summary()[0]` are live and the others padding.
+
+        With a capacity below that count rows are lost: the caller knows better.
         """
         live = self.live()
         block, width = self.block, 2 * self.block
-        index = torch.nonzero_static(live.flatten(), size=count)[:, 0]
-        sequence, column = index // width, index % width
+        index = torch.nonzero_static(live.flatten(), size=capacity, fill_value=-1)[:, 0]
+        real = index >= 0
+        index = index.clamp(min=0)
+        sequence, column = index // width * real, index % width * real
         columns = torch.arange(width, device=live.device)
         # Rows of the current block see up to the rightmost row that is forwarded: a cached tail of the
         # block is invisible, as in every public version of FOCUS (L + r(P) + 1 keys).
         reach = torch.where(live[:, block:], columns[block:], -1).amax(dim=1) + 1 - block + self.start
         current = column >= block
-        limit = torch.where(current, reach[sequence], self.start[sequence]).int()
+        limit = torch.where(current, reach[sequence], self.start[sequence]) * real
         masked = current & self.masked[sequence, (column - block).clamp(min=0)]
         cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
         cu_rows[1:] = live.sum(dim=1).cumsum(0)
         return StepRows(
             sequence=sequence,
             column=column,
-            input_ids=self.tokens[sequence, column],
-            positions=self.start[sequence] - block + column,
-            limit=limit,
-            masked=masked,
+            input_ids=self.tokens[sequence, column] * real,
+            positions=(self.start[sequence] - block + column) * real,
+            limit=limit.int(),
+            masked=masked & real,
             cu_rows=cu_rows,
         )
 
@@ -205,9 +215,9 @@ class StepState:
 
     def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:
         """Per-row values -> [b, B] on the current block; `fill` where no row was."""
-        window = values.new_full((self.tokens.numel(),), fill)
-        window[rows.sequence * 2 * self.block + rows.column] = values
-        return window.view_as(self.tokens)[:, self.block :]
+        window = values.new_full((self.tokens.numel() + 1,), fill)
+        at = torch.where(rows.live, rows.sequence * 2 * self.block + rows.column, self.tokens.numel())
+        return window.scatter_(0, at, values)[:-1].view_as(self.tokens)[:, self.block :]
 
     def _decode(self, commit: Tensor, token: Tensor) -> None:
         block = self.block

@@ -136,32 +136,35 @@ class StepRecord:
     def of(
         cls,
         step: int,
-        prompts: Tensor,
         state: StepState,
         rows: StepRows,
         results: RowResults,
         committed: Tensor,
         outputs: dict[str, Tensor],
     ) -> StepRecord:
-        """`state` as it was before the step; committed bool[b, B] as `StepState.apply` returned it."""
+        """A record of state and rows (without padding) as they were before the step, and of what came of them.
+
+        committed: bool[b, B] as `StepState.apply` returned it.
+        """
 
         def copy(value: Tensor) -> Tensor:  # a program may overwrite its outputs in the next step
             return value.detach().to("cpu", copy=True)
 
+        n = len(rows.masked)
         window = torch.cat([torch.zeros_like(committed), committed], dim=1)
         score = outputs.get("score")
         return cls(
             step=step,
-            prompts=copy(prompts),
-            sequence=copy(prompts[rows.sequence]),
+            prompts=copy(state.prompt),
+            sequence=copy(state.prompt[rows.sequence]),
             input_ids=copy(rows.input_ids),
             positions=copy(rows.positions),
             limit=copy(rows.limit),
             masked=copy(rows.masked),
-            kept=copy(results.kept),
-            score=None if score is None else copy(score[: len(rows.masked)]),
-            token=copy(results.token),
-            confidence=copy(results.confidence),
+            kept=copy(results.kept[:n]),
+            score=None if score is None else copy(score[:n]),
+            token=copy(results.token[:n]),
+            confidence=copy(results.confidence[:n]),
             committed=copy(window[rows.sequence, rows.column]),
             average=copy(state.average),
             progress=copy(state.progress),

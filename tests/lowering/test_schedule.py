@@ -193,7 +193,7 @@ def test_calls_name_their_results(focus: dict[str, Graph]) -> None:
     results: dict[str, Any] = {s.node.target.name().split("::")[1]: [i for i, _ in s.results] for s in steps}  # type: ignore[union-attr]
     assert results["select_tokens"] == [0, 1, 2]
     assert results["keep_index"] == [0, 1]
-    assert results["lm_head"] == [0, 1]
+    assert results["lm_head"] == [0, 1, 2, 3]
     assert results["kv_write"] == results["paged_attention"] == results["importance"] == [None]
     assert results["compact"] == list(range(len(results["compact"])))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
+from dgraph.runtime.checks import ROW_INPUTS
 from dgraph.spec import ModelSpec
 
 MASK = 28
@@ -86,8 +87,13 @@ class FakeProgram:
         names |= {f"{n}_cache_{layer}" for n in "kv" for layer in range(2)}
         self.input_names = frozenset(names | ({"noise"} if noise else set()))
 
+    def bucket_sizes(self, rows: int) -> tuple[int, ...]:
+        return (rows,)
+
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
-        self.calls.append({k: v for k, v in inputs.items() if "cache" not in k})
+        sizes = dict.fromkeys(ROW_INPUTS | {"noise"}, rows)
+        inputs = {k: v[: sizes.get(k)] for k, v in inputs.items()}  # behind them is padding
+        self.calls.append({k: v.clone() for k, v in inputs.items() if "cache" not in k})
         ids, positions, masked = inputs["input_ids"], inputs["positions"], inputs["masked"]
         cu_rows, limit = inputs["cu_rows"], inputs["limit"]
         if ids.device.type == "cpu":

@@ -1,0 +1,191 @@
+"""What happens between two forwards: commit, state transition, packing the next rows.
+
+All of it is one function over tensors that stay where they are. On a GPU it is a hundred launches of a microsecond
+each, which the host takes longer to issue than the device to run; so it is captured once as a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.runtime.cudagraph import GraphPool, Replay
+from dgraph.runtime.policies import Policy
+from dgraph.runtime.rows import RowResults, StepRows, row_results
+from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.state import BlockCache, StepState
+from dgraph.torch_private import copy_all
+
+FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1}
+"""Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a session decodes; see `BlockSession` and its `generate`."""
+
+    policy: Policy
+    block_cache: BlockCache
+    refresh: bool
+    select_noise: bool
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a step led to, for an observer: results per row, and the committed columns bool[b, B]."""
+
+    results: RowResults
+    committed: Tensor
+
+
+class Advance:
+    """State, rows and program inputs of one batch, and the transition from step to step.
+
+    Args:
+        rule: how to decode.
+        state: in front of the first step; its tensors become this object's.
+        capacity: rows that a step may have; more than a state ever packs are padding.
+        pool: where to capture the transition; None to run it op by op.
+
+    Attributes:
+        state: as the next step finds it.
+        rows: of the next step, padded to `capacity`.
+        inputs: of the step program, by name; row inputs are padded to `capacity`.
+        summary: i64[4], see `StepState.summary`; what the host reads in front of a step.
+    """
+
+    def __init__(self, rule: Rule, state: StepState, capacity: int, pool: GraphPool | None = None):
+        self.rule, self.state, self.capacity, self._pool = rule, state, capacity, pool
+        self._keys = sequence_keys(rule.seed, state.prompt)
+        self.rows = state.rows(capacity)
+        self.summary = state.summary()
+        self.inputs = inputs_of(self.rows, state, rule, self._keys)
+        self._given: dict[str, Tensor] = {}
+        self._graph: Replay | None = None
+        self._steps = 0
+
+    def load(self, state: StepState, seed: int) -> None:
+        """Start over with another batch of the same shape, in the tensors that are there."""
+        _assign(self.state, state)
+        self._keys.copy_(sequence_keys(seed, state.prompt))
+        self._pack()
+
+    def __call__(self, outputs: Mapping[str, Tensor], observed: bool = False) -> Decision | None:
+        """Take the results of a step to the next one.
+
+        Args:
+            outputs: of the step program, with token and confidence; kept and progress if it evicts.
+            observed: run op by op and return the decision.
+        """
+        self._take(outputs)
+        self._steps += 1
+        if observed:
+            return self._transition()
+        # The first step runs op by op: a short generation is over before a capture would have paid.
+        if self._graph is None and self._pool is not None and self._steps > 1:
+            self._graph = self._capture(self._pool)
+        if self._graph is None:
+            self._transition()
+        else:
+            self._graph.replay()
+        return None
+
+    def _take(self, outputs: Mapping[str, Tensor]) -> None:
+        for name in (*FILLERS, "progress"):
+            if name not in outputs:
+                continue
+            value = outputs[name][: self.capacity] if name in FILLERS else outputs[name]
+            if name not in self._given:
+                self._given[name] = value.new_empty(self.capacity if name in FILLERS else value.shape)
+            buffer = self._given[name]
+            buffer[: len(value)].copy_(value)
+            if name in FILLERS and len(value) < len(buffer):
+                buffer[len(value) :].fill_(FILLERS[name])
+
+    def _transition(self) -> Decision:
+        rule, given = self.rule, self._given
+        results = row_results(self.rows, given["token"], given["confidence"], given.get("kept"))
+        after = copy.copy(self.state)  # transitions replace tensors and never write into them
+        committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.refresh, given.get("progress"))
+        _assign(self.state, after)
+        self._pack()
+        return Decision(results, committed)
+
+    def _pack(self) -> None:
+        _assign(self.rows, self.state.rows(self.capacity))
+        for name, value in inputs_of(self.rows, self.state, self.rule, self._keys, constants=False).items():
+            if self.inputs[name] is not value:
+                self.inputs[name].copy_(value)
+        self.summary.copy_(self.state.summary())
+
+    def _capture(self, pool: GraphPool) -> Replay | None:
+        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
+        before = [tensor.clone() for tensor in everything]
+        try:
+            graph = pool.record(lambda: void(self._transition()))
+        except torch.OutOfMemoryError as error:
+            pool.refused.append(("transition", self.capacity, str(error).partition("\n")[0]))
+            self._pool = None
+            return None
+        except RuntimeError as error:
+            raise LoweringError(
+                f"the transition between steps cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
+                f"Policy {type(self.rule.policy).__name__} may read values on the host; decode with graphs=False."
+            ) from error
+        finally:  # a capture runs the transition to warm up
+            for tensor, value in zip(everything, before, strict=True):
+                tensor.copy_(value)
+        pool.captured.append(("transition", self.capacity))
+        return graph
+
+
+def void(_: Any) -> None:
+    """Drop a result."""
+
+
+def inputs_of(
+    rows: StepRows, state: StepState, rule: Rule, keys: Tensor | None, constants: bool = True
+) -> dict[str, Tensor]:
+    """All named inputs of a program but its caches, for packed rows.
+
+    keys: i64[2, b] from `sequence_keys`; None: nothing is drawn. constants: also those that never change.
+    """
+    n, device = len(rows.masked), rows.masked.device
+    inputs = {
+        "input_ids": rows.input_ids,
+        "positions": rows.positions,
+        "limit": rows.limit,
+        "cu_rows": rows.cu_rows,
+        "masked": rows.masked,
+        "average": state.average,
+        "progress": state.progress,
+    }
+    if constants:
+        inputs["temperature"] = torch.full((n,), rule.temperature, dtype=torch.float32, device=device)
+    if keys is not None and (rule.temperature > 0 or rule.select_noise):
+        inputs["seed"] = row_seeds(keys[:, rows.sequence], rows.positions, state.counter[rows.sequence])
+        if rule.select_noise:
+            inputs["noise"] = uniform(inputs["seed"])
+    elif constants:
+        inputs["seed"] = torch.zeros(n, dtype=torch.int64, device=device)
+    return inputs
+
+
+def _tensors(holder: Any) -> list[Tensor]:
+    values = (getattr(holder, field.name) for field in fields(holder))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _assign(target: Any, source: Any) -> None:
+    """Copy every tensor of a dataclass into the same field of another."""
+    pairs = [(old, new) for old, new in zip(_tensors(target), _tensors(source), strict=True) if old is not new]
+    copy_all([old for old, _ in pairs], [new for _, new in pairs])

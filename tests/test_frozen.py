@@ -1,0 +1,120 @@
+"""Captured graphs as plain data: what comes back is what was captured; what does not load is captured anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgraph
+from dgraph import frozen
+from dgraph.cache.store import Store
+from dgraph.frozen import FILE, NotPlain, captured, from_data, key_of, to_data, weights_of
+from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
+
+
+def model(layers: int = 2, seed: int = 3) -> dgraph.Model:
+    config = tiny_config(layers=layers)
+    return dgraph.adopt(to_transformers(config, random_weights(config, seed)), mask_id=mask_id(config), block_length=16)
+
+
+def capture(found: dgraph.Model, store: Store | None) -> tuple[dgraph.Graph, bool]:
+    return captured(found.module, found.spec, found.prefix, store)
+
+
+def test_a_graph_comes_back_over_another_models_tensors(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    first, other = model(seed=3), model(seed=4)
+    graph, new = capture(first, store)
+    again, captured_again = capture(other, store)
+    assert (new, captured_again) == (True, False)
+    assert dgraph.dump(again) == dgraph.dump(graph)
+    assert [n.meta["role"] for n in again.calls] == [n.meta["role"] for n in graph.calls]
+    assert [n.meta["source"] for n in again.calls] == [n.meta["source"] for n in graph.calls]
+    weight = "model.layers.1.mlp.up_proj.weight"
+    assert again.tensors[weight] is weights_of(other.module, other.prefix)[weight]
+    assert to_data(again) == to_data(graph)
+
+
+def test_a_program_of_a_stored_graph_answers_alike(tmp_path: Path) -> None:
+    prompt = [list(range(6, 30))]
+    answers = [
+        dgraph.optimize(model(), "focus", cache=tmp_path / "store").generate(input_ids=prompt, max_new_tokens=20)
+        for _ in range(2)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_another_config_is_another_key() -> None:
+    a, b = model(2), model(3)
+    keys = {key_of(m.module, m.module.identity, m.spec).digest for m in (a, b, model(2, seed=9))}  # type: ignore[arg-type]
+    assert len(keys) == 2
+
+
+def test_without_an_identity_nothing_is_kept(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids, position_ids)
+
+    store, found = Store(tmp_path / "store"), model()
+    plain = dgraph.Model("plain", Plain(found.module), found.spec, None, "inner.model.")
+    assert [capture(plain, store)[1] for _ in range(2)] == [True, True]
+    assert not list(store.entries.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data["weights"].append("model.nothing"), "no tensor 'model.nothing'"),
+        (lambda data: data["calls"][3].__setitem__(0, "aten.nothing.default"), "no op 'aten.nothing.default'"),
+        (lambda data: data["calls"][3].__setitem__(0, "os.system"), "no op 'os.system'"),
+        (lambda data: data.pop("outputs"), "outputs"),
+    ],
+)
+def test_a_graph_that_does_not_load_is_captured_anew(tmp_path: Path, change: Any, reason: str) -> None:
+    store, found = Store(tmp_path / "store"), model()
+    expected = dgraph.dump(capture(found, store)[0])
+    key = key_of(found.module, found.module.identity, found.spec)  # type: ignore[arg-type]
+    entry = store.find(key)
+    assert entry is not None
+    data = json.loads(entry.files[FILE])
+    change(data)
+    store.set_aside(key.digest)
+    store.put(key, {FILE: json.dumps(data).encode()})
+    with pytest.warns(UserWarning, match="is set aside and rebuilt: it does not load") as warned:
+        graph, new = capture(found, store)
+    assert reason in str(warned[0].message)
+    assert new
+    assert dgraph.dump(graph) == expected
+    assert capture(found, store)[1] is False
+
+
+def test_values_that_json_has_no_word_for() -> None:
+    values = [1, 2.5, math.inf, -math.inf, None, True, "x", torch.float32, torch.device("cpu"), [torch.strided, 3]]
+    assert frozen._value(json.loads(json.dumps(frozen._plain(values, {}))), []) == values
+    with pytest.raises(NotPlain, match="type complex"):
+        frozen._plain(1j, {})
+    with pytest.raises(NotPlain, match="unknown value dtype: nn"):
+        frozen._value({"dtype": "nn"}, [])
+    with pytest.raises(NotPlain, match="neither a registered op"):
+        frozen._name(print)
+    assert frozen._target(frozen._name(operator.getitem)) is operator.getitem
+
+
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    found = model()
+    graph, _ = capture(found, None)
+    tensors = weights_of(found.module, found.prefix)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    with pytest.raises(dgraph.DgraphError, match="does not accept its arguments"):
+        from_data(to_data(graph), found.spec, tensors)
