@@ -86,7 +86,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    changes: dict[str, Any] = {"block_length": args.block}
+    # Both arms keep the keys of earlier blocks, which a row of LLaDA or Dream would not: the shapes alone are theirs.
+    changes: dict[str, Any] = {"block_length": args.block, "attention": "block_causal", "logit_shift": 0}
     if args.layers:
         changes["num_hidden_layers"] = args.layers
     dtype = torch.bfloat16 if args.device != "cpu" else torch.float32

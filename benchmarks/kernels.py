@@ -195,7 +195,7 @@ def _head_line(rows: int, weights: Sequence[Tensor], bandwidth: float) -> list[C
     h, logits = random(rows, HIDDEN), [random(rows, VOCAB) for _ in range(max(2, int(COLD / rows / VOCAB / 2)))]
     masked, seed = torch.ones(rows, device="cuda").bool(), torch.arange(rows, device="cuda")
     cold, warm = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
-    out = torch.empty_like(seed), torch.empty(rows, device="cuda")
+    out = torch.empty_like(seed), *torch.empty((3, rows), device="cuda")
     rest = (None, masked, cold, seed, 1024, MASK)
 
     def through_torch(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.shape:
         from dgraph.models.shapes import random_model
 
-        changes = {"num_hidden_layers": args.layers} if args.layers else {}
+        changes: dict[str, Any] = {"attention": "block_causal", "logit_shift": 0}
+        if args.layers:
+            changes["num_hidden_layers"] = args.layers
         dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
         model = random_model(args.shape, args.device, dtype, **changes)
     else:

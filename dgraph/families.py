@@ -2,6 +2,27 @@
 
 An entry point is a `Family` (adopts model objects, loads checkpoint folders) or an `Embedded` model (a name for a
 folder that is installed with its package). Another project adds a family by declaring an entry point of that group.
+
+A new family takes one file. Where a class of transformers computes what the model computes, the file says what differs,
+and checkpoint folders load and model objects are adopted from then on:
+
+    from dgraph.models.remote_code import RemoteCodeFamily, require
+
+    FACTS = {"mask_id": 5, "eos_ids": (2,), "pad_id": 0, "block_length": 32,
+             "attention": "bidirectional", "logit_shift": 0}  # hold where config.json is silent
+
+    def translate(config, folder):                            # config.json in the native config's keys
+        require(config, "norm", ("rms",), "LlamaForCausalLM") # or refused, by the key's name
+        return {**config, "hidden_size": config["width"], "num_hidden_layers": config["depth"]}
+
+    def stored(name):                                         # a parameter's name in the checkpoint
+        return name.replace("model.layers.", "net.").replace("self_attn.", "attention.")
+
+    family = RemoteCodeFamily("mine", "one line for `dgraph models`", "MineForDiffusion", "LlamaForCausalLM",
+                              FACTS, translate, stored)
+
+and in the package's pyproject.toml: `[project.entry-points."dgraph.models"]`, `mine = "package.mine:family"`.
+For a model that no class of transformers computes, write the two methods of `Family` instead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Reading a checkpoint folder: config.json, safetensors shards, tokenizer; strict about what is there."""
+"""Reading a checkpoint folder: config.json and safetensors shards, into a native transformers class; strict about
+what is there.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,12 @@ from torch import Tensor
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
 from dgraph.models.native import PREFIX, Forward, native_spec
+from dgraph.models.tokenizer import read_tokenizer
+
+INDEX = "model.safetensors.index.json"
+
+# Keys of a config that name the class it was written for, and not the model.
+_ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -21,14 +29,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, not JSON, or not an object.
     """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds a {type(config).__name__}, expected an object with the model's settings.")
-    return config
+    return _read_object(folder / "config.json", "the model's settings")
 
 
 def load_checkpoint(
@@ -38,67 +39,131 @@ def load_checkpoint(
     family: str,
     dtype: torch.dtype | None,
     device: torch.device,
+    stored: Callable[[str], str] = str,
+    published: Mapping[str, Any] | None = None,
 ) -> Model:
     """A native transformers model filled from a folder's shards.
 
     Args:
-        folder: with *.safetensors and, optionally, tokenizer.json.
-        config: the parsed config.json.
+        folder: with *.safetensors and, optionally, a tokenizer.
+        config: config.json in the native class's keys.
         architecture: name of the native class in `transformers`.
         family: the family's name, for the spec.
         dtype: of the weights in memory; None for the checkpoint's own.
         device: where the weights go.
+        stored: the name in the shards of a native parameter's name; the same by default.
+        published: facts that hold where the config is silent; see `native_spec`.
 
     Raises:
-        CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few.
+        CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
+            of the shards.
     """
-    import transformers
-
     tensors = read_tensors(folder)
     dtype = dtype or next(iter(tensors.values())).dtype
-    known = {
-        k: v for k, v in config.items() if k not in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
-    }
-    try:
-        native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
-        with torch.device("meta"):
-            model = getattr(transformers, architecture)(native_config)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}/config.json does not describe a {architecture}: {reason}.") from error
-    _check_keys(folder, {k: tuple(v.shape) for k, v in model.state_dict().items()}, tensors, model)
-    model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True, strict=False)
+    model = build_native(architecture, config, f"{folder}/config.json")
+    belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
+    names = match_names(model, tensors, stored, f"checkpoint {folder}", belong)
+    # Each tensor is let go as soon as it is converted: the weights are in memory once.
+    state = {native: tensors.pop(name).to(device, dtype) for native, name in names.items()}
+    model.load_state_dict(state, assign=True, strict=False)
     model.tie_weights()
-    restore_buffers(model, native_config, device)
-    spec = native_spec(_WithMask(native_config, config), family, dtype)
+    restore_buffers(model, model.config, device)
+    spec = native_spec(WithOwnKeys(model.config, config), family, dtype, published)
     return Model(folder.name, Forward(model.eval()), spec, read_tokenizer(folder), PREFIX)
 
 
-class _WithMask:
+def build_native(architecture: str, config: Mapping[str, Any], source: str) -> Any:
+    """A native class of `transformers` on the meta device.
+
+    Args:
+        architecture: its name.
+        config: its config's keys, and any more.
+        source: what the config was read from, for messages.
+
+    Raises:
+        CheckpointError: the config does not describe one.
+    """
+    import transformers
+
+    known = {k: v for k, v in config.items() if k not in _ABOUT_THE_CLASS}
+    try:
+        native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
+        with torch.device("meta"):
+            return getattr(transformers, architecture)(native_config)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{source} does not describe a {architecture}: {reason}.") from error
+
+
+def match_names(
+    model: Any, tensors: Mapping[str, Tensor], stored: Callable[[str], str], what: str, advice: str
+) -> dict[str, str]:
+    """Which of the tensors each native parameter is: native name -> stored name.
+
+    Args:
+        model: the native model.
+        tensors: what there is, by stored name.
+        stored: the stored name of a native name.
+        what, advice: how a message begins and ends.
+
+    Raises:
+        CheckpointError: a name is missing or unexpected, or a tensor is not of the shape or kind expected.
+    """
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+    return match_shapes(shapes, tied, tensors, stored, what, advice)
+
+
+def match_shapes(
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Set[str],
+    tensors: Mapping[str, Tensor],
+    stored: Callable[[str], str],
+    what: str,
+    advice: str,
+) -> dict[str, str]:
+    """As `match_names`, for the shapes of the native parameters; those that are tied may be missing."""
+    names = {name: stored(name) for name in shapes}
+    found = {native: name for native, name in names.items() if name in tensors}
+    problems = {
+        "missing": sorted(names[n] for n in set(names) - set(found) - tied),
+        "unexpected": sorted(set(tensors) - set(names.values())),
+        "wrong shape": [
+            f"{name} is {tuple(tensors[name].shape)}, expected {shapes[native]}"
+            for native, name in found.items()
+            if tensors[name].shape != shapes[native]
+        ],
+        "not floating-point": [f"{k} is {t.dtype}" for k, t in tensors.items() if not t.dtype.is_floating_point],
+    }
+    for kind, which in problems.items():
+        if which:
+            more = f" and {len(which) - 3} more" if len(which) > 3 else ""
+            raise CheckpointError(f"{what}: {kind}: {', '.join(which[:3])}{more}. {advice}")
+    return found
+
+
+class WithOwnKeys:
     """A native config, and behind it the keys that only the checkpoint's own config knows."""
 
-    def __init__(self, native: Any, raw: dict[str, Any]):
-        self._native, self._raw = native, raw
+    def __init__(self, native: Any, own: Mapping[str, Any]):
+        self._native, self._own = native, own
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._native, name, None)
-        return self._raw.get(name) if value is None else value
+        return self._own.get(name) if value is None else value
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors shards, by name.
+    """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one.
 
     Raises:
-        CheckpointError: no shard, a damaged shard, or a name in two shards.
+        CheckpointError: no shard, a missing or damaged shard, a damaged index, or a name in two shards.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(f"{folder} has no *.safetensors file.")
     tensors: dict[str, Tensor] = {}
-    for shard in shards:
+    for shard in _shards(folder):
         try:
             loaded = load_file(shard)
         except (SafetensorError, OSError) as error:
@@ -111,26 +176,32 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_keys(folder: Path, expected: dict[str, tuple[int, ...]], got: dict[str, Tensor], model: Any) -> None:
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    missing = sorted(set(expected) - set(got) - tied)
-    extra = sorted(set(got) - set(expected))
-    wrong = [
-        f"{k} is {tuple(got[k].shape)}, expected {s}" for k, s in expected.items() if k in got and got[k].shape != s
-    ]
-    floating = [f"{k} is {t.dtype}" for k, t in got.items() if not t.dtype.is_floating_point]
-    for what, names in (
-        ("missing", missing),
-        ("unexpected", extra),
-        ("wrong shape", wrong),
-        ("not floating-point", floating),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise CheckpointError(
-                f"checkpoint {folder}: {what}: {', '.join(names[:3])}{more}. Its config.json and its shards do not "
-                f"belong together; fetch or export the checkpoint again."
-            )
+def _shards(folder: Path) -> list[Path]:
+    there = sorted(folder.glob("*.safetensors"))
+    if not there:
+        raise CheckpointError(f"{folder} has no *.safetensors file.")
+    if not (folder / INDEX).is_file():
+        return there
+    places = _read_object(folder / INDEX, "the shard of each tensor").get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map from names to shards; fetch it again.")
+    named = sorted(set(places.values()))
+    if missing := [name for name in named if folder / name not in there]:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing[:3])}, {len(missing)} of the {len(named)} shards that {INDEX} names; "
+            f"fetch the rest of the checkpoint."
+        )
+    return [folder / name for name in named]
+
+
+def _read_object(path: Path, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object with {what}.")
+    return value
 
 
 def restore_buffers(model: Any, config: Any, device: torch.device) -> None:
@@ -141,40 +212,3 @@ def restore_buffers(model: Any, config: Any, device: torch.device) -> None:
             fresh = type(module)(config)
             for name in names:
                 setattr(module, name, getattr(fresh, name).to(device))
-
-
-class FileTokenizer:
-    """tokenizer.json of a checkpoint, with the chat frame of its tokenizer_config.json."""
-
-    def __init__(self, folder: Path):
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            path = folder / "tokenizer_config.json"
-            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except Exception as error:  # tokenizers raises nothing more special
-            raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}.") from error
-        self._template: str = settings.get("chat_template") or ""
-
-    def encode(self, prompt: str) -> list[int]:
-        """Ids of a prompt in its chat frame."""
-        if not prompt:
-            return []
-        text = self._render(prompt) if self._template else prompt
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def _render(self, prompt: str) -> str:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        template = ImmutableSandboxedEnvironment().from_string(self._template)
-        return template.render(messages=[{"role": "user", "content": prompt}], add_generation_prompt=True)
-
-
-def read_tokenizer(folder: Path) -> FileTokenizer | None:
-    """The tokenizer of a folder, or None if it has none."""
-    return FileTokenizer(folder) if (folder / "tokenizer.json").is_file() else None

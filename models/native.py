@@ -7,7 +7,8 @@ node over queries and keys after RoPE with un-repeated KV heads. The caller's mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ class Forward(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+
+    @property
+    def identity(self) -> str:
+        """What the forward depends on besides tensors: the class and its config (`dgraph.frozen`)."""
+        described: Any = self.model.config
+        config = described.to_dict()
+        config.pop("_name_or_path", None)
+        return f"{type(self.model).__name__} {json.dumps(config, sort_keys=True, default=str)}"
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         with _attention_by_dgraph(self.model), _in_eval_mode(self.model):
@@ -86,29 +95,46 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def native_spec(config: Any, family: str, dtype: torch.dtype, **facts: Any) -> ModelSpec:
-    """The spec of a transformers config; `facts` give what such a config does not know."""
+UNSAID: Mapping[str, Any] = {
+    "mask_id": None,
+    "eos_ids": (),
+    "pad_id": 0,
+    "block_length": 32,
+    "attention": "block_causal",
+    "logit_shift": 0,
+}
+"""Facts of a model about which neither its config nor its family says anything."""
+
+
+def native_spec(
+    config: Any, family: str, dtype: torch.dtype, published: Mapping[str, Any] | None = None, **facts: Any
+) -> ModelSpec:
+    """The spec of a transformers config.
+
+    Args:
+        config: with the attributes of a native class, and of the model's own config where it has more.
+        family: name for the spec.
+        dtype: of the weights.
+        published: facts of the family's published checkpoints; they hold where the config is silent.
+        facts: fields of the spec that override both.
+    """
     heads = config.num_attention_heads
-    eos = facts.pop("eos_ids", config.eos_token_id)
-    mask_id = facts.pop("mask_id", getattr(config, "mask_token_id", None))
-    values: dict[str, Any] = {
-        "family": family,
+    eos = config.eos_token_id
+    said: dict[str, Any] = {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab": config.vocab_size,
-        "mask_id": mask_id,
-        "eos_ids": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        "pad_id": config.pad_token_id if config.pad_token_id is not None else 0,
-        "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None) or 32,
-        "attention": "block_causal",
-        "logit_shift": 0,
+        "mask_id": getattr(config, "mask_token_id", None),
+        "eos_ids": (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos),
+        "pad_id": config.pad_token_id,
+        "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
-        "dtype": dtype,
     }
-    return ModelSpec(**{**values, **facts})
+    known = {name: value for name, value in said.items() if value is not None}
+    return ModelSpec(**{"family": family, "dtype": dtype, **UNSAID, **(published or {}), **known, **facts})
 
 
 class NativeFamily:

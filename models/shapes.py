@@ -8,13 +8,14 @@ import torch
 
 from dgraph.errors import UnknownName
 from dgraph.families import Model
-from dgraph.models.checkpoint import restore_buffers
-from dgraph.models.native import PREFIX, Forward, native_spec
+from dgraph.models import dream, llada, llada2, sdar, sdar_moe
+from dgraph.models.moe import MoEFamily, materialise
+from dgraph.models.remote_code import RemoteCodeFamily
 
-# Architecture, config keys and facts of the published checkpoints.
-SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+# Family, which builds the model and knows its facts, and the config's keys, of the published checkpoints.
+SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
     "sdar-8b": (
-        "Qwen3",
+        sdar.family,
         {
             "vocab_size": 151936,
             "hidden_size": 4096,
@@ -28,10 +29,45 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
         },
-        {"mask_id": 151669, "eos_ids": (151645, 151643), "pad_id": 151643, "block_length": 32},
+    ),
+    "sdar-30b-a3b": (
+        sdar_moe.family,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llada2-mini": (
+        llada2.family,
+        {
+            "vocab_size": 157184,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 32768,
+        },
     ),
     "llada-8b": (
-        "Llama",
+        llada.family,
         {
             "vocab_size": 126464,
             "hidden_size": 4096,
@@ -44,10 +80,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
         },
-        {"mask_id": 126336, "eos_ids": (126081,), "pad_id": 126081, "block_length": 32},
     ),
     "dream-7b": (
-        "Qwen2",
+        dream.family,
         {
             "vocab_size": 152064,
             "hidden_size": 3584,
@@ -60,7 +95,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
         },
-        {"mask_id": 151666, "eos_ids": (151643,), "pad_id": 151643, "block_length": 32},
     ),
 }
 
@@ -74,21 +108,20 @@ def random_model(
         name: a key of `SHAPES`.
         device, dtype: where and as what the weights are made; nothing passes through the host.
         seed: of the weights.
-        changes: config keys to override, e.g. `num_hidden_layers=4`, or `block_length=`.
+        changes: config keys to override, e.g. `num_hidden_layers=4`, or facts of the family, e.g. `block_length=`.
+            A shape of LLaDA or Dream is that of a bidirectional model; to decode it in blocks whose keys and values
+            are kept, as SDAR is, give `attention="block_causal", logit_shift=0`.
 
     Raises:
         UnknownName: no such shape.
+        CheckpointError: `changes` that do not make a model.
     """
-    import transformers
-
     if name not in SHAPES:
         raise UnknownName("shape", name, SHAPES)
-    architecture, keys, facts = SHAPES[name]
-    facts = {**facts, **{k: changes.pop(k) for k in list(changes) if k in facts}}
-    config = getattr(transformers, f"{architecture}Config")(**{**keys, **changes})
-    with torch.device("meta"):
-        model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype).eval()
-    model.to_empty(device=device)
+    family, keys = SHAPES[name]
+    facts = {**family.facts, **{k: changes.pop(k) for k in list(changes) if k in family.facts}}
+    source = f"the shape {name}"
+    model = materialise(family.build({**keys, **changes}, source), torch.device(device), dtype)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,8 +129,4 @@ def random_model(
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.fill_(1.0)
-    for module in model.modules():  # `to_empty` leaves the rotary frequencies undefined; have them computed again
-        for buffer_name, _ in list(module.named_buffers(recurse=False)):
-            setattr(module, buffer_name, getattr(module, buffer_name).to("meta"))
-    restore_buffers(model, config, torch.device(device))
-    return Model(name, Forward(model), native_spec(config, name, dtype, **facts), None, PREFIX)
+    return family.model(name, model, {**keys, **changes}, dtype, **facts)

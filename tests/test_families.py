@@ -133,7 +133,7 @@ def test_a_native_folder_needs_a_mask_token(tmp_path: Path, expected: Tensor) ->
 
 
 def test_families_come_by_entry_point() -> None:
-    assert set(families.families()) == {"native", "sdar"}
+    assert {"dream", "llada", "llada2", "native", "sdar", "sdar_moe"} <= set(families.families())
     assert "tiny_sdar" in families.embedded()
     assert all(f.summary for f in families.families().values())
     assert all(e.summary and e.folder.is_absolute() for e in families.embedded().values())
@@ -158,7 +158,7 @@ def test_a_model_is_what_it_is() -> None:
 
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), object(), 3, None])
 def test_an_object_of_no_family(what: Any) -> None:
-    with pytest.raises(CaptureError, match=r"no family adopts .*known: native, sdar.*dgraph\.Model"):
+    with pytest.raises(CaptureError, match=r"no family adopts .*known: dream, llada,.* native, sdar.*dgraph\.Model"):
         dgraph.adopt(what)
 
 
@@ -261,7 +261,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "config.json").unlink(), r"has no config\.json; a checkpoint folder holds"),
     (_write_text("config.json", "{"), r"config\.json cannot be read as JSON"),
     (_write_text("config.json", "[]"), r"config\.json holds a list, expected an object"),
-    (_write_text("config.json", "{}"), r"no family loads .*names none of native, sdar"),
+    (_write_text("config.json", "{}"), r"no family loads .*names none of dream, llada,.* native, sdar"),
     (
         _write_text("config.json", json.dumps({**SDAR, "hidden_size": "wide"})),
         r"config\.json does not describe a Qwen3ForCausalLM",
@@ -342,16 +342,16 @@ def test_a_remote_code_model_is_adopted_without_a_copy(expected: Tensor) -> None
 
 
 def test_a_remote_code_model_that_does_not_fit() -> None:
-    odd = {n: w for n, w in WEIGHTS.items() if "q_norm" not in n}
-    with pytest.raises(CheckpointError, match=r"does not fit Qwen3: missing \['model\.layers\.0\.self_attn\.q_norm"):
+    odd = {n: w for n, w in WEIGHTS.items() if "k_norm" not in n}
+    with pytest.raises(CheckpointError, match=r"does not fit Qwen3: missing: model\.layers\.0\.self_attn\.k_norm"):
         dgraph.adopt(SDARForCausalLM(odd))
-    with pytest.raises(CheckpointError, match=r"does not fit Qwen3: .*size mismatch for model\.embed_tokens"):
+    with pytest.raises(CheckpointError, match=r"does not fit Qwen3: wrong shape: model\.embed_tokens\.weight"):
         dgraph.adopt(SDARForCausalLM(WEIGHTS, vocab_size=VOCAB + 1))
 
 
 def test_the_published_checkpoints_name_no_mask() -> None:
     big = SDARForCausalLM({**WEIGHTS, "model.embed_tokens.weight": torch.zeros(1, 64)}, mask_token_id=None)
-    with pytest.raises(CheckpointError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match=r"wrong shape: model\.embed_tokens"):
         dgraph.adopt(big)
     with pytest.raises(InputError, match=r"mask_id=151669 with a vocabulary of 97"):
         dgraph.adopt(SDARForCausalLM(WEIGHTS, mask_token_id=None))

@@ -12,14 +12,18 @@ from typing import Any
 from dgraph.ops import (
     attention,
     compact,
+    experts,
     importance,
     keep_index,
     kv_write,
+    list_kept,
     lm_head,
     packed_attention,
     paged_attention,
     rms_norm,
     rope,
+    route,
+    rows_linear,
     select_tokens,
 )
 from dgraph.ops.lm_head import decode_logits
@@ -28,7 +32,18 @@ from dgraph.ops.registry import OPS, Op, Sample, op_of, register, use_kernel
 references: dict[str, Callable[..., Any]] = {name: op.reference for name, op in OPS.items()}
 """The reference of each op, by name."""
 
-KERNELS = ("compact", "importance", "keep_index", "kv_write", "lm_head", "paged_attention", "select_tokens")
+KERNELS = (
+    "compact",
+    "experts",
+    "importance",
+    "keep_index",
+    "kv_write",
+    "list_kept",
+    "lm_head",
+    "paged_attention",
+    "rows_linear",
+    "select_tokens",
+)
 """Ops with a kernel in dgraph/ops/triton."""
 
 for _name in KERNELS:
@@ -42,9 +57,11 @@ __all__ = [
     "attention",
     "compact",
     "decode_logits",
+    "experts",
     "importance",
     "keep_index",
     "kv_write",
+    "list_kept",
     "lm_head",
     "op_of",
     "packed_attention",
@@ -53,5 +70,7 @@ __all__ = [
     "register",
     "rms_norm",
     "rope",
+    "route",
+    "rows_linear",
     "select_tokens",
 ]

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
+from dgraph.ops import op_of
 from dgraph.passes.base import Effect, Pass, Report
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ class FuseProjections(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         groups: dict[tuple[Node, int | None], list[Node]] = {}
         for node in graph.calls:
-            if node.target is aten.linear.default and node.meta["layer"] is not None:
+            if node.target is aten.linear.default and node.meta["layer"] is not None and not _routes(node):
                 groups.setdefault((args_of(node)[0], node.meta["layer"]), []).append(node)
         for members in groups.values():
             if len(members) < 2:
@@ -50,6 +51,11 @@ class FuseProjections(Pass):
                 continue
             report.did(_fuse(graph, members, report.name), members[0].meta["layer"])
         graph.sweep()
+
+
+def _routes(node: Node) -> bool:
+    """Whether a projection decides which experts run: its sums keep their order, or near ties would be decided anew."""
+    return any((op := op_of(user.target)) is not None and op.name == "route" for user in node.users)
 
 
 def _obstacle(graph: Graph, members: Sequence[Node]) -> str | None:

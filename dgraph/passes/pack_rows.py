@@ -284,6 +284,10 @@ class _Packer:
         dim = args_of(node)[1] if len(args_of(node)) > 1 else 0
         return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))
 
+    def _experts(self, node: Node) -> Node:
+        """Rows, their choices and their weights; the experts themselves have no rows."""
+        return self._call(node, node.target, tuple(self._of(a) for a in args_of(node)))
+
     def _attention(self, node: Node) -> Node:
         q, k, v, scale = args_of(node)
         positions = self.graph.input("positions")
@@ -300,6 +304,8 @@ def _constants(args: tuple[Any, ...]) -> list[Any]:
 
 _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
     "dgraph.attention": _Packer._attention,
+    "dgraph.route": _Packer._linear,
+    "dgraph.experts": _Packer._experts,
     "to": _Packer._pointwise,
     "linear": _Packer._linear,
     "layer_norm": _Packer._norm,

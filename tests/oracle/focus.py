@@ -11,14 +11,15 @@ evicted before the attention of layer `after`, when their keys and values of tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tests.oracle.qwen3 import Cache, Config, Weights, forward, project
+from tests.oracle.qwen3 import Cache, Config, Weights, project
+from tests.oracle.qwen3 import forward as qwen3_forward
 from tests.oracle.scoring import Eviction, EvictRows, Noise, Select, Signal
 
 BlockCache = Literal["off", "dc", "dc+"]
@@ -114,6 +115,7 @@ def generate(
     noise: Noise | None = None,
     block_cache: BlockCache = "dc+",
     refresh: bool = True,
+    forward: Callable[..., Tensor] = qwen3_forward,
 ) -> Trace:
     """Decode greedily. Dense block diffusion is evict=False, block_cache="off", refresh=True.
 
@@ -124,7 +126,8 @@ def generate(
     that of the layer before it, or its importance alone. select: keep the rows with the highest scores, the
     lowest, or those with the highest `noise(step, positions)`; steps count from 0. block_cache: when a
     decoded row is no longer recomputed within its block ("dc+": once its right neighbour is decoded too).
-    refresh: commit recomputes the whole block, or only the rows that were not cached yet.
+    refresh: commit recomputes the whole block, or only the rows that were not cached yet. forward: the
+    model, if it is another than Qwen3.
     """
     if (threshold is None) == (steps is None):
         raise ValueError("give exactly one of threshold and steps")
@@ -138,7 +141,7 @@ def generate(
     eviction = Eviction(alpha, after, signal, select, keep, pool, noise) if evict else None
     size, prompt, end = block_length, len(prompt_ids), len(prompt_ids) + max_new_tokens
     canvas = list(prompt_ids)
-    cache = Cache(config, -(-end // size) * size, weights["model.embed_tokens.weight"])
+    cache = Cache(config, -(-end // size) * size, next(iter(weights.values())))
     start = prompt // size * size
     trace = Trace(cache, canvas, committed_end=start)
     if start > 0:

@@ -21,6 +21,8 @@ Weights = Mapping[str, Tensor]
 # (layer, q [n, Hq, D], k [n, Hkv, D]), both after q/k-norm and RoPE -> None, or (index of the rows that go on
 # [m], their new limits [m]). Called after the layer's keys and values were written and before its attention.
 Hook = Callable[[int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
+# (rows x [n, hidden], what gives the layer's matrices by name) -> [n, hidden].
+FeedForward = Callable[[Tensor, Callable[[str], Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, limit: Tensor) -> Tensor:
     return torch.einsum("hnl,lhd->nhd", weights, v)
 
 
+def gated(x: Tensor, weight: Callable[[str], Tensor]) -> Tensor:
+    """The feed-forward of rows x [n, hidden]; `weight` gives the matrix of a projection."""
+    return linear(silu(linear(x, weight("gate_proj"))) * linear(x, weight("up_proj")), weight("down_proj"))
+
+
 def forward(
     weights: Weights,
     config: Config,
@@ -95,6 +102,7 @@ def forward(
     limits: Sequence[int],
     cache: Cache,
     hook: Hook | None = None,
+    feed_forward: FeedForward = gated,
 ) -> Tensor:
     """Run n rows (tokens, positions and limits [n]) through the model, writing `cache`.
 
@@ -128,8 +136,7 @@ def forward(
         mixed = attention(q, keys, values, limit).reshape(len(live), -1)
         h = h + linear(mixed, weight("self_attn.o_proj"))
         x = rms_norm(h, weight("post_attention_layernorm"), config.eps)
-        gated = silu(linear(x, weight("mlp.gate_proj"))) * linear(x, weight("mlp.up_proj"))
-        h = h + linear(gated, weight("mlp.down_proj"))
+        h = h + feed_forward(x, lambda name, weight=weight: weight(f"mlp.{name}"))
     return rms_norm(h, weights["model.norm.weight"], config.eps)
 
 

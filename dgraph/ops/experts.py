@@ -1,0 +1,122 @@
+"""dgraph::experts: the feed-forward of a mixture of experts, over the experts that each row was routed to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import pad_rows
+from dgraph.ops.registry import Op, Sample, define, numeric, register
+
+CONTRACT = """\
+x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
+down [E, d, f] -> [N, d], contiguous, in the dtype of x.
+Row i gives the sum over its k slots of weight[i, s] * down[e] @ (silu(gate[e] @ x[i]) * (up[e] @ x[i])), where
+e = choice[i, s]. The products are in the dtype of x; silu, its product with up and the sum are in fp32
+(float64 for float64); the sum runs over the slots in ascending order, whatever the order of experts.
+A choice outside of [0, E) adds nothing, and its weight may be anything: a row of such choices gives zeros,
+and may hold anything itself. An expert may have no row, all rows, or a row more than once.
+Row by row: a padding row influences no other row. Deterministic; the number of rows of an expert may change
+the last bits of its products, as it does for any matrix product."""
+
+
+def reference(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    check(x, choice, weight, gate_up, down)
+    each = x.new_zeros((*choice.shape, x.shape[1]))
+    live = chosen(choice, gate_up.shape[0])
+    for expert in choice[live].unique().tolist():
+        rows, slots = (choice == expert).nonzero(as_tuple=True)
+        each[rows, slots] = F.linear(gated(F.linear(x[rows], gate_up[expert])), down[expert])
+    return combine(each, weight, live)
+
+
+def chosen(choice: Tensor, experts: int) -> Tensor:
+    """bool[N, k]: slots that name an expert."""
+    return (choice >= 0) & (choice < experts)
+
+
+def gated(both: Tensor) -> Tensor:
+    """silu(gate) * up of [n, 2f] -> [n, f]."""
+    gate, up = both.to(numeric(both.dtype)).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(both.dtype)
+
+
+def combine(each: Tensor, weight: Tensor, live: Tensor) -> Tensor:
+    """The weighted sum of each row's slots, in order; slots that are not live must be zero in `each` [N, k, d]."""
+    weight = weight.to(numeric(each.dtype)).masked_fill(~live, 0.0)
+    total = each.new_zeros((each.shape[0], each.shape[2]), dtype=weight.dtype)
+    for slot in range(each.shape[1]):
+        total = total + weight[:, slot, None] * each[:, slot]
+    return total.to(each.dtype)
+
+
+def check(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Raise InputError if the shapes do not fit each other."""
+    experts, both, width = gate_up.shape
+    fits = x.dim() == 2 and choice.dim() == 2 and choice.shape == weight.shape and choice.shape[0] == x.shape[0]
+    if not fits or x.shape[1] != width or both % 2 or tuple(down.shape) != (experts, width, both // 2):
+        shapes = ", ".join(str(list(t.shape)) for t in (x, choice, weight, gate_up, down))
+        raise InputError(
+            f"dgraph::experts: x [N, d], choice [N, k], weight [N, k], gate_up [E, 2f, d] and down [E, d, f] do not "
+            f"fit each other: {shapes}."
+        )
+
+
+def fake(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for name, n, k, experts, d, f in (
+        ("some experts", 9, 2, 5, 16, 8),
+        ("more experts than rows", 3, 2, 16, 8, 24),
+        ("one slot", 6, 1, 3, 24, 8),
+        ("one row", 1, 4, 4, 8, 8),
+        ("no rows", 0, 2, 4, 8, 8),
+    ):
+        choice = torch.rand((n, experts), generator=generator).argsort(-1)[:, :k]
+        yield _sample(name, draw(n, d), choice, torch.rand((n, k), generator=generator), experts, f, generator)
+    for name, rows in (
+        ("all rows to one expert", [[2]] * 7),
+        ("choices that name no expert", [[0, -1], [4, 1], [-1, 4], [3, 3]]),
+        ("no expert at all", [[-1, 9]] * 3),
+    ):
+        choice = torch.tensor(rows)
+        weight = torch.rand(choice.shape, generator=generator)
+        weight[(choice < 0) | (choice > 3)] = torch.nan
+        yield _sample(name, draw(len(rows), 16), choice, weight, 4, 8, generator)
+
+
+def _sample(
+    name: str, x: Tensor, choice: Tensor, weight: Tensor, experts: int, f: int, generator: torch.Generator
+) -> Sample:
+    d = x.shape[1]
+    weights = (
+        torch.randn((experts, 2 * f, d), generator=generator) * d**-0.5,
+        torch.randn((experts, d, f), generator=generator) * f**-0.5,
+    )
+    padded = tuple(pad_rows(value, 3) for value in (x, choice, weight))
+    return Sample(name, (x, choice, weight, *weights), (*padded, *weights))
+
+
+OP = register(
+    Op(
+        name="experts",
+        overload=define(
+            "experts",
+            "(Tensor x, Tensor choice, Tensor weight, Tensor gate_up, Tensor down) -> Tensor",
+            reference,
+            fake,
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

@@ -1,0 +1,114 @@
+"""Families whose checkpoints bring modelling code of their own for what is, under other names, a native class.
+
+Nothing of that code is run: the config is translated, the parameters are renamed, and the native class holds the
+tensors. A model object that such code made is adopted the same way, its tensors shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from dgraph.errors import CheckpointError
+from dgraph.families import Model
+from dgraph.models.checkpoint import (
+    WithOwnKeys,
+    build_native,
+    load_checkpoint,
+    match_names,
+    read_config,
+    restore_buffers,
+)
+from dgraph.models.native import PREFIX, Forward, native_spec
+
+
+def as_it_is(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A config that has the native class's keys already."""
+    return config
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteCodeFamily:
+    """One family, described by what differs from its native class.
+
+    Attributes:
+        name, summary: of the family.
+        remote: the class of its own code, as config.json's `architectures` and model objects name it.
+        native: the class of transformers that computes the same, e.g. "LlamaForCausalLM".
+        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent.
+        translate: its config (and its folder's name, "" for a model object) to one in the native class's keys;
+            raises CheckpointError, with the key's name, for what the native class cannot represent.
+        stored: a native parameter's name to its own.
+    """
+
+    name: str
+    summary: str
+    remote: str
+    native: str
+    facts: Mapping[str, Any]
+    translate: Callable[[dict[str, Any], str], dict[str, Any]] = as_it_is
+    stored: Callable[[str], str] = str
+
+    def adopt(self, model: Any, **facts: Any) -> Model | None:
+        """See `Family.adopt`."""
+        if type(model).__name__ != self.remote or not isinstance(model, nn.Module):
+            return None
+        source = f"this {self.remote}'s config"
+        config = self._translated(cast(Any, model).config.to_dict(), "", source)
+        native = self.build(config, source)
+        tensors = model.state_dict(keep_vars=True)
+        what = f"this {self.remote} does not fit {self.native.removesuffix('ForCausalLM')}"
+        names = match_names(native, tensors, self.stored, what, "Its config and its parameters do not belong together.")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        native.load_state_dict({mine: tensors[name] for mine, name in names.items()}, assign=True, strict=False)
+        native.tie_weights()
+        model.requires_grad_(False)  # assigning switched it on for every parameter
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        first = next(model.parameters())
+        restore_buffers(native, native.config, first.device)
+        return self.model(self.name, native, config, first.dtype, **facts)
+
+    def build(self, config: Mapping[str, Any], source: str) -> Any:
+        """The native class on the meta device; see `build_native`."""
+        return build_native(self.native, config, source)
+
+    def model(self, name: str, native: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
+        """A filled native model with its facts."""
+        spec = native_spec(WithOwnKeys(native.config, config), self.name, dtype, self.facts, **facts)
+        return Model(name, Forward(native.eval()), spec, None, PREFIX)
+
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
+        """See `Family.load`."""
+        config = read_config(folder)
+        if self.remote not in (config.get("architectures") or []):
+            return None
+        config = self._translated(config, folder.name, f"{folder}/config.json")
+        return load_checkpoint(folder, config, self.native, self.name, dtype, device, self.stored, self.facts)
+
+    def _translated(self, config: dict[str, Any], folder: str, source: str) -> dict[str, Any]:
+        try:
+            return self.translate(config, folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from None
+
+
+def require(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], native: str) -> None:
+    """Refuse a config whose `key` has a value that the native class cannot represent.
+
+    Args:
+        allowed: values that it can; None among them if the key may be absent or null.
+        native: the class, for the message.
+
+    Raises:
+        CheckpointError: the message names the key, the value and what is expected.
+    """
+    value = config.get(key)
+    if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in allowed):
+        wanted = " or ".join(repr(good) for good in allowed if good is not None) or "none"
+        raise CheckpointError(f"{key} is {value!r}, expected {wanted}: {native} cannot represent anything else.")

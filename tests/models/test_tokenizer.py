@@ -1,0 +1,118 @@
+"""Tokenizers of checkpoint folders: which files they come from, and the chat frame."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from dgraph.errors import CheckpointError
+from dgraph.models.tokenizer import read_tokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+TEXTS = ["the quick brown fox", "don't stop: 12 + 30 = 42", "Grüße, world!\n\n  two lines"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    """A byte-level vocabulary and its merges, as tokenizer.json has them."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXTS * 3, BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    return json.loads(tokenizer.to_str())["model"]
+
+
+def settings(size: int, **more: Any) -> dict[str, Any]:
+    """tokenizer_config.json as Dream has it: special tokens behind the vocabulary, a class of its own."""
+    added = {str(size + i): {"content": text, "special": True} for i, text in enumerate(SPECIAL)}
+    for token in added.values():
+        token |= {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    return {
+        "added_tokens_decoder": added,
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "bos_token": "<|endoftext|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False},
+        "mask_token": "<|mask|>",
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "DreamTokenizer",
+        **more,
+    }
+
+
+def byte_level(folder: Path, trained: dict[str, Any], **more: Any) -> Path:
+    """A folder with vocab.json and merges.txt alone."""
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(trained["vocab"]))
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in trained["merges"])]
+    (folder / "merges.txt").write_text("\n".join(merges) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings(len(trained["vocab"]), **more)))
+    return folder
+
+
+def test_a_vocabulary_and_its_merges(tmp_path: Path, trained: dict[str, Any]) -> None:
+    tokenizer = read_tokenizer(byte_level(tmp_path / "m", trained))
+    assert tokenizer is not None
+    size = len(trained["vocab"])
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert max(ids) < size
+        assert len(ids) < len(text.encode())
+    assert tokenizer.encode("<|im_start|>the<|mask|>")[::2] == [size + 1, size + 3]
+    assert tokenizer.decode([size, *tokenizer.encode("fox"), size + 3]) == "fox"
+    assert len(tokenizer.encode("12")) == 2, "a digit is a token of its own"
+
+
+def test_the_same_tokenizer_as_one_file(tmp_path: Path, trained: dict[str, Any]) -> None:
+    """Words apart as in `tokenizer.json`, which is preferred where both are there."""
+    apart = read_tokenizer(byte_level(tmp_path / "m", trained))
+    words = r"'\p{L}+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+    whole = Tokenizer(BPE(trained["vocab"], [tuple(pair) for pair in trained["merges"]]))
+    whole.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    whole.decoder = decoders.ByteLevel()
+    folder = byte_level(tmp_path / "n", trained)
+    whole.save(str(folder / "tokenizer.json"))
+    one = read_tokenizer(folder)
+    assert apart is not None
+    assert one is not None
+    assert one.encode(TEXTS[0]) == apart.encode(TEXTS[0])
+    assert one.encode("<|mask|>") != apart.encode("<|mask|>"), "tokenizer.json says nothing of special tokens here"
+
+
+FRAME = "{% for m in messages %}\n    {{ bos_token }}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
+NAMED = [{"name": "tools", "template": "no"}, {"name": "default", "template": FRAME}]
+
+
+@pytest.mark.parametrize("where", ["settings", "named", "file"])
+def test_the_chat_frame_and_its_special_tokens(tmp_path: Path, trained: dict[str, Any], where: str) -> None:
+    folder = byte_level(tmp_path / "m", trained, chat_template={"settings": FRAME, "named": NAMED}.get(where, "no"))
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(FRAME)
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    plain = read_tokenizer(byte_level(tmp_path / "n", trained))
+    assert plain is not None
+    framed = "    <|endoftext|>[user]fox<|endoftext|>\n"  # the lines of the loop itself leave nothing
+    assert tokenizer.encode("fox") == plain.encode(framed)
+    assert tokenizer.encode("") == []
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    assert read_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer(tmp_path: Path, trained: dict[str, Any], name: str) -> None:
+    folder = byte_level(tmp_path / "damaged", trained)
+    (folder / name).write_text("{")
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .*damaged cannot be read"):
+        read_tokenizer(folder)
