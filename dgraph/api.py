@@ -22,9 +22,11 @@ from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import policy_of
+from dgraph.runtime.policies import Policy, policy_of
+from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.runtime.stops import check_stops, trim
 from dgraph.spec import ModelSpec
 
 
@@ -41,7 +43,8 @@ def adopt(model: Any, **facts: Any) -> Model:
     """Adopt a model object of a known family without copying its tensors.
 
     Args:
-        model: a native transformers Llama, Qwen2 or Qwen3, or a remote-code SDAR.
+        model: a native transformers Llama, Qwen2, Qwen3 or Qwen3-MoE, or a remote-code LLaDA, Dream, SDAR, SDAR-MoE or
+            LLaDA2.
         facts: fields of `ModelSpec` that the object's config does not know, e.g. `mask_id=`.
 
     Raises:
@@ -184,13 +187,9 @@ class Optimized:
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         self.phases = rewrite(captured, recipe)
-        self.compiler = compiler
+        self.compiler, self._buckets = compiler, buckets
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
-        runner = self.graph_pool.runner if self.graph_pool is not None else run_steps
-        self.programs = {
-            name: LoweredProgram(phase.graph, self.compiler, buckets, run_steps if name == "prefill" else runner)
-            for name, phase in self.phases.items()
-        }
+        self.programs = {name: self._lower(phase.graph, name != "prefill") for name, phase in self.phases.items()}
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -200,6 +199,10 @@ class Optimized:
             page_size=_page_size(self.spec.block_length, captured.device),
             pool=self.graph_pool,
         )
+
+    def _lower(self, graph: Graph, captured: bool = True) -> LoweredProgram:
+        runner = self.graph_pool.runner if captured and self.graph_pool is not None else run_steps
+        return LoweredProgram(graph, self.compiler, self._buckets, runner)
 
     @property
     def report(self) -> dict[str, tuple[Report, ...]]:
@@ -222,8 +225,13 @@ class Optimized:
         max_new_tokens: int = 128,
         threshold: float | None = None,
         steps: int | None = None,
+        policy: str | Policy | None = None,
         block_length: int | None = None,
         temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        sampler: Sampler | None = None,
+        stop: Sequence[str] = (),
         seed: int = 0,
         max_batch: int | None = None,
         keep_kv: bool = False,
@@ -238,8 +246,14 @@ class Optimized:
             max_new_tokens: length limit of a response.
             threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
             steps: instead of a threshold, the number of steps per block.
+            policy: a decoding rule by name ("dream_entropy", "llada2.0", see `dgraph.policies`), which threshold and
+                steps then set options of, or one that you made.
             block_length: rows denoised together; default and trained value: the model's.
             temperature: 0 takes the most likely token; above, tokens are drawn.
+            top_p, top_k: draw from the most likely tokens only (1 and 0: from all).
+            sampler: instead of the three above, everything about how tokens are taken from logits: suppressed ids,
+                penalties, your own logits processors.
+            stop: texts that end a response where they first occur; they are left out.
             seed: of the draws.
             max_batch: prompts per batch; None for all at once.
             keep_kv: return each sequence's keys and values.
@@ -247,17 +261,27 @@ class Optimized:
             progress: called after every step.
 
         Raises:
+            UnknownName: an unknown policy, or an option that it has not.
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
         if (prompts is None) == (input_ids is None):
             raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
+        check_stops(stop)
+        if stop and self.model.tokenizer is None:
+            raise InputError(
+                f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
+            )
+        chosen = _policy(policy, threshold, steps)
+        taking = _sampler(sampler, temperature, top_p, top_k)
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
+        if taking.needs_logits:
+            self._keep_logits()
         generation = self._session.generate(
             ids,
             max_new_tokens=max_new_tokens,
-            policy=policy_of(threshold, steps),
+            policy=chosen,
             block_length=block_length,
-            temperature=temperature,
+            sampler=taking,
             seed=seed,
             max_batch=max_batch,
             keep_kv=keep_kv,
@@ -265,8 +289,18 @@ class Optimized:
             progress=progress,
         )
         tokenizer = self.model.tokenizer
-        texts = [tokenizer.decode(t) for t in generation.token_ids] if tokenizer is not None else None
-        return Result(texts, generation.token_ids, generation.stats, generation.kv)
+        if tokenizer is None:
+            return Result(None, generation.token_ids, generation.stats, generation.kv)
+        cut = [trim(tokenizer, ids, stop) for ids in generation.token_ids]
+        return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
+
+    def _keep_logits(self) -> None:
+        """Lower the step once more, for samplers that need its logits, unless it keeps them anyway."""
+        if "logits" in self._session.programs or "logits" in self.programs["step"].output_names:
+            return
+        kept = self.recipe.keeping_logits()
+        graph = rewrite(self.captured, kept)["step"].graph
+        self._session.programs["logits"] = self._lower(graph)
 
     def warm_up(self, batch: int, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> int:
         """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
@@ -293,6 +327,27 @@ class Optimized:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
         return [self.model.tokenizer.encode(text) for text in texts]
+
+
+def _policy(policy: str | Policy | None, threshold: float | None, steps: int | None) -> Policy:
+    if policy is None:
+        return policy_of(threshold, steps)
+    options: dict[str, Any] = {
+        name: value for name, value in (("threshold", threshold), ("steps", steps)) if value is not None
+    }
+    if isinstance(policy, str):
+        return policy_of(policy, **options)
+    if options:
+        raise InputError(f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}.")
+    return policy
+
+
+def _sampler(sampler: Sampler | None, temperature: float, top_p: float, top_k: int) -> Sampler:
+    if sampler is None:
+        return Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
+    if (temperature, top_p, top_k) != (0.0, 1.0, 0):
+        raise InputError("give either a sampler or temperature, top_p and top_k, not both; set them in the sampler.")
+    return sampler
 
 
 def _page_size(block: int, device: torch.device) -> int:

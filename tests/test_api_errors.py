@@ -31,7 +31,7 @@ def dense(model: dgraph.Model) -> dgraph.Optimized:
 
 @pytest.fixture
 def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgraph.api.capture_module", lambda *_: captured.copy())
+    monkeypatch.setattr("dgraph.api.captured", lambda *_: (captured.copy(), True))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ PROMPT = [draw(9)]
         ({"input_ids": PROMPT, "steps": 0}, r"steps .*got 0"),
         ({"input_ids": PROMPT, "max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
         ({"input_ids": PROMPT, "block_length": 0}, r"block_length must be at least 1, got 0"),
-        ({"input_ids": PROMPT, "temperature": -1.0}, r"temperature must be a finite number >= 0, got -1\.0"),
+        ({"input_ids": PROMPT, "temperature": -1.0}, r"temperature is a finite number, at least 0, got -1\.0"),
         ({"input_ids": PROMPT, "max_batch": 0}, r"max_batch must be at least 1, got 0"),
     ],
 )

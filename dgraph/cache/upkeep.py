@@ -46,6 +46,8 @@ class Entry:
     @property
     def what(self) -> str:
         """What it holds, in a few words."""
+        if identity := self.key.inputs.get("identity"):
+            return f"{self.key.inputs.get('kind', 'unknown')}: {identity.split()[0]}"
         ops = Counter(m[2] for m in _OP.finditer(self.key.inputs.get("region", "")))
         parts = (f"{name} x{n}" if n > 1 else name for name, n in ops.most_common())
         return f"{self.key.inputs.get('kind', 'unknown')}: {', '.join(parts)}"

@@ -81,7 +81,7 @@ class StagePlan:
         inputs: slots that `steps` read and do not write, weights left out, ascending.
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         outputs: slots that `steps` write and that something outside reads, ascending.
-        outlives: those of `outputs` that the program returns although another stage runs behind this one.
+        last: whether no stage runs behind this one.
     """
 
     name: str
@@ -90,7 +90,7 @@ class StagePlan:
     inputs: tuple[int, ...]
     in_place: frozenset[int]
     outputs: tuple[int, ...]
-    outlives: frozenset[int]
+    last: bool
 
 
 class Runner(Protocol):
@@ -151,6 +151,11 @@ class LoweredProgram:
     def input_names(self) -> frozenset[str]:
         """Names of the inputs that the program reads."""
         return frozenset(self._inputs)
+
+    @property
+    def output_names(self) -> frozenset[str]:
+        """Names of the outputs that it gives."""
+        return frozenset(self._outputs)
 
     @property
     def stage_names(self) -> tuple[str, ...]:
@@ -242,7 +247,7 @@ class LoweredProgram:
                     tuple(sorted(read - written - weights)),
                     frozenset(read & caches),
                     tuple(sorted(written & (outside | results))),
-                    frozenset(written & results if stage.cut is not None else ()),
+                    stage.cut is None,
                 )
             )
         return tuple(plans)

@@ -36,6 +36,11 @@ class Program(Protocol):
         ...
 
     @property
+    def output_names(self) -> frozenset[str]:
+        """Names of the outputs that it gives."""
+        ...
+
+    @property
     def stage_names(self) -> tuple[str, ...]:
         """One name per stage: ("step",), or ("prefix", "suffix") when rows are evicted on the way."""
         ...

@@ -1,8 +1,9 @@
-"""dgraph::lm_head: logits of the masked rows, in chunks, reduced at once to a token and its confidence."""
+"""dgraph::lm_head: logits of the masked rows, in chunks, reduced at once to a token and how sure it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +17,17 @@ CONTRACT = """\
 Only rows with masked = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
 are freed before the next chunk, so that they take max_num_logits * V values whatever K is.
 h [K, d]; weight [V, d]; bias [V] or None; masked bool[K]; temperature f32[K], >= 0; seed i64[K]
--> token i64[K], confidence f32[K] (float64 for float64).
+-> token i64[K], confidence, margin, entropy f32[K] (float64 for float64).
 Logits are h @ weight.T + bias in the dtype of h; everything after that is in fp32. The id `suppress`
 (-1: none) counts as if its logit were -inf: a model must not answer a mask with a mask.
 temperature 0: the token of the largest logit (ties: lowest id); confidence is its softmax probability.
 temperature T > 0: p = softmax(logits / T); the token is drawn from p by the Gumbel-max rule, with noise
 from an integer hash of (seed of the row, vocabulary id); confidence is p of the token. A draw depends on
 nothing but logits, T and seed: not on batch, chunk or device.
-Rows that are not masked, and padding rows (masked = False), give token -1 and confidence -inf; they may
-hold anything.
+margin is the difference of the two largest values of p, entropy -sum p log p in nats; both are of p itself
+(T = 1 for temperature 0), whatever was drawn.
+Rows that are not masked, and padding rows (masked = False), give token -1, confidence and margin -inf and
+entropy inf; they may hold anything.
 Deterministic. The chunk length may change the last bits of the logits, as it does for any matrix product."""
 
 MASK32 = 0xFFFFFFFF
@@ -39,30 +42,41 @@ def reference(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     token = seed.new_full((h.shape[0],), -1)
-    confidence = h.new_full((h.shape[0],), -torch.inf, dtype=numeric(h.dtype))
+    confidence, margin = (h.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
+    entropy = torch.full_like(confidence, torch.inf)
     for rows in masked.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
             logits = F.linear(h[rows], weight, bias)
-            token[rows], confidence[rows] = decode_logits(logits, temperature[rows], seed[rows], suppress)
+            found = decode_logits(logits, temperature[rows], seed[rows], suppress)
+            token[rows], confidence[rows], margin[rows], entropy[rows] = found
             del logits  # or two chunks would be alive at once
-    return token, confidence
+    return token, confidence, margin, entropy
 
 
-def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> tuple[Tensor, Tensor]:
-    """A token and its probability for each row of logits; see the contract of dgraph::lm_head.
+class RowDecisions(NamedTuple):
+    """What each of R rows of logits says; see the contract of dgraph::lm_head.
+
+    token i64[R]; confidence, margin, entropy f32[R] (float64 of float64 logits).
+    """
+
+    token: Tensor
+    confidence: Tensor
+    margin: Tensor
+    entropy: Tensor
+
+
+def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> RowDecisions:
+    """A token for each row of logits, its probability, and margin and entropy of the distribution behind it.
 
     Args:
         logits: [R, V].
         temperature: f32[R]; 0 takes the largest logit.
         seed: i64[R], one per row; the same seed gives the same draw.
         suppress: an id that is never produced (the mask token), or -1.
-
-    Returns:
-        token i64[R] and confidence f32[R] (float64 for float64 logits).
     """
     logits = logits.to(numeric(logits.dtype))
     if suppress >= 0:
@@ -74,8 +88,11 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
     token = logits.argmax(-1)
     if len(warm):
         token[warm] = logits[warm].add_(gumbel(seed[warm], logits.shape[1])).argmax(-1)
-    confidence = logits.softmax(-1).gather(1, token[:, None]).squeeze(1)
-    return token, confidence
+    p = logits.softmax(-1)
+    confidence = p.gather(1, token[:, None]).squeeze(1)
+    largest = F.pad(p, (0, 1)).topk(2).values  # a vocabulary of one has no second
+    entropy = torch.special.entr(p).sum(-1)
+    return RowDecisions(token, confidence, largest[:, 0] - largest[:, 1], entropy)
 
 
 def gumbel(seed: Tensor, vocab: int) -> Tensor:
@@ -110,8 +127,9 @@ def fake(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(seed), h.new_empty(h.shape[0], dtype=numeric(h.dtype))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    confidence, margin, entropy = (h.new_empty(h.shape[0], dtype=numeric(h.dtype)) for _ in range(3))
+    return torch.empty_like(seed), confidence, margin, entropy
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -138,6 +156,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         )
     twice = torch.randn(4, 6, generator=generator).repeat_interleave(2, dim=0)
     h, zero = torch.randn(3, 6, generator=generator), torch.zeros(3)
+    yield Sample("one id", (h, twice[:1], None, torch.ones(3).bool(), zero, zero.long(), 2, -1))
     yield Sample("ties", (h, twice, None, torch.ones(3).bool(), zero, zero.long(), 2, -1))
 
 
@@ -147,7 +166,7 @@ OP = register(
         overload=define(
             "lm_head",
             "(Tensor h, Tensor weight, Tensor? bias, Tensor masked, Tensor temperature, Tensor seed, "
-            "SymInt max_num_logits, int suppress) -> (Tensor, Tensor)",
+            "SymInt max_num_logits, int suppress) -> (Tensor, Tensor, Tensor, Tensor)",
             reference,
             fake,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.manager import run_passes
@@ -12,7 +13,7 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.pack_rows import PackRows
 
 PASSES: dict[str, type[Pass]] = {
-    cls.__name__: cls for cls in (PackRows, FuseProjections, CacheKV, EvictTokens, ChunkLMHead, OnlyKV)
+    cls.__name__: cls for cls in (PackRows, FuseProjections, CacheKV, EvictTokens, ChunkLMHead, CountRows, OnlyKV)
 }
 """Every pass that comes with dgraph, by name, in the order in which recipes use them."""
 
@@ -20,6 +21,7 @@ __all__ = [
     "PASSES",
     "CacheKV",
     "ChunkLMHead",
+    "CountRows",
     "Effect",
     "EvictTokens",
     "FuseProjections",

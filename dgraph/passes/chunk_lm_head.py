@@ -18,6 +18,7 @@ from dgraph.shapes import InputSpec
 MASKED = InputSpec("masked", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))
 SEED = InputSpec("seed", torch.int64, ("N",))
+DECISION = ("token", "confidence", "margin", "entropy")
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class ChunkLMHead(Pass):
     """Replace the LM head and the decision behind it by one op that keeps no logits.
 
     Only rows that are still masked are projected (the others' logits decide nothing), `max_num_logits` rows at a time;
-    each chunk gives its tokens and their confidences and is freed (dLLM-Serve's logit budget). The graph's output
-    `logits` becomes `token` i64 and `confidence` f32. The mask token itself is never predicted.
+    each chunk gives its tokens and how sure they are and is freed (dLLM-Serve's logit budget). The graph's output
+    `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The mask token itself is never predicted.
 
         before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
                 return logits=%3
-        after   %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 3)   (i64[K], f32[K])
-                return token=%4, confidence=%5
+        after   %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 3)  (i64[K], f32[K], ...)
+                return token=%4, confidence=%5, margin=%6, entropy=%7
 
     Reassociates: a GEMM over fewer rows may sum in another order.
 
@@ -42,8 +43,10 @@ class ChunkLMHead(Pass):
     max_num_logits: int = 2048
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
-    summary: ClassVar[str] = "logits of masked rows only, in chunks; token and confidence without keeping logits"
-    signature: ClassVar[frozenset[str]] = frozenset({"logits", "token", "confidence", "masked", "temperature", "seed"})
+    summary: ClassVar[str] = (
+        "logits of masked rows only, in chunks; token, confidence, margin and entropy without keeping logits"
+    )
+    signature: ClassVar[frozenset[str]] = frozenset({"logits", *DECISION, "masked", "temperature", "seed"})
 
     def __post_init__(self) -> None:
         if type(self.max_num_logits) is not int or self.max_num_logits < 1:
@@ -69,7 +72,7 @@ class ChunkLMHead(Pass):
         results: dict[str, Node] = {}
         for name in graph.outputs:
             if name == "logits":
-                results["token"], results["confidence"] = graph.parts(head, 2, report.name)
+                results |= zip(DECISION, graph.parts(head, len(DECISION), report.name), strict=True)
             else:
                 results[name] = graph.result(name)
         graph.set_outputs(results)

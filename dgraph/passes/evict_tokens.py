@@ -22,9 +22,10 @@ aten = torch.ops.aten
 AVERAGE = InputSpec("average", torch.float32, ("b",))
 PROGRESS = InputSpec("progress", torch.int32, ("b",))
 NOISE = InputSpec("noise", torch.float32, ("N",))
+SCRIPT = InputSpec("script", torch.float32, ("N",))
 
 SIGNALS = ("delta", "importance")
-SELECTIONS = ("top", "random", "bottom")
+SELECTIONS = ("top", "random", "bottom", "scripted")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class EvictTokens(Pass):
         alpha: retention over the average number of decoded tokens; at least 1, may be infinite.
         after: the layer whose attention is the first on the kept rows; at least 1 for the signal "delta".
         signal: "delta", or "importance" at layer `after` alone.
-        select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3).
+        select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3); "scripted" keeps
+            what the input `script` f32[N] says, to measure speed: where it is at least 0 it replaces the signal, which
+            is computed all the same. Alpha is 1 then, and `average` the number of rows to select.
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
         pool: width of the max-pooling over neighbouring masked rows; odd.
     """
@@ -71,7 +74,9 @@ class EvictTokens(Pass):
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
-    signature: ClassVar[frozenset[str]] = frozenset({"masked", "average", "progress", "noise", "kept", "score"})
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"masked", "average", "progress", "noise", "script", "kept", "score"}
+    )
 
     def __post_init__(self) -> None:
         for name, number in (("after", self.after), ("keep", self.keep), ("pool", self.pool)):
@@ -91,6 +96,8 @@ class EvictTokens(Pass):
             )
         if self.keep < 0:
             raise InputError(f"keep must be 0 (dynamic budget) or a number of rows, got {self.keep}.")
+        if self.keep and self.select == "scripted":
+            raise InputError(f"keep must be 0 with select='scripted': the script says how many, got {self.keep}.")
         if self.pool < 1 or self.pool % 2 == 0:
             raise InputError(f"pool must be odd and at least 1, got {self.pool}.")
 
@@ -108,15 +115,16 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
-        if cuts := graph.find("keep_index"):
+        if cuts := graph.find("keep_index") + graph.find("list_kept"):
             report.skip(f"rows are evicted in layer {cuts[0].meta['layer']} already; a program is cut once", anchor)
             return
         score = self._score(graph, anchor, write, report.name)
         masked, positions, cu_rows, limit = (graph.input(n) for n in ("masked", "positions", "cu_rows", "limit"))
         average, progress = graph.add_input(AVERAGE), graph.add_input(PROGRESS)
+        alpha = 1.0 if self.select == "scripted" else float(self.alpha)
         chosen = graph.call(
             OPS["select_tokens"],
-            (score, masked, positions, cu_rows, limit, average, progress, float(self.alpha), self.keep),
+            (score, masked, positions, cu_rows, limit, average, progress, alpha, self.keep),
             before=anchor,
             by=report.name,
         )
@@ -148,6 +156,10 @@ class EvictTokens(Pass):
             score = graph.call(aten.sub.Tensor, (score, before), before=anchor, by=by)
         if self.select == "bottom":
             score = graph.call(aten.neg.default, (score,), before=anchor, by=by)
+        if self.select == "scripted":
+            script = graph.add_input(SCRIPT)
+            says = graph.call(aten.ge.Scalar, (script, 0.0), before=anchor, by=by)
+            score = graph.call(aten.where.self, (says, script, score), before=anchor, by=by)
         return score
 
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
+from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.spec import ModelSpec
 
 BLOCK_CACHES = ("off", "dc", "dc+")
@@ -71,6 +72,14 @@ class Recipe:
             if phase.name == name:
                 return phase
         raise UnknownName("phase", name, [p.name for p in self.phases])
+
+    def keeping_logits(self) -> Recipe:
+        """The same method with programs that end in logits, for samplers that need whole rows of them."""
+        phases = (
+            replace(phase, passes=tuple(p for p in phase.passes if not isinstance(p, ChunkLMHead)))
+            for phase in self.phases
+        )
+        return replace(self, phases=tuple(phases))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

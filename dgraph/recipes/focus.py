@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dgraph.errors import InputError
+from dgraph.passes.base import Pass
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.recipes.base import Phase, Recipe
 from dgraph.recipes.dense import CACHED, PREFILL
 from dgraph.spec import ModelSpec
+
+COUNTS = ("host", "device")
 
 
 def focus(
@@ -19,6 +24,7 @@ def focus(
     block_cache: str = "dc+",
     refresh: bool = True,
     max_num_logits: int = 2048,
+    count: str = "host",
 ) -> Recipe:
     """FOCUS: evicts rows behind layer `after`, caches decoded rows within the block.
 
@@ -27,12 +33,18 @@ def focus(
         alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
         after: the layer behind whose keys and values rows are evicted.
         signal: "delta" (change of importance from the layer before) or "importance".
-        select: keep the "top", "random" or "bottom" rows of the signal.
+        select: keep the "top", "random" or "bottom" rows of the signal; "scripted": what a script of commits says, to
+            measure speed (see `EvictTokens`).
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         refresh: forward a finished block once more before it is committed (as the paper's quality figures do).
         max_num_logits: rows whose logits exist at a time.
+        count: who counts the kept rows: the "host", which reads their number and runs a bucket of them, or the
+            "device", which runs a step without that read (see `CountRows`).
     """
+    if count not in COUNTS:
+        raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
     evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
-    step = Phase("step", (*CACHED, evict, ChunkLMHead(max_num_logits)))
+    counted: tuple[Pass, ...] = (CountRows(),) if count == "device" else ()
+    step = Phase("step", (*CACHED, evict, ChunkLMHead(max_num_logits), *counted))
     return Recipe("focus", 1, (PREFILL, step), block_cache, refresh)

@@ -17,19 +17,20 @@ from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.runtime.cudagraph import GraphPool, Replay
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.policies import Policy, edits, needs_of
 from dgraph.runtime.rows import RowResults, StepRows, row_results
-from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.script import Script
+from dgraph.runtime.seeds import policy_noise, row_seeds, sequence_keys, uniform
 from dgraph.runtime.state import BlockCache, StepState
 from dgraph.torch_private import copy_all
 
-FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1}
+FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, "margin": -math.inf, "entropy": math.inf}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a session decodes; see `BlockSession` and its `generate`."""
+    """How a session decodes; see `BlockSession` and its `generate`. scripted: the program reads a script's scores."""
 
     policy: Policy
     block_cache: BlockCache
@@ -37,6 +38,7 @@ class Rule:
     select_noise: bool
     temperature: float
     seed: int
+    scripted: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Advance:
     def __init__(self, rule: Rule, state: StepState, capacity: int, pool: GraphPool | None = None):
         self.rule, self.state, self.capacity, self._pool = rule, state, capacity, pool
         self._keys = sequence_keys(rule.seed, state.prompt)
-        self.rows = state.rows(capacity)
+        self._editing = edits(rule.policy)
+        self.rows = state.rows(capacity, self._editing)
         self.summary = state.summary()
         self.inputs = inputs_of(self.rows, state, rule, self._keys)
         self._given: dict[str, Tensor] = {}
@@ -113,15 +116,24 @@ class Advance:
 
     def _transition(self) -> Decision:
         rule, given = self.rule, self._given
-        results = row_results(self.rows, given["token"], given["confidence"], given.get("kept"))
+        optional = {name: given.get(name) for name in ("kept", "margin", "entropy")}
+        results = row_results(self.rows, given["token"], given["confidence"], **optional)
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
-        committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.refresh, given.get("progress"))
+        committed = after.apply(
+            self.rows, results, rule.policy, rule.block_cache, rule.refresh, given.get("progress"), self._noise()
+        )
         _assign(self.state, after)
         self._pack()
         return Decision(results, committed)
 
+    def _noise(self) -> Tensor | None:
+        if "noise" not in needs_of(self.rule.policy):
+            return None
+        columns = torch.arange(self.state.block, device=self.state.start.device)
+        return policy_noise(self._keys, self.state.start[:, None] + columns, self.state.counter)
+
     def _pack(self) -> None:
-        _assign(self.rows, self.state.rows(self.capacity))
+        _assign(self.rows, self.state.rows(self.capacity, self._editing))
         for name, value in inputs_of(self.rows, self.state, self.rule, self._keys, constants=False).items():
             if self.inputs[name] is not value:
                 self.inputs[name].copy_(value)
@@ -131,7 +143,7 @@ class Advance:
         everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
         before = [tensor.clone() for tensor in everything]
         try:
-            graph = pool.record(lambda: void(self._transition()))
+            graph = pool.record(lambda: void(self._transition()), warm=False)
         except torch.OutOfMemoryError as error:
             pool.refused.append(("transition", self.capacity, str(error).partition("\n")[0]))
             self._pool = None
@@ -177,6 +189,8 @@ def inputs_of(
             inputs["noise"] = uniform(inputs["seed"])
     elif constants:
         inputs["seed"] = torch.zeros(n, dtype=torch.int64, device=device)
+    if keys is not None and rule.scripted and isinstance(rule.policy, Script):
+        inputs["script"], inputs["average"] = rule.policy.scores(rows, state), rule.policy.budget(state)
     return inputs
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from dgraph.errors import InputError, LoweringError, UnknownName
 from dgraph.lowering.program import Program
+from dgraph.runtime.policies import Policy, check_needs, edits
+from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.state import BLOCK_CACHES
 from dgraph.spec import ModelSpec
 
@@ -45,13 +47,43 @@ def check_session(spec: ModelSpec, programs: Mapping[str, Program], block_cache:
             raise InputError(
                 f"program {name!r} reads the input 'noise' (random selection), but select_noise=False; leave it out."
             )
-        unknown = sorted(asked - known - {"noise"})
+        unknown = sorted(asked - known - {"noise", "script"})
         if unknown:
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
-                f"Known: {', '.join(sorted(ROW_INPUTS | SEQUENCE_INPUTS))}, noise, and k_cache_l and "
+                f"Known: {', '.join(sorted(ROW_INPUTS | SEQUENCE_INPUTS))}, noise, script, and k_cache_l and "
                 f"v_cache_l for l < {spec.layers}."
             )
+
+
+def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str) -> None:
+    """What a policy and a sampler need of the step program, before anything runs; `InputError` if it has none."""
+    outputs = step.output_names
+    logits = "logits" in outputs
+    if sampler.needs_logits and not logits:
+        raise InputError(
+            f"{sampler} needs whole logits, but the step program keeps none (it ends in dgraph::lm_head); give the "
+            f"session a program 'logits', or leave these settings at their defaults."
+        )
+    if sampler.cfg_scale > 0:
+        raise InputError(
+            f"cfg_scale={sampler.cfg_scale} needs a second forward without the prompt, which block-causal decoding "
+            f"does not run; leave it at 0."
+        )
+    statistics = {"margin", "entropy"} if logits else {"margin", "entropy"} & outputs
+    check_needs(policy, {"noise", "forwards", "editable", "passes"} | statistics)
+    if not edits(policy):
+        return
+    if block_cache != "off":
+        raise InputError(
+            f"{type(policy).__name__} replaces decoded tokens, but block_cache={block_cache!r} does not recompute "
+            f"their keys; use block_cache='off'."
+        )
+    if "kept" in outputs:
+        raise InputError(
+            f"{type(policy).__name__} replaces decoded tokens, but this recipe evicts rows by how masked ones attend; "
+            f"use a recipe that evicts none."
+        )
 
 
 def check_request(

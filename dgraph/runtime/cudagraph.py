@@ -1,9 +1,9 @@
 """Stages as CUDA graphs: one graph per bucket, captured when the bucket is first met.
 
-A graph replays fixed addresses. So a stage's inputs are copied into buffers of its own before each replay, except the
-KV caches, which are written in place and belong to the key. Graphs of a model share one memory pool: a replay may
-overwrite what another graph left there, which is sound because stages run one after another and whatever outlives a
-stage is copied out of the pool first.
+A graph replays fixed addresses. So a stage's inputs are copied into buffers in front of each replay, and its outputs
+into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
+buckets of a stage use the same buffers, and all graphs of a model the same memory for what lies between: stages run one
+after another, and what a stage leaves in its buffers is read before the next step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from dgraph.lowering.executor import Runner, Slots, StagePlan
 from dgraph.torch_private import copy_all
-
-WARM_UP_RUNS = 2
-"""Runs in front of a capture: libraries allocate workspaces and kernels are loaded on first use."""
 
 
 class Replay(Protocol):
@@ -46,41 +43,67 @@ class GraphPool:
     Attributes:
         limit: graphs kept at most; a bucket beyond it runs step by step.
         captured: names and row counts of what was captured, in order.
-        bytes: device memory that captures took: input buffers and what the graphs keep for their intermediates.
+        bytes: device memory that graphs took: buffers, and what lies between them.
         refused: the same for buckets that did not fit, with the reason.
+        preparing: whether stages that nobody waits for are only captured, not run (a warm-up).
         capture: makes a graph from a function without arguments; replaced in tests, where there is no device.
     """
 
-    limit: int = 128
+    limit: int = 256
     captured: list[tuple[str, int]] = field(default_factory=list)
     refused: list[tuple[str, int, str]] = field(default_factory=list)
     bytes: int = 0
+    preparing: bool = False
     capture: Callable[[Callable[[], None]], Replay] | None = None
     _pool: Any = None
+    _stream: Any = None
 
     def runner(self, plan: StagePlan) -> Runner:
         """A runner that replays graphs where it can; pass it to `LoweredProgram`."""
         return _GraphStage(plan, self)
 
-    def record(self, function: Callable[[], None]) -> Replay:
-        """Capture a function's launches."""
+    def record(self, function: Callable[[], None], warm: bool) -> Replay:
+        """Capture a function's launches.
+
+        warm: run it first. Libraries allocate workspaces and set themselves up in their first call, which must not be
+        part of a graph.
+        """
         if self.capture is not None:
             return self.capture(function)
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP_RUNS):
+            if warm:
                 function()
+            before = torch.cuda.memory_reserved()
+            graph = torch.cuda.CUDAGraph()
+            # Relaxed: a kernel that this bucket is the first to need may be loaded meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                function()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.empty_cache()  # as entering a capture does; else what that frees would hide what the capture takes
-        before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function()
         self.bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph
+
+
+class _Buffers:
+    """One buffer per slot, of which a bucket uses the first rows."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._held: dict[int, Tensor] = {}
+
+    def like(self, slot: int, value: Tensor) -> Tensor:
+        """A buffer of the value's shape. One that is too small is replaced; earlier graphs keep theirs."""
+        held = self._held.get(slot)
+        if held is None or held.shape[1:] != value.shape[1:] or len(held) < len(value):
+            held = self._held[slot] = torch.empty_like(value, memory_format=torch.contiguous_format)
+            self._pool.bytes += held.numel() * held.element_size()
+        return held[: len(value)]
 
 
 class _GraphStage:
@@ -89,6 +112,8 @@ class _GraphStage:
     def __init__(self, plan: StagePlan, pool: GraphPool):
         self.plan, self.pool = plan, pool
         self._captured: dict[Hashable, _Captured | None] = {}
+        self._buffers = _Buffers(pool)
+        self._warm = False
 
     def __call__(self, slots: Slots, rows: int) -> None:
         """Run the stage; a bucket that cannot be captured runs step by step."""
@@ -102,32 +127,36 @@ class _GraphStage:
             for step in self.plan.steps:
                 step.run(slots)
             return
-        copy_all(list(found.buffers.values()), [slots[slot] for slot in found.buffers])
-        found.graph.replay()
-        # The pool's memory is the next replay's: what the bridge or the cut reads is read before that, and what
-        # outlives the stages behind is copied.
+        if not (self.pool.preparing and self.plan.last):
+            copy_all(list(found.buffers.values()), [slots[slot] for slot in found.buffers])
+            found.graph.replay()
         for slot, value in found.outputs.items():
-            slots[slot] = value.clone() if slot in self.plan.outlives else value
+            slots[slot] = value
 
     def _capture(self, slots: Slots, rows: int) -> _Captured | None:
         if len(self.pool.captured) >= self.pool.limit:
             self.pool.refused.append((self.plan.name, rows, f"limit of {self.pool.limit} graphs"))
             return None
-        buffers = {s: slots[s].clone() for s in self.plan.inputs if s not in self.plan.in_place}
         outputs: dict[int, Tensor] = {}
-
-        def run() -> None:
-            own = list(slots)
-            for slot, buffer in buffers.items():
-                own[slot] = buffer
-            for step in self.plan.steps:
-                step.run(own)
-            outputs.update({s: own[s] for s in self.plan.outputs})
-
         try:
-            graph = self.pool.record(run)
+            buffers = {s: self._buffers.like(s, slots[s]) for s in self.plan.inputs if s not in self.plan.in_place}
+            copy_all(list(buffers.values()), [slots[slot] for slot in buffers])
+
+            def run() -> None:
+                own = list(slots)
+                for slot, buffer in buffers.items():
+                    own[slot] = buffer
+                for step in self.plan.steps:
+                    step.run(own)
+                # Out of the shared memory, into which another stage's replay may write before they are read.
+                made = {slot: own[slot] for slot in self.plan.outputs}
+                outputs.update({slot: self._buffers.like(slot, value) for slot, value in made.items()})
+                copy_all([outputs[slot] for slot in made], list(made.values()))
+
+            graph = self.pool.record(run, warm=not self._warm)
         except torch.OutOfMemoryError as error:
             self.pool.refused.append((self.plan.name, rows, str(error).partition("\n")[0]))
             return None
+        self._warm = True
         self.pool.captured.append((self.plan.name, rows))
         return _Captured(graph, buffers, outputs)

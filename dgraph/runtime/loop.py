@@ -7,7 +7,6 @@ read more, and so does decoding logits here (see `BlockLoop._decide`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
-from dgraph.ops.lm_head import decode_logits
-from dgraph.runtime.advance import Advance, Rule, inputs_of
-from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
+from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
+from dgraph.runtime.rows import prefill_chunks, prefill_rows
+from dgraph.runtime.sampling import LogitsDecoder, RowContext
 from dgraph.runtime.state import StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
@@ -33,6 +32,7 @@ class BlockLoop:
 
     advance: makes the transition of a batch from its state in front of the first step.
     stride: the canvas has a multiple of so many columns, itself a multiple of the block.
+    sampler: takes tokens from logits, for programs that end in them.
     """
 
     spec: ModelSpec
@@ -43,6 +43,7 @@ class BlockLoop:
     block: int
     advance: Callable[[StepState], Advance]
     stride: int
+    sampler: LogitsDecoder
     observer: Callable[[StepRecord], None] | None
 
     def run(
@@ -78,6 +79,7 @@ class BlockLoop:
         stats.steps += step
         stats.decoded += decoded
         stats.commit_rows += int(state.commit_rows)
+        stats.kept_rows += int(state.kept_rows)
         stats.sequence_steps += state.counter[: len(prompts)].tolist()
         return state
 
@@ -121,7 +123,7 @@ class BlockLoop:
         result = self.step({**caches, **advance.inputs}, count)
         for stage in zip(self.step.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
-        outputs = self._decide(advance.rows, advance.inputs, result.outputs)
+        outputs = self._decide(advance, result.outputs)
         if self.observer is None:
             advance(outputs)
             return
@@ -132,10 +134,8 @@ class BlockLoop:
         assert decision is not None
         self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said))
 
-    def _decide(
-        self, rows: StepRows, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Outputs with token and confidence, which a program that ends in logits leaves to the runtime."""
+    def _decide(self, advance: Advance, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Outputs with a token per row and how sure it is, which a program may leave to the runtime as logits."""
         if "token" in outputs and "confidence" in outputs:
             return outputs
         if "logits" not in outputs:
@@ -143,19 +143,30 @@ class BlockLoop:
                 f"program 'step' must output token and confidence, or logits; got: "
                 f"{', '.join(sorted(outputs)) or 'nothing'}."
             )
-        logits, kept = outputs["logits"], outputs.get("kept")
+        rows, state, logits, kept = advance.rows, advance.state, outputs["logits"], outputs.get("kept")
         row = torch.arange(len(logits), device=logits.device) if kept is None else kept
         # Only masked rows can be committed. Their count is a host read: a program that leaves its logits to
         # the runtime is a baseline; one with `lm_head` needs none.
         inside = (row >= 0) & (row < len(rows.masked))
         entry = (inside & rows.masked[row.clamp(min=0, max=len(rows.masked) - 1)]).nonzero()[:, 0]
-        token = torch.full_like(row, -1)
-        confidence = torch.full(row.shape, -math.inf, device=row.device)
-        row = row[entry]
-        temperature, seed = inputs["temperature"][row], inputs["seed"][row]
-        token[entry], probability, *_ = decode_logits(logits[entry], temperature, seed, self.spec.mask_id)
-        confidence[entry] = probability.float()
-        return {**outputs, "token": token, "confidence": confidence}
+        at = row[entry]
+        sequence, column = rows.sequence[at], rows.column[at] - self.block
+        context = RowContext(
+            sequence=sequence,
+            position=rows.positions[at],
+            column=column,
+            masked=state.masked[sequence, column],
+            forwards=state.forwards[sequence],
+            seed=advance.inputs["seed"][at],
+            tokens=state.canvas,
+            block=self.block,
+        )
+        found = self.sampler.decode(logits[entry], context)._asdict()
+        decided = {}
+        for name, values in found.items():
+            decided[name] = torch.full(row.shape, FILLERS[name], dtype=values.dtype, device=row.device)
+            decided[name][entry] = values
+        return {**outputs, **decided}
 
     def _broken(self, state: StepState) -> DgraphError:
         at = int(state.broken.nonzero()[0])

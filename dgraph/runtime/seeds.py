@@ -15,6 +15,7 @@ from torch import Tensor
 WORD = 0xFFFFFFFF
 _LANES = (0x9E3779B9, 0x85EBCA6B)  # two independent 32-bit chains make one 62-bit seed
 _NOISE = 0x27D4EB2F
+_POLICY = 0x40000000
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -49,3 +50,11 @@ def uniform(seeds: Tensor) -> Tensor:
     """f32 in [0, 1) of `row_seeds`, independent of what a program draws from the same seeds."""
     word = mix(mix((seeds & WORD) ^ _NOISE) ^ (seeds >> 32))
     return (word >> 8).float() * 2.0**-24
+
+
+def policy_noise(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
+    """f32[b, B] in [0, 1) for a decode policy, independent of what programs draw.
+
+    keys: i64[2, b]; positions i64[b, B], below 2^30; counter i64[b].
+    """
+    return uniform(row_seeds(keys[:, :, None], positions ^ _POLICY, counter[:, None]))

@@ -14,11 +14,13 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.lowering.program import Program
 from dgraph.runtime.advance import Advance, Rule
-from dgraph.runtime.checks import check_request, check_session
+from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.policies import Policy
+from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.script import check_script
 from dgraph.runtime.state import BlockCache, StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
@@ -68,8 +70,9 @@ class BlockSession:
 
     Args:
         spec: the model; attention "block_causal" and logit_shift 0.
-        programs: "prefill" and "step". The step outputs token and confidence, or logits; and kept, progress
-            and score if it evicts rows.
+        programs: "prefill" and "step". The step outputs token and confidence (margin and entropy for policies that
+            read them), or logits; and kept, progress and score if it evicts rows. "logits", optional: the step for
+            samplers that need logits, where "step" keeps none.
         block_cache: which decoded rows of the current block are not recomputed: "off" (none is spared), "dc"
             or "dc+" (see `ready_columns`).
         refresh: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
@@ -120,6 +123,7 @@ class BlockSession:
         policy: Policy,
         block_length: int | None = None,
         temperature: float = 0.0,
+        sampler: Sampler | None = None,
         seed: int = 0,
         observer: Callable[[StepRecord], None] | None = None,
         keep_kv: bool = False,
@@ -134,6 +138,9 @@ class BlockSession:
         > 0) depend on `seed`, the prompt's index, the position and the step. `observer` gets every step at
         the price of copies to the host.
 
+        sampler: how tokens are taken from logits, where temperature does not say it all; it then has the
+        temperature.
+
         Raises `InputError` for a prompt or setting that cannot be used.
         """
         block = self.spec.block_length if block_length is None else block_length
@@ -145,8 +152,15 @@ class BlockSession:
             temperature=temperature,
             max_batch=max_batch,
         )
+        sampler = Sampler(temperature) if sampler is None else sampler
         step = self.programs["step"]
-        rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, float(temperature), seed)
+        if sampler.needs_logits and "logits" not in step.output_names:
+            step = self.programs.get("logits", step)
+        check_rule(policy, sampler, step, self.block_cache)
+        scripted = "script" in step.input_names
+        check_script(policy, block, scripted)
+        temperature = float(sampler.temperature)
+        rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, temperature, seed, scripted)
         fixed = self.pool is not None and observer is None
         loop = BlockLoop(
             spec=self.spec,
@@ -157,10 +171,11 @@ class BlockSession:
             block=block,
             advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
             stride=max(block, CANVAS_COLUMNS // block * block) if fixed else block,
+            sampler=sampler.begin(self.spec.mask_id),
             observer=observer,
         )
         began = time.perf_counter()
-        stats = GenerationStats(last_stage=step.stage_names[-1])
+        stats = GenerationStats()
         token_ids: list[list[int]] = []
         kept: list[SequenceKV] = []
         width = max_batch or max(1, len(ids))
@@ -212,12 +227,15 @@ class BlockSession:
         try:
             caches = {"page_table": self.kv.page_table(handles, *self._table_shape(batch)), **self.kv.tensors()}
             sizes = step.bucket_sizes(batch * 2 * block)
-            for done, size in enumerate(sizes):
+            self.pool.preparing = True
+            # The largest first: the buffers that it gets serve the others.
+            for done, size in enumerate(reversed(sizes)):
                 rows = min(size, batch * 2 * block)
                 step({**caches, **unmasked_rows(rows, self._sequences, block, self.device)}, rows)
                 if progress is not None:
                     progress(done + 1, len(sizes))
         finally:
+            self.pool.preparing = False
             for handle in reversed(handles):
                 self.kv.free(handle)
         return len(sizes)
@@ -258,6 +276,7 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
         "temperature": torch.zeros(rows, device=device),
         "seed": torch.zeros(rows, dtype=torch.int64, device=device),
         "noise": torch.zeros(rows, device=device),
+        "script": torch.zeros(rows, device=device),
         "average": torch.ones(sequences, device=device),
         "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
     }

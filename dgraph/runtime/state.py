@@ -11,13 +11,13 @@ Nothing here loops over sequences, and only `summary` is meant to be read by the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies import Candidates, Policy
+from dgraph.runtime.policies import Candidates, Policy, edits, may_wait
 from dgraph.runtime.rows import RowResults, StepRows
 
 BlockCache = Literal["off", "dc", "dc+"]
@@ -45,10 +45,11 @@ class StepState:
     tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet
     (its token is the mask token; programs never answer a mask with a mask, but one that does still ends);
     start i64[b]: position of the current block's first row; progress i32[b]: rightmost position kept in
-    this block so far, start - 1 before its first step; decoded, steps i64[b]: tokens and steps of this
-    block; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; commit_rows i64[]:
-    rows forwarded to commit, all steps; active bool[b]; broken bool[b]: the last step gave nothing to
-    commit, or NaN; canvas i64[b, T]: prompt and every block so far.
+    this block so far, start - 1 before its first step; decoded, steps i64[b]: tokens of this block, and its
+    steps that decoded some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded;
+    commit_rows, kept_rows i64[]: rows forwarded to commit, and rows that reached the last layers, all steps;
+    forwards, passes i64[b]: steps of this block, and those that began with no mask left; active bool[b];
+    broken bool[b]: the last step gave nothing to commit, or NaN; canvas i64[b, T]: prompt and every block so far.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b];
     end i64[b] = prompt + max_new_tokens; stop_ids i64[E]; mask_id.
@@ -64,6 +65,9 @@ class StepState:
     counter: Tensor
     total: Tensor
     commit_rows: Tensor
+    kept_rows: Tensor
+    forwards: Tensor
+    passes: Tensor
     active: Tensor
     broken: Tensor
     canvas: Tensor
@@ -110,6 +114,9 @@ class StepState:
             counter=zeros.clone(),
             total=zeros.clone(),
             commit_rows=torch.zeros((), dtype=torch.int64, device=device),
+            kept_rows=torch.zeros((), dtype=torch.int64, device=device),
+            forwards=zeros.clone(),
+            passes=zeros.clone(),
             active=torch.arange(b, device=device) < (b if sequences is None else sequences),
             broken=torch.zeros(b, dtype=torch.bool, device=device),
             canvas=canvas,
@@ -126,8 +133,11 @@ class StepState:
 
     def clone(self) -> StepState:
         """A copy that shares no tensor."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.clone() for k, v in values.items() if isinstance(v, Tensor)})
+        tensors: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            tensors[field.name] = value.clone() if isinstance(value, Tensor) else value
+        return StepState(**tensors)
 
     @property
     def average(self) -> Tensor:
@@ -143,10 +153,17 @@ class StepState:
         """i64[4]: rows of the next step, active sequences, tokens decoded so far, broken sequences."""
         return torch.stack([self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()])
 
-    def rows(self, capacity: int) -> StepRows:
+    @property
+    def editable(self) -> Tensor:
+        """bool[b, B]: decoded positions of the current block that are not part of the prompt."""
+        positions = self.start[:, None] + torch.arange(self.block, device=self.start.device)
+        return ~self.masked & (positions >= self.prompt_end[:, None])
+
+    def rows(self, capacity: int, editing: bool = False) -> StepRows:
         """Pack the rows of the next step; `capacity` rows, of which `summary()[0]` are live and the others padding.
 
-        With a capacity below that count rows are lost: the caller knows better.
+        With a capacity below that count rows are lost: the caller knows better. editing: decoded rows that may be
+        replaced get a candidate like masked ones.
         """
         live = self.live()
         block, width = self.block, 2 * self.block
@@ -160,7 +177,8 @@ class StepState:
         reach = torch.where(live[:, block:], columns[block:], -1).amax(dim=1) + 1 - block + self.start
         current = column >= block
         limit = torch.where(current, reach[sequence], self.start[sequence]) * real
-        masked = current & self.masked[sequence, (column - block).clamp(min=0)]
+        wanted = self.masked | self.editable if editing else self.masked
+        masked = current & wanted[sequence, (column - block).clamp(min=0)]
         cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
         cu_rows[1:] = live.sum(dim=1).cumsum(0)
         return StepRows(
@@ -181,36 +199,50 @@ class StepState:
         block_cache: BlockCache,
         refresh: bool,
         progress: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
 
-        progress i32[b]: as the program updated it; None where it does not evict (nobody reads it then).
+        progress i32[b]: as the program updated it; None where it does not evict (nobody reads it then). noise
+        f32[b, B]: uniform, for policies that draw.
         """
+        editing = edits(policy)
         token = self._on_block(rows, results.token, -1)
         confidence = self._on_block(rows, results.confidence, -math.inf)
-        invalid = confidence.isnan()
-        commit = policy.choose(
-            Candidates(
-                token=token,
-                confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
-                masked=self.masked,
-                current=self.tokens[:, self.block :],
-                step=self.steps,
-                decoded=self.decoded,
-                start=self.start,
-                prompt=self.prompt,
-            )
+        invalid = confidence.isnan().any(dim=1)
+        candidates = Candidates(
+            token=token,
+            confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
+            masked=self.masked,
+            current=self.tokens[:, self.block :],
+            step=self.steps,
+            decoded=self.decoded,
+            start=self.start,
+            prompt=self.prompt,
+            margin=None if results.margin is None else self._on_block(rows, results.margin, -math.inf),
+            entropy=None if results.entropy is None else self._on_block(rows, results.entropy, math.inf),
+            noise=noise,
+            forwards=self.forwards,
+            editable=self.editable if editing else None,
+            passes=self.passes,
         )
-        self.broken = self.active & (invalid.any(dim=1) | ~commit.any(dim=1))
+        commit = policy.choose(candidates)
+        settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
+        progressed = candidates.committable if may_wait(policy) else commit & self.masked
+        masks_left = self.masked.any(dim=1)
+        self.broken = self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
 
-        self.commit_rows = self.commit_rows + (self.live()[:, : self.block]).sum()
+        self.commit_rows = self.commit_rows + self.live()[:, : self.block].sum()
+        self.kept_rows = self.kept_rows + (results.kept & rows.live).sum()
+        self.forwards = self.forwards + self.active
+        self.passes = self.passes + (self.active & ~masks_left)
         if progress is not None:
             self.progress = torch.where(self.active, progress, self.progress)
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         ready = ready_columns(~self.masked, block_cache)
         self._decode(commit, token)
         current = self.pending[:, self.block :] & ~ready
-        self._advance(current, refresh)
+        self._advance(current, refresh, settled)
         return commit
 
     def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:
@@ -223,8 +255,8 @@ class StepState:
         block = self.block
         current = torch.where(commit, token, self.tokens[:, block:])
         self.tokens = torch.cat([self.tokens[:, :block], current], dim=1)
+        count = (commit & self.masked).sum(dim=1)
         self.masked = self.masked & ~commit
-        count = commit.sum(dim=1)
         self.decoded = self.decoded + count
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
@@ -233,8 +265,12 @@ class StepState:
         columns = self.start[:, None] + torch.arange(block, device=current.device)
         self.canvas = self.canvas.scatter(1, columns, current)
 
-    def _advance(self, pending: Tensor, refresh: bool) -> None:
-        """Finish sequences, or move their window by one block. pending bool[b, B]: of the current block."""
+    def _advance(self, pending: Tensor, refresh: bool, settled: Tensor | None) -> None:
+        """Finish sequences, or move their window by one block.
+
+        pending bool[b, B]: of the current block. settled bool[b]: whether the block is done, where that is not the same
+        as having no mask (its tokens can still be replaced).
+        """
         block, masked, current = self.block, self.masked, self.tokens[:, self.block :]
         columns = torch.arange(block, device=masked.device)
         positions = self.start[:, None] + columns
@@ -242,10 +278,13 @@ class StepState:
         stop = (current[:, :, None] == self.stop_ids).any(dim=2) & generated
         first_stop = torch.where(stop, columns, block + 1).amin(dim=1)
         first_mask = torch.where(masked, columns, block).amin(dim=1)
-        complete = first_mask == block
+        complete = first_mask == block if settled is None else settled
         # What comes after a stop token is dropped, so a stop token with no mask before it ends the sequence
         # at once.
-        finished = (first_stop < first_mask) | (complete & (self.start + block >= self.end))
+        stopped = first_stop < first_mask
+        if settled is not None:
+            stopped = stopped & settled
+        finished = stopped | (complete & (self.start + block >= self.end))
         self.active = self.active & ~finished
 
         shift = (complete & self.active)[:, None]
@@ -260,3 +299,5 @@ class StepState:
         self.progress = torch.where(moved, (self.start - 1).int(), self.progress)
         self.decoded = torch.where(moved, 0, self.decoded)
         self.steps = torch.where(moved, 0, self.steps)
+        self.forwards = torch.where(moved, 0, self.forwards)
+        self.passes = torch.where(moved, 0, self.passes)

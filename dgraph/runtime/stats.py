@@ -27,7 +27,7 @@ class GenerationStats:
         GPU
             a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
-        last_stage: the stage whose rows `rows_per_token` counts.
+        kept_rows: rows that went through the last layers, counted on the device.
         sequence_steps: steps of each prompt, in the order of the prompts.
     """
 
@@ -39,13 +39,13 @@ class GenerationStats:
     commit_rows: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
-    last_stage: str = ""
+    kept_rows: int = 0
     sequence_steps: list[int] = field(default_factory=list)
 
     @property
     def rows_per_token(self) -> float:
-        """Rows of the last stage per decoded token (FOCUS Table 5: through the layers after eviction)."""
-        return self.rows.get(self.last_stage, 0) / self.decoded if self.decoded else 0.0
+        """Rows through the last layers per decoded token (FOCUS Table 5: through the layers after eviction)."""
+        return self.kept_rows / self.decoded if self.decoded else 0.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -84,7 +84,7 @@ class GenerationStats:
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),
             "total": self.total,
-            "last_stage": self.last_stage,
+            "kept_rows": self.kept_rows,
             "sequence_steps": list(self.sequence_steps),
         }
 

@@ -213,7 +213,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compile_fills_the_cache(run: Run, folder: Path, store: Store) -> None:
     found = one_object(run("compile", folder, "-r", "dense", "--json"))
     count = found["compiled"]
-    assert count == len(folders(store)) > 1
+    assert count == len(folders(store)) - 1 > 1, "the regions, and the captured graph"
     assert (found["present"], found["cache"], found["recipe"]["recipe"]) == (0, str(store.root), "dense")
     inductor._COMPILED.clear()
     (line,) = printed(run("compile", folder, "-r", "dense"))

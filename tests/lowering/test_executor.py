@@ -214,10 +214,10 @@ class Watch:
         self.plans: list[StagePlan] = []
         self.alive: list[set[int]] = []
 
-    def __call__(self, plan: StagePlan) -> Callable[[list[Any]], None]:
+    def __call__(self, plan: StagePlan) -> Callable[[list[Any], int], None]:
         self.plans.append(plan)
 
-        def run(slots: list[Any]) -> None:
+        def run(slots: list[Any], rows: int) -> None:
             for step in (*plan.bridge, *plan.steps):
                 assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
                 step.run(slots)
@@ -255,14 +255,14 @@ def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step:
     assert {names[s] for s in prefix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (0, 1)}
     assert {names[s] for s in suffix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (1, 2, 3)}
     outputs = {slot: name for name, slot in program._outputs.items()}
-    assert {outputs[s] for s in prefix.outlives} == {"progress", "score"}
-    assert not suffix.outlives
+    assert {outputs[s] for s in prefix.outputs if s in outputs} == {"progress", "score"}
+    assert {outputs[s] for s in suffix.outputs} == {"token", "confidence", "margin", "entropy"}
+    assert (prefix.last, suffix.last) == (False, True)
     for plan in program.plans:
         written = {s for x in plan.steps for s in x.writes()}
         read = {s for x in plan.steps for s in x.reads()}
         assert set(plan.outputs) <= written
         assert set(plan.inputs) <= read - written
-        assert plan.outlives <= set(plan.outputs)
         assert plan.in_place <= set(plan.inputs)
         weights = {i for i, v in enumerate(program._template) if v is not None}
         assert read - written - weights == set(plan.inputs)

@@ -30,9 +30,9 @@ def test_chunks_change_nothing(temperature: float) -> None:
     heat, seed = torch.full((23,), temperature), torch.arange(23)
     whole = lm_head(h, weight, bias, masked, heat, seed, 1000, -1)
     for chunk in (1, 2, 7, 23):
-        token, confidence = lm_head(h, weight, bias, masked, heat, seed, chunk, -1)
+        token, *rest = lm_head(h, weight, bias, masked, heat, seed, chunk, -1)
         assert token.equal(whole[0])
-        assert_close(confidence, whole[1], rtol=1e-5, atol=1e-6)
+        assert_close(rest, whole[1:], rtol=1e-5, atol=1e-5)
 
 
 def test_no_more_rows_at_once_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,17 +47,40 @@ def test_no_more_rows_at_once_than_allowed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_greedy_is_argmax_and_softmax() -> None:
     h, weight, bias, masked = problem()
-    token, confidence = lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 1000, -1)
+    token, confidence, margin, entropy = lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 1000, -1)
     logits = F.linear(h[masked], weight, bias)
     assert token[masked].equal(logits.argmax(-1))
     assert confidence[masked].equal(logits.softmax(-1).amax(-1))
     assert (token[~masked] == -1).all()
     assert (confidence[~masked] == -torch.inf).all()
+    assert (margin[~masked] == -torch.inf).all()
+    assert (entropy[~masked] == torch.inf).all()
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.3, 1.0, 4.0])
+def test_margin_and_entropy_are_of_the_distribution_at_that_temperature(heat: float) -> None:
+    logits = 4 * torch.randn(60, 30, generator=torch.Generator().manual_seed(0)).double()
+    logits[0, 3:5] = 20.0  # two of equal probability
+    logits[1] = 0.0  # all of equal probability
+    logits[2, 7] = 900.0  # one for certain
+    logits[3, 1:] = -torch.inf
+    found = decode_logits(logits.float(), torch.full((60,), heat), torch.arange(60))
+    for row, margin, entropy in zip(logits.tolist(), found.margin.tolist(), found.entropy.tolist(), strict=True):
+        weights = [math.exp((x - max(row)) / (heat or 1)) for x in row]
+        p = sorted((w / sum(weights) for w in weights), reverse=True)
+        assert margin == pytest.approx(p[0] - p[1], abs=1e-5)
+        assert entropy == pytest.approx(-sum(x * math.log(x) for x in p if x > 0), abs=1e-4)
+
+
+def test_margin_and_entropy_leave_the_suppressed_id_out() -> None:
+    logits = torch.tensor([[1.0, 50.0, 1.0, -torch.inf]])
+    found = decode_logits(logits, torch.zeros(1), torch.zeros(1).long(), suppress=1)
+    assert_close([found.margin, found.entropy], [torch.zeros(1), torch.tensor([math.log(2)])])
 
 
 def test_greedy_ties_take_the_lowest_id() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    token, confidence = decode_logits(logits, torch.zeros(2), torch.zeros(2).long())
+    token, confidence, *_ = decode_logits(logits, torch.zeros(2), torch.zeros(2).long())
     assert token.tolist() == [1, 0]
     assert_close(confidence[1].item(), 0.25)
 
@@ -65,7 +88,7 @@ def test_greedy_ties_take_the_lowest_id() -> None:
 def test_confidence_of_a_draw_is_its_probability_at_that_temperature() -> None:
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     heat = torch.linspace(0.2, 3, 40)
-    token, confidence = decode_logits(logits, heat, torch.arange(40))
+    token, confidence, *_ = decode_logits(logits, heat, torch.arange(40))
     probabilities = (logits / heat[:, None]).softmax(-1)
     assert_close(confidence, probabilities.gather(1, token[:, None]).squeeze(1))
 
@@ -73,7 +96,7 @@ def test_confidence_of_a_draw_is_its_probability_at_that_temperature() -> None:
 def test_the_suppressed_id_is_never_produced_and_carries_no_probability() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(200, 3)
     for heat in (0.0, 1.0):
-        token, confidence = decode_logits(logits, torch.full((200,), heat), torch.arange(200), suppress=1)
+        token, confidence, *_ = decode_logits(logits, torch.full((200,), heat), torch.arange(200), suppress=1)
         without = torch.tensor([0.0, 1.0]).softmax(0)
         assert set(token.tolist()) <= {0, 2}
         assert_close(confidence, without[token.div(2, rounding_mode="floor")])
@@ -83,12 +106,12 @@ def test_the_suppressed_id_is_never_produced_and_carries_no_probability() -> Non
 def test_a_draw_depends_on_logits_temperature_and_seed_alone() -> None:
     h, weight, bias, masked = problem()
     heat, seed = torch.full((23,), 1.0), torch.randint(-(2**63), 2**63 - 1, (23,))
-    token, _ = lm_head(h, weight, bias, masked, heat, seed, 4, -1)
+    token, *_ = lm_head(h, weight, bias, masked, heat, seed, 4, -1)
     order = torch.randperm(23)
-    shuffled, _ = lm_head(h[order], weight, bias, masked[order], heat[order], seed[order], 9, -1)
+    shuffled, *_ = lm_head(h[order], weight, bias, masked[order], heat[order], seed[order], 9, -1)
     assert shuffled.equal(token[order])
     logits = torch.zeros(1000, 64)
-    draws, _ = decode_logits(logits, torch.ones(1000), torch.arange(1000))
+    draws, *_ = decode_logits(logits, torch.ones(1000), torch.arange(1000))
     assert draws.equal(decode_logits(logits, torch.ones(1000), torch.arange(1000))[0])
     assert len(set(draws.tolist())) == 64
     assert len(set(decode_logits(logits, torch.ones(1000), torch.full((1000,), 3))[0].tolist())) == 1
@@ -97,19 +120,19 @@ def test_a_draw_depends_on_logits_temperature_and_seed_alone() -> None:
 def test_greedy_and_drawn_rows_mix() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(2))
     heat = torch.arange(50) % 2 * 1.5
-    token, confidence = decode_logits(logits, heat, torch.arange(50))
+    token, confidence, *_ = decode_logits(logits, heat, torch.arange(50))
     cold = heat == 0
     assert token[cold].equal(logits[cold].argmax(-1))
     alone = decode_logits(logits[~cold], heat[~cold], torch.arange(50)[~cold])
-    assert token[~cold].equal(alone[0])
-    assert confidence[~cold].equal(alone[1])
+    assert token[~cold].equal(alone.token)
+    assert confidence[~cold].equal(alone.confidence)
 
 
 @pytest.mark.parametrize("stride", [1, 2**20, 2**32, 3**35])
 def test_draws_follow_the_probabilities(stride: int) -> None:
     """Chi-square over 20,000 seeds that differ in low or high bits only."""
     n, logits = 20_000, torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
-    token, _ = decode_logits(logits.expand(n, 6), torch.full((n,), 1.3), torch.arange(n) * stride)
+    token, *_ = decode_logits(logits.expand(n, 6), torch.full((n,), 1.3), torch.arange(n) * stride)
     expected = (logits / 1.3).softmax(0) * n
     chi = ((torch.bincount(token, minlength=6) - expected).square() / expected).sum()
     assert chi < 20.5  # 5 degrees of freedom, p = 0.001

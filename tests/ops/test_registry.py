@@ -16,25 +16,33 @@ from dgraph.ops import OPS, Op, Sample, op_of, references, register
 NAMES = (
     "attention",
     "compact",
+    "experts",
     "importance",
     "keep_index",
     "kv_write",
+    "list_kept",
     "lm_head",
     "packed_attention",
     "paged_attention",
     "rms_norm",
     "rope",
+    "route",
+    "rows_linear",
     "select_tokens",
 )
 # What an op gives for padding rows, by result; None: any value, because nobody reads it.
 PADDING: dict[str, tuple[float | None, ...]] = {
     "compact": (0, 0, 0, 0),
+    "experts": (0,),
     "importance": (0,),
-    "lm_head": (-1, -torch.inf),
+    "list_kept": (-1,),
+    "lm_head": (-1, -torch.inf, -torch.inf, torch.inf),
     "packed_attention": (0,),
     "paged_attention": (0,),
     "rms_norm": (None,),
     "rope": (None,),
+    "rows_linear": (None,),
+    "route": (None, None),
     "select_tokens": (0, 0),
 }
 
@@ -82,7 +90,7 @@ def outcome(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 def test_all_ops_are_registered() -> None:
     assert set(NAMES) <= set(OPS)
-    assert {op.name for op in OPS.values() if op.inline} == {"rms_norm", "rope"}
+    assert {op.name for op in OPS.values() if op.inline} == {"rms_norm", "rope", "route"}
     assert {op.name for op in OPS.values() if op.cut} == {"keep_index"}
     assert {name: op.reference for name, op in OPS.items()} == references
 

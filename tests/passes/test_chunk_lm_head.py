@@ -28,15 +28,15 @@ def test_it_fires_once_outside_the_layers(cached: Graph) -> None:
     assert [(a.layer, a.what) for a in report.applied] == [(None, "masked rows, 7 at a time")]
     assert report.skipped == []
     graph = rewritten(cached, ChunkLMHead(7))
-    assert graph.outputs == ("token", "confidence")
-    assert [graph.type_text(graph.result(n)) for n in graph.outputs] == ["i64[N]", "f32[N]"]
+    assert graph.outputs == ("token", "confidence", "margin", "entropy")
+    assert [graph.type_text(graph.result(n)) for n in graph.outputs] == ["i64[N]", "f32[N]", "f32[N]", "f32[N]"]
     (head,) = graph.find("lm_head")
     assert head.args[6:] == (7, MASK)
     assert head.args[2] is None
     assert head.args[1] is graph.weight("lm_head.weight")
     assert head.meta["role"] == "lm_head"
     before, after = ops_of(cached), ops_of(graph)
-    assert after == [*before[:-1], "dgraph.lm_head", "getitem", "getitem"]
+    assert after == [*before[:-1], "dgraph.lm_head", *["getitem"] * 4]
     new = [(s.name, s.dtype, s.shape) for n, s in graph.inputs.items() if n not in cached.inputs]
     assert new == [
         ("masked", torch.bool, ("N",)),
@@ -56,6 +56,10 @@ def test_it_is_argmax_and_softmax_over_the_full_logits(cached: Graph, step: Scen
     torch.testing.assert_close(out["confidence"][masked], expected, atol=1e-6, rtol=1e-5)
     assert (out["token"][~masked] == -1).all()
     assert (out["confidence"][~masked] == -torch.inf).all()
+    p = logits[masked].softmax(-1)
+    largest = p.sort(descending=True).values
+    torch.testing.assert_close(out["margin"][masked], largest[:, 0] - largest[:, 1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out["entropy"][masked], torch.special.entr(p).sum(-1), atol=1e-5, rtol=1e-5)
     assert 0 < (~masked).sum() < len(masked)
 
 
@@ -65,9 +69,9 @@ def test_with_all_rows_masked_in_one_chunk_nothing_is_lost(cached: Graph, step: 
     mine.inputs["masked"][:] = True
     logits = interpret(cached, step.copy().inputs)["logits"]
     out = interpret(rewritten(cached, ChunkLMHead(32)), mine.inputs)
-    token, confidence = decode_logits(logits, mine.inputs["temperature"], mine.inputs["seed"], MASK)
-    assert torch.equal(out["token"], token)
-    assert torch.equal(out["confidence"], confidence)
+    found = decode_logits(logits, mine.inputs["temperature"], mine.inputs["seed"], MASK)
+    for name, value in found._asdict().items():
+        assert torch.equal(out[name], value), name
 
 
 def test_a_mask_is_never_predicted(packed: Graph) -> None:
@@ -129,7 +133,7 @@ def test_other_outputs_keep_their_place() -> None:
     h = hand.input("h", "N", 8)
     head = hand.call(aten.linear.default, h, hand.weight("head.weight", VOCAB, 8))
     graph = rewritten(hand.returns(first=h, logits=head, last=h), ChunkLMHead())
-    assert graph.outputs == ("first", "token", "confidence", "last")
+    assert graph.outputs == ("first", "token", "confidence", "margin", "entropy", "last")
     assert graph.result("last") is graph.input("h")
 
 
@@ -153,7 +157,7 @@ def test_logits_that_do_not_come_from_a_linear_are_a_near_miss() -> None:
     ("change", "reason"),
     [
         (OnlyKV(), "the graph returns nothing, no logits"),
-        (ChunkLMHead(), "the graph returns token, confidence, no logits"),
+        (ChunkLMHead(), "the graph returns token, confidence, margin, entropy, no logits"),
     ],
 )
 def test_a_graph_without_logits_is_a_near_miss(cached: Graph, change: Any, reason: str) -> None:

@@ -221,7 +221,8 @@ def test_keeping_as_many_as_there_are_is_lossless_too(cached: Graph, step: Scene
 def test_the_lm_head_may_be_chunked_before_or_behind(cached: Graph, step: Scene, alpha: float) -> None:
     evict, chunk = EvictTokens(alpha=alpha), ChunkLMHead(5)
     behind, before = rewritten(cached, evict, chunk), rewritten(cached, chunk, evict)
-    assert set(behind.outputs) == set(before.outputs) == {"token", "confidence", "kept", "progress", "score"}
+    decision = {"token", "confidence", "margin", "entropy"}
+    assert set(behind.outputs) == set(before.outputs) == decision | {"kept", "progress", "score"}
     assert set(behind.inputs) == set(before.inputs)
     mine, theirs = interpret(behind, step.copy().inputs), interpret(before, step.copy().inputs)
     for name, value in mine.items():
@@ -293,13 +294,14 @@ def test_a_delta_needs_the_cache_of_the_layer_before(packed: Graph) -> None:
         ({"alpha": "2"}, r"alpha must be at least 1 .*got 2"),
         ({"alpha": True}, r"alpha must be at least 1 .*got True"),
         ({"signal": "detla"}, r"signal must be one of 'delta', 'importance', got 'detla'"),
-        ({"select": "best"}, r"select must be one of 'top', 'random', 'bottom', got 'best'"),
+        ({"select": "best"}, r"select must be one of 'top', 'random', 'bottom', 'scripted', got 'best'"),
         ({"after": 0}, r"after must be a layer of at least 1 for signal='delta', got 0"),
         ({"after": -1, "signal": "importance"}, r"after must be a layer of at least 0 for signal='importance', got -1"),
         ({"after": 1.0}, r"after must be an integer, got 1\.0"),
         ({"after": True}, r"after must be an integer, got True"),
         ({"keep": -1}, r"keep must be 0 \(dynamic budget\) or a number of rows, got -1"),
         ({"keep": "4"}, r"keep must be an integer, got '4'"),
+        ({"keep": 4, "select": "scripted"}, r"keep must be 0 with select='scripted': the script says how many, got 4"),
         ({"pool": 2}, r"pool must be odd and at least 1, got 2"),
         ({"pool": -1}, r"pool must be odd and at least 1, got -1"),
         ({"pool": 3.0}, r"pool must be an integer, got 3\.0"),
@@ -319,3 +321,24 @@ def test_the_scene_is_what_it_says(cached: Graph, step: Scene) -> None:
     assert step.inputs["masked"].tolist() == [m for _, block, _ in BLOCKS for m in block]
     assert step.inputs["progress"].tolist() == [15, 12, -1, 29]
     assert WEIGHTS["model.norm.weight"].equal(cached.tensors["model.norm.weight"])
+
+
+def test_scripted_selection_measures_all_the_same_and_takes_what_is_given(cached: Graph, step: Scene) -> None:
+    """Scores of at least 0 replace the signal; alpha is 1, so `average` says how many rows are selected."""
+    graph = rewritten(cached, EvictTokens(select="scripted", alpha=5.0))
+    assert len(graph.find("importance")) == 2
+    assert graph.inputs["script"].shape == ("N",)
+    mine = step.copy()
+    delta = interpret(rewritten(cached, EvictTokens()), step.copy().inputs)["score"]
+    script = torch.full((32,), torch.nan)
+    script[::2] = -1.0
+    script[5] = 0.0
+    out = interpret(graph, {**mine.inputs, "script": script})
+    assert torch.equal(out["score"], torch.where(torch.arange(32) == 5, 0.0, delta))
+    masked = mine.inputs["masked"]
+    script = masked.float()
+    for s in range(len(BLOCKS)):  # the last masked row of each block is not selected
+        script[s * BLOCK + int(masked[s * BLOCK : (s + 1) * BLOCK].nonzero().max())] = 0.0
+    counts = script.view(-1, BLOCK).sum(1)
+    out = interpret(graph, {**step.copy().inputs, "script": script, "average": counts})
+    assert set(out["kept"].tolist()) == set((~masked | (script > 0)).nonzero().flatten().tolist())

@@ -215,3 +215,46 @@ def test_focus_sends_fewer_rows_through_the_deeper_layers(setups: dict[int, Setu
     focus = optimized(setup, "focus").generate(**settings).stats
     assert focus.rows_per_token < focus.rows["prefix"] / focus.decoded < dense.rows_per_token
     assert focus.rows_per_token == focus.rows["suffix"] / focus.decoded
+
+
+COUNTED_CASES = {
+    "defaults": {},
+    "no refresh, block cache dc": {"refresh": False, "block_cache": "dc"},
+    "after layer 2": {"after": 2},
+    "keep 4": {"keep": 4},
+    "random": {"select": "random", "keep": 8},
+}
+
+
+@pytest.mark.parametrize("buckets", [None, [48, 200]])
+@pytest.mark.parametrize("options", COUNTED_CASES.values(), ids=COUNTED_CASES)
+def test_focus_with_rows_counted_on_the_device(setups: dict[int, Setup], options: dict[str, Any], buckets: Any) -> None:
+    run = optimized(setups[32], "focus", buckets=buckets, count="device", **options)
+    assert run.programs["step"].stage_names == ("step",)
+    check(setups[32], 32, run, {"threshold": 0.7}, options)
+
+
+@pytest.mark.parametrize("buckets", [None, "hybrid"])
+def test_focus_with_rows_counted_on_the_device_compiled(setups: dict[int, Setup], buckets: Any) -> None:
+    check(setups[32], 32, optimized(setups[32], "focus", "inductor", buckets, count="device"), {"threshold": 0.7}, {})
+
+
+def test_who_counts_the_rows_changes_no_bit(setups: dict[int, Setup]) -> None:
+    """On a CPU both forms run each linear layer over exactly the kept rows."""
+    prompts, records = prompts_for(32), {"host": [], "device": []}
+    settings = {"input_ids": prompts, "max_new_tokens": 80, "threshold": 0.6, "keep_kv": True}
+    found = {
+        count: optimized(setups[32], "focus", count=count).generate(**settings, observer=seen.append)
+        for count, seen in records.items()
+    }
+    assert found["device"].token_ids == found["host"].token_ids
+    for mine, theirs in zip(records["device"], records["host"], strict=True):
+        assert torch.equal(mine.kept, theirs.kept)
+        assert torch.equal(mine.confidence, theirs.confidence)
+    for mine, theirs in zip(found["device"].kv, found["host"].kv, strict=True):
+        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
+            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
+                assert torch.equal(got_kv, want_kv)
+    kept = sum(int(record.kept.sum()) for record in records["device"])
+    assert kept == found["host"].stats.rows["suffix"] < found["host"].stats.rows["prefix"]
+    assert found["device"].stats.rows["step"] == found["host"].stats.rows["prefix"]

@@ -13,7 +13,7 @@ import pytest
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.graph import Graph
-from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
+from dgraph.passes import CacheKV, ChunkLMHead, CountRows, EvictTokens, FuseProjections, OnlyKV, PackRows
 from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
@@ -47,6 +47,7 @@ def test_options_reach_their_pass() -> None:
     evict, head = focus.phase("step").passes[-2:]
     assert evict == EvictTokens(alpha=2.0, after=2, signal="importance", select="bottom", keep=4)
     assert head == ChunkLMHead(7)
+    assert recipe("focus", count="device").phase("step").passes == (*recipe("focus").phase("step").passes, CountRows())
     loop = recipe("focus", block_cache="dc", refresh=False)
     assert (loop.block_cache, loop.refresh) == ("dc", False)
     assert recipe("dense", block_cache="dc+", max_num_logits=9).phase("step").passes[-1] == ChunkLMHead(9)
@@ -63,6 +64,7 @@ def test_options_and_their_defaults() -> None:
         "block_cache": "dc+",
         "refresh": True,
         "max_num_logits": 2048,
+        "count": "host",
     }
     for builder in RECIPES.values():
         documented = (builder.__doc__ or "").split("Args:")[1]
@@ -94,6 +96,7 @@ def test_a_recipe_is_a_value() -> None:
         ("dense", {"block_cache": "dc", "refresh": False, "max_num_logits": 1}),
         ("focus", {}),
         ("focus", {"alpha": math.inf, "block_cache": "off"}),
+        ("focus", {"count": "device"}),
         ("focus", {"alpha": 1.2, "after": 3, "signal": "importance", "select": "random", "keep": 8}),
     ],
 )
@@ -166,6 +169,7 @@ def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, An
         ("focus", {"select": 3}, r"select must be one of .*got 3"),
         ("focus", {"keep": -2}, r"keep must be 0"),
         ("focus", {"block_cache": "DC"}, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'DC'"),
+        ("focus", {"count": "gpu"}, r"count must be one of 'host', 'device', got 'gpu'"),
         ("dense", {"refresh": 1}, r"refresh must be True or False, got 1"),
         ("dense", {"max_num_logits": -5}, r"max_num_logits .*got -5"),
         ("dense", {"max_num_logits": 2.5}, r"max_num_logits .*got 2\.5"),
@@ -204,7 +208,7 @@ def test_phases_share_the_work_of_a_common_beginning(captured: Graph) -> None:
 @pytest.mark.parametrize("name", ["dense", "focus"])
 def test_the_phases_of_both_recipes_fit_one_loop(captured: Graph, name: str, phase: str) -> None:
     graph = dgraph.rewrite(captured, recipe(name))[phase].graph
-    outputs: tuple[str, ...] = () if phase == "prefill" else ("token", "confidence")
+    outputs: tuple[str, ...] = () if phase == "prefill" else ("token", "confidence", "margin", "entropy")
     if (name, phase) == ("focus", "step"):
         outputs += ("kept", "progress", "score")
     assert graph.outputs == outputs

@@ -87,6 +87,13 @@ class FakeProgram:
         names |= {f"{n}_cache_{layer}" for n in "kv" for layer in range(2)}
         self.input_names = frozenset(names | ({"noise"} if noise else set()))
 
+    @property
+    def output_names(self) -> frozenset[str]:
+        if self.kind == "prefill":
+            return frozenset()
+        evicts = {"kept", "progress", "score"} if self.kind == "evict" else set()
+        return frozenset(evicts | ({"logits"} if self.kind == "logits" else {"token", "confidence"}))
+
     def bucket_sizes(self, rows: int) -> tuple[int, ...]:
         return (rows,)
 

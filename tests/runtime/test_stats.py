@@ -9,7 +9,7 @@ from tests.runtime.fake import FakeProgram, fake_spec
 
 
 def test_derived_figures() -> None:
-    stats = GenerationStats(last_stage="suffix", decoded=8, tokens=6, sequence_steps=[3, 2])
+    stats = GenerationStats(kept_rows=16, decoded=8, tokens=6, sequence_steps=[3, 2])
     stats.count_stage("prefill", 10, 16, 1.0)
     stats.count_stage("prefix", 20, 32, 0.5)
     stats.count_stage("suffix", 12, 16, 0.25)

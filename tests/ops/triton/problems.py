@@ -48,6 +48,15 @@ def compare(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 2e
         assert_close(one.cpu(), other.to(one.dtype).cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def settled(name: str, args: Call, found: Sequence[Tensor]) -> list[Tensor]:
+    """Results without what a contract leaves open: NaN in the rows that rows_linear does not write."""
+    if name != "rows_linear":
+        return list(found)
+    (out,), cu_rows = found, args[3]
+    unwritten = torch.arange(len(out), device=out.device) >= cu_rows[-1].to(out.device)
+    return [out.masked_fill(unwritten[:, None], torch.nan)]
+
+
 def attention(
     counts: Sequence[int],
     lengths: Sequence[int],
@@ -154,6 +163,18 @@ def heading(
     return h, weight, offset, masked, temperature, seeds, chunk, vocab // 3 if bias else -1
 
 
+def product(
+    rows: int, capacity: int, d_in: int, d_out: int, *, bias: bool = False, index: torch.dtype = torch.int32
+) -> Call:
+    """The first `rows` of `capacity` rows are live; the others, and what a view leaves out, are NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.full((capacity, d_in + 16), torch.nan)
+    x[:rows, :d_in] = torch.randn(rows, d_in, generator=generator)
+    weight = torch.randn(d_out, d_in, generator=generator) * d_in**-0.5
+    offset = torch.randn(d_out, generator=generator) if bias else None
+    return x[:, :d_in], weight, offset, torch.tensor([0, rows // 2, rows], dtype=index)
+
+
 MANY = (2, *(0,) * 515, 3, 0, 1)
 LARGER: list[tuple[str, str, Call]] = [
     ("paged_attention", "ragged", attention((9, 0, 1, 17, 4), (40, 0, 5, 200, 33))),
@@ -172,6 +193,13 @@ LARGER: list[tuple[str, str, Call]] = [
     ("compact", "many values", gathering(40, 25)),
     ("kv_write", "more sequences than fit in a block of offsets", writing(MANY, MANY)),
     ("kv_write", "views", writing((7, 0, 33, 2), (0, 0, 15, 63))),
+    ("list_kept", "many rows", keeping((300, 0, 41, 259), -1)[:2]),
+    *(
+        ("rows_linear", f"{rows} of 150 rows", product(rows, 150, 96, 200, bias=rows % 2 == 0))
+        for rows in (0, 1, 15, 16, 17, 63, 64, 65, 129, 150)
+    ),
+    ("rows_linear", "odd sizes", product(21, 37, 45, 77, bias=True)),
+    ("rows_linear", "one column, offsets of 64 bits", product(5, 9, 40, 1, index=torch.int64)),
     ("lm_head", "drawn and greedy", heading(21)),
     ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
 ]

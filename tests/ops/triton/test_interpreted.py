@@ -24,7 +24,9 @@ from tests.ops.triton.problems import (
     importance,
     keeping,
     mutated,
+    product,
     selection,
+    settled,
 )
 
 SAMPLES = [
@@ -36,7 +38,7 @@ SAMPLES = [
 
 def results(interpreted: Interpreter, name: str, args: tuple[Any, ...], **options: Any) -> list[torch.Tensor]:
     result, after = interpreted(name, args, **options)
-    return flat(result) + mutated(name, after)
+    return settled(name, args, flat(result)) + mutated(name, after)
 
 
 def test_importing_the_ops_does_not_import_triton() -> None:
@@ -110,14 +112,18 @@ def test_rows_of_any_alignment_are_copied(interpreted: Interpreter) -> None:
 def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits: int) -> None:
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
     logits = torch.nn.functional.linear(h, weight, bias)
-    token, confidence = torch.empty(13, dtype=torch.int64), torch.empty(13)
-    call = (logits, masked, temperature, seed, suppress, token, confidence)
+    logits[0] = -torch.inf
+    logits[0, 500] = 3.0
+    logits[1, :600] = -torch.inf
+    logits[2, ::3] = 30.0  # the largest logit many times
+    masked[:3] = True
+    call = (logits, masked, temperature, seed, suppress, torch.empty(13, dtype=torch.int64), *torch.empty(3, 13))
     _, after = interpreted("lm_head", call, function="reduce_logits", block=block, splits=splits)
     want = decode_logits(logits, temperature, seed, suppress)
-    assert after[5][masked].equal(want[0][masked])
-    compare([after[6][masked]], [want[1][masked]])
-    assert (after[5][~masked] == -1).all()
-    assert (after[6][~masked] == -torch.inf).all()
+    assert after[5][masked].equal(want.token[masked])
+    compare([x[masked] for x in after[6:]], [x[masked] for x in want[1:]])
+    for found, filler in zip(after[5:], (-1, -torch.inf, -torch.inf, torch.inf), strict=True):
+        assert (found[~masked] == filler).all()
 
 
 def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpreter) -> None:
@@ -130,3 +136,23 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
     ):
         with pytest.raises(InputError, match=message):
             interpreted(name, args)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 70, 100])
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_product_in_any_tiles_and_shares(interpreted: Interpreter, rows: int, bulk: bool, splits: int) -> None:
+    from dgraph.ops.triton.rows_linear import Plan, Tiles
+
+    args = product(rows, 100, 144, 112, bias=rows == 33)
+    for few, many in ((Tiles(32, 16, 16, 1), Tiles(16, 32, 32, 1)), (None, Tiles(32, 16, 16, 1))):
+        plan = Plan(few, many, warps=4, splits=splits, group=2, bulk=bulk)
+        compare(results(interpreted, "rows_linear", args, plan=plan), expected("rows_linear", args))
+
+
+def test_a_product_of_sizes_that_do_not_fit_is_refused(interpreted: Interpreter) -> None:
+    x, weight, _, cu_rows = product(3, 4, 16, 8)
+    with pytest.raises(InputError, match=r"weight \[d_out, d_in\], got \[4, 15\] and \[8, 16\]"):
+        interpreted("rows_linear", (x[:, :15], weight, None, cu_rows))
+    with pytest.raises(InputError, match=r"bias must be \[8\], got \[7\]"):
+        interpreted("rows_linear", (x, weight, torch.zeros(7), cu_rows))

@@ -1,0 +1,77 @@
+"""dgraph::rows_linear: a linear layer over as many rows as a number on the device says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import cu_rows_of, pad_rows
+from dgraph.ops.registry import Op, Sample, define, register
+
+CONTRACT = """\
+x @ weight.T + bias for the live rows: the first cu_rows[b] of the N rows of x. The number is read on the
+device; one above N counts as N.
+x [N, d_in]; weight [d_out, d_in]; bias [d_out] or None; cu_rows i32 or i64 [b+1], of which only the last
+entry is read, so that a count of one entry will do -> [N, d_out], in the dtype of x.
+Padding rows of x may hold anything, and are left out of the work: the padding rows of the result are not
+written, and hold anything too. Who reads the result must not let them reach a live row; every op of dgraph
+keeps to that. The reference fills them with NaN, so that who does not is found.
+Products accumulate in fp32 and are rounded once. Deterministic for a given number of live rows."""
+
+
+def check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The inner sizes must agree."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise InputError(
+            f"dgraph::rows_linear: x must be [N, d_in] and weight [d_out, d_in], got {list(x.shape)} and "
+            f"{list(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"dgraph::rows_linear: bias must be [{weight.shape[0]}], got {list(bias.shape)}.")
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
+    check_sizes(x, weight, bias)
+    live = min(int(cu_rows[-1]), x.shape[0])
+    out = x.new_full((x.shape[0], weight.shape[0]), torch.nan)
+    out[:live] = F.linear(x[:live], weight, bias)
+    return out
+
+
+def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
+    check_sizes(x, weight, bias)
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, counts, d_in, d_out, biased in (
+        ("one sequence", (5,), 16, 8, False),
+        ("ragged, an empty sequence", (3, 0, 14), 24, 40, True),
+        ("a row more than a tile", (16, 1), 32, 20, False),
+        ("odd sizes", (9, 6), 13, 37, True),
+        ("no rows", (0, 0), 16, 8, True),
+    ):
+        x = torch.randn(sum(counts), d_in, generator=generator)
+        weight = torch.randn(d_out, d_in, generator=generator) * d_in**-0.5
+        bias = torch.randn(d_out, generator=generator) if biased else None
+        cu_rows = cu_rows_of(counts)
+        yield Sample(name, (x, weight, bias, cu_rows), (pad_rows(x, 3), weight, bias, cu_rows))
+    x, weight = (torch.randn(n, 16, generator=generator) for n in (6, 8))
+    yield Sample("a count alone, of more rows than there are", (x, weight, None, torch.tensor([9])))
+
+
+OP = register(
+    Op(
+        name="rows_linear",
+        overload=define(
+            "rows_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_rows) -> Tensor", reference, fake
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+    )
+)

@@ -1,0 +1,77 @@
+"""CountRows: the number of rows that an eviction keeps stays on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CountRows(Pass):
+    """Take out the host read behind an eviction: the kept rows are counted on the device.
+
+    A cut makes the host read how many rows are kept, so that what follows runs on so many. Instead, the kept rows move
+    to the front of as many as there were, their offsets say how many they are, and the others become padding: every op
+    over sequences leaves padding out already, and each linear layer becomes one that reads the count on the device. The
+    program is one stage without a host read, which on a GPU is one CUDA graph per bucket of all rows.
+
+        before  %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
+                %27 = linear(%26, self_attn.o_proj.weight)                                      f32[K, 256]
+        after   %15 = dgraph.list_kept(%12, cu_rows)                                            (i64[K], i32[b+1])
+                %27 = dgraph.rows_linear(%26, self_attn.o_proj.weight, None, %17)               f32[K, 256]
+
+    K remains a row set of its own, although at run time it has the size of the rows in front of it: row i of one is
+    not row i of the other. Run it behind EvictTokens and, since that one looks for the LM head's linear layer, behind
+    ChunkLMHead.
+
+    Reassociates: on a GPU, another kernel sums the products of a linear layer in another order.
+    """
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "counts kept rows on the device: one stage, no host read, linear layers over that count"
+
+    def run(self, graph: Graph, report: Report) -> None:
+        counts: dict[str, Node] = {}
+        for cut in graph.find("keep_index"):
+            keep, cu_rows, capacity = args_of(cut)
+            if capacity >= 0:
+                report.skip(f"it keeps room for {capacity} rows, not for all; cut with capacity -1", cut)
+                continue
+            kept = graph.call(OPS["list_kept"], (keep, cu_rows), before=cut, by=report.name, rows=cut.meta["rows"])
+            graph.replace(cut, kept)
+            counts[kept.meta["rows"]] = _offsets(graph, kept, report.name)
+            report.did(f"row set {kept.meta['rows']} is counted on the device", kept.meta["layer"])
+        for node in graph.calls:
+            if counts and node.target is aten.linear.default:
+                self._linear(graph, node, counts, report)
+        graph.propagate()
+
+    def _linear(self, graph: Graph, node: Node, counts: dict[str, Node], report: Report) -> None:
+        x, weight, *bias = args_of(node)
+        rows = graph.row_set(x)
+        if rows not in counts:  # in front of the eviction, where the host knows the number
+            return
+        if x.meta["val"].dim() != 2:
+            report.skip(f"its input is {graph.type_text(x)}, not one vector per row; it runs on padding as well", node)
+            return
+        args = (x, weight, bias[0] if bias else None, counts[rows])
+        counted = graph.call(OPS["rows_linear"], args, before=node, by=report.name)
+        counted.meta["source"] = node.meta.get("source")
+        graph.replace(node, counted)
+        report.did(f"linear over the count of {rows}", counted.meta["layer"])
+
+
+def _offsets(graph: Graph, kept: Node, by: str) -> Node:
+    """The offsets that `list_kept` makes; read by the cache already, or named now."""
+    found = next((user for user in kept.users if args_of(user)[1] == 1), None)
+    return found if found is not None else graph.parts(kept, 2, by)[1]

@@ -1,0 +1,137 @@
+"""Which of the predicted tokens of a step are committed. Vectorised over sequences, on the device, no host read.
+
+A rule is a frozen dataclass in the file of its family. `POLICIES` finds it by name, `PRESETS` are settings that a
+publication or a system uses, and `policy_of` makes either with other options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.runtime.policies.base import (
+    Candidates,
+    DecodeRule,
+    Policy,
+    check_needs,
+    edits,
+    may_wait,
+    needs_of,
+)
+from dgraph.runtime.policies.bounds import EntropyBounded, Factor
+from dgraph.runtime.policies.counts import FixedSteps, Sequential
+from dgraph.runtime.policies.dream import Dream, DreamThreshold
+from dgraph.runtime.policies.editing import JointThreshold
+from dgraph.runtime.policies.segments import Hierarchical
+from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
+
+RULES: tuple[type[DecodeRule], ...] = (
+    ConfidenceThreshold,
+    DynamicThreshold,
+    RelativeThreshold,
+    FixedSteps,
+    Sequential,
+    Factor,
+    EntropyBounded,
+    Hierarchical,
+    Dream,
+    DreamThreshold,
+    JointThreshold,
+)
+POLICIES: dict[str, type[DecodeRule]] = {rule.name: rule for rule in RULES}
+
+PRESETS: dict[str, DecodeRule] = {
+    "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
+    "fast_dllm_factor": Factor(1.0),
+    "dinfer": RelativeThreshold(0.9),
+    "dinfer_factor": Factor(1.0, variant="dinfer"),
+    "hierarchical_fast_v2": Hierarchical(fast_v2=True),
+    "llada": FixedSteps(32, schedule="masks"),
+    "llada_random": FixedSteps(32, schedule="masks", remasking="random"),
+    "llada2.0": DynamicThreshold(0.95),
+    "llada2.1": JointThreshold(),
+    "sdar_static": FixedSteps(4),
+    "sdar_dynamic": DynamicThreshold(0.85),
+    "jetengine_dynamic": DynamicThreshold(0.9, fallback="leftmost"),
+    "dream_origin": Dream(alg="origin"),
+    "dream_maskgit_plus": Dream(alg="maskgit_plus"),
+    "dream_topk_margin": Dream(alg="topk_margin"),
+    "dream_entropy": Dream(alg="entropy"),
+}
+"""Settings by the name of who published them. Steps are per block; give your own as an option."""
+
+
+def policy_of(rule: str | float | None = None, steps: int | None = None, **options: Any) -> Policy:
+    """The policy that a caller's settings mean.
+
+    rule: the name of a rule or of a preset, and `options` (with steps among them) set its fields. Or the short form:
+    a threshold, or else steps per block, or neither for a threshold of 0.9.
+
+    Raises `UnknownName` for a name or option that does not exist, and `InputError` for a value out of range, an
+    option that is missing, or both of the short form.
+    """
+    if isinstance(rule, str):
+        return _named(rule, options if steps is None else {"steps": steps, **options})
+    for name in options:
+        raise InputError(f"option {name!r} belongs to a named rule; give its name, one of {', '.join(POLICIES)}.")
+    if rule is not None and steps is not None:
+        raise InputError(f"give either threshold ({rule}) or steps ({steps}), not both.")
+    if steps is not None:
+        return FixedSteps(steps)
+    return ConfidenceThreshold(THRESHOLD if rule is None else rule)
+
+
+def _named(name: str, options: dict[str, Any]) -> DecodeRule:
+    if name not in POLICIES and name not in PRESETS:
+        raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
+    preset = PRESETS.get(name)
+    known = {f.name: f for f in fields(preset if preset is not None else POLICIES[name])}
+    for option in options:
+        if option not in known:
+            raise UnknownName(f"option of decode policy {name!r}", option, known)
+    if preset is not None:
+        return replace(preset, **options)
+    for option, field in known.items():
+        if field.default is MISSING and option not in options:
+            raise InputError(f"{POLICIES[name].__name__}: {option} must be given, got none.")
+    return POLICIES[name](**options)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a named rule or preset with their defaults; None stands for "must be given" too.
+
+    Raises `UnknownName`.
+    """
+    if name in PRESETS:
+        return {f.name: getattr(PRESETS[name], f.name) for f in fields(PRESETS[name])}
+    if name not in POLICIES:
+        raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
+    return {f.name: None if f.default is MISSING else f.default for f in fields(POLICIES[name])}
+
+
+__all__ = [
+    "POLICIES",
+    "PRESETS",
+    "THRESHOLD",
+    "Candidates",
+    "ConfidenceThreshold",
+    "DecodeRule",
+    "Dream",
+    "DreamThreshold",
+    "DynamicThreshold",
+    "EntropyBounded",
+    "Factor",
+    "FixedSteps",
+    "Hierarchical",
+    "JointThreshold",
+    "Policy",
+    "RelativeThreshold",
+    "Sequential",
+    "check_needs",
+    "edits",
+    "may_wait",
+    "needs_of",
+    "options_of",
+    "policy_of",
+]

@@ -1,0 +1,213 @@
+"""What a decode policy sees, and what all policies share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+
+ORIGINS = {
+    "margin": "a step program that outputs margin, or logits",
+    "entropy": "a step program that outputs entropy, or logits",
+    "noise": "a uniform draw per position from the runtime",
+    "forwards": "the number of steps that the block has had",
+    "editable": "a runtime that offers decoded positions for editing",
+    "passes": "a runtime that offers decoded positions for editing",
+}
+"""Optional fields of `Candidates`, and where each comes from."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a step offers for the current block of b sequences, all [b, B] unless stated.
+
+    token i64: predicted, -1 where there is none; confidence f32: its probability, -inf where nothing can be
+    committed (not masked, evicted, or no token); masked bool: not decoded yet; current i64: the block's tokens
+    as they were forwarded; step i64[b]: steps of this block that decoded something, from 0; decoded i64[b]:
+    tokens that they decoded; start i64[b]: position of the block's first row; prompt i64[b]: index of the
+    sequence's prompt among all of the call.
+
+    What only some rules read (None where nobody gave it): margin f32: the two largest probabilities' difference,
+    -inf without a candidate; entropy f32: nats, inf without a candidate; noise f32: uniform in [0, 1), a
+    function of seed, prompt, position and step; forwards i64[b]: steps of this block, those that decoded nothing
+    included.
+
+    For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
+    part of the prompt; passes i64[b]: steps of this block that began with no mask left in it.
+    """
+
+    token: Tensor
+    confidence: Tensor
+    masked: Tensor
+    current: Tensor
+    step: Tensor
+    decoded: Tensor
+    start: Tensor
+    prompt: Tensor
+    margin: Tensor | None = None
+    entropy: Tensor | None = None
+    noise: Tensor | None = None
+    forwards: Tensor | None = None
+    editable: Tensor | None = None
+    passes: Tensor | None = None
+
+    @property
+    def committable(self) -> Tensor:
+        """bool[b, B]: masked positions that have a token."""
+        return self.masked & (self.confidence > -math.inf)
+
+    @property
+    def offered(self) -> Tensor:
+        """f32[b, B]: confidence where a token can be committed, -inf elsewhere."""
+        return torch.where(self.committable, self.confidence, -math.inf)
+
+    @property
+    def masks_at_start(self) -> Tensor:
+        """i64[b]: masked positions that the block began with."""
+        return self.masked.sum(dim=1) + self.decoded
+
+    def need(self, name: str, rule: object) -> Tensor:
+        """An optional field; `InputError` naming the rule if nobody gave it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise _missing(name, rule)
+        return value
+
+
+def _missing(name: str, rule: object) -> InputError:
+    return InputError(
+        f"{type(rule).__name__}: needs {name}, got none; it takes {ORIGINS[name]}. "
+        f"Choose a rule that decides by confidence alone, or give it."
+    )
+
+
+class Policy(Protocol):
+    """A decode policy. It may also have the attributes of `DecodeRule`, whose defaults hold if it does not."""
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        """bool[b, B]: the positions whose token is committed.
+
+        Every sequence with a committable position gets at least one, unless the policy may wait; a position
+        that is not committable, none, unless the policy edits. Runs on the device and reads nothing back, and
+        may be captured in a CUDA graph.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeRule:
+    """Base of the policies here: frozen, comparable, JSON-able. Ties always go to the lower position.
+
+    name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
+    decoded tokens, and `settled` says when a block is done.
+    """
+
+    name: ClassVar[str]
+    may_wait: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional fields of `Candidates` that the rule reads."""
+        return frozenset()
+
+    def to_json(self) -> dict[str, Any]:
+        """Its name under "rule" and its fields; `policy_of(**value)` gives an equal policy."""
+        return {"rule": self.name, **asdict(self)}
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        """See `Policy.choose`."""
+        raise NotImplementedError
+
+    def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """bool[b]: the block needs no further step, once `chosen` is committed."""
+        return ~(candidates.masked & ~chosen).any(dim=1)
+
+    def refuse(self, field: str, expected: str, hint: str = "") -> InputError:
+        """The error for a field whose value is not what it should be."""
+        value = getattr(self, field)
+        return InputError(f"{type(self).__name__}: {field} is {expected}, got {value!r}.{hint and ' ' + hint}")
+
+    def check_number(self, field: str, low: float, high: float, expected: str, hint: str = "") -> None:
+        """`InputError` unless the field is a number, not NaN, in [low, high]."""
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.refuse(field, expected, hint)
+
+    def check_threshold(self, field: str = "threshold", hint: str = "") -> None:
+        """`InputError` unless the field is a probability above 0."""
+        self.check_number(field, math.ulp(0.0), 1, "a probability in (0, 1]", hint)
+
+    def check_steps(self, steps: object, optional: bool = True) -> None:
+        """`InputError` unless the field `steps` is a positive int, or None for the block length."""
+        if optional and steps is None:
+            return
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            none = ", or None for the block length" if optional else ""
+            raise self.refuse("steps", f"a number of denoising steps per block, at least 1{none}")
+
+    def check_choice(self, field: str, choices: Sequence[str]) -> None:
+        """`InputError` unless the field is one of the choices."""
+        if getattr(self, field) not in choices:
+            raise self.refuse(field, f"one of {', '.join(choices)}")
+
+
+def needs_of(policy: Policy) -> frozenset[str]:
+    """The optional fields of `Candidates` that a policy reads."""
+    return getattr(policy, "needs", frozenset())
+
+
+def may_wait(policy: Policy) -> bool:
+    """Whether a step of the policy may commit nothing."""
+    return bool(getattr(policy, "may_wait", False))
+
+
+def edits(policy: Policy) -> bool:
+    """Whether the policy replaces decoded tokens; it then has `settled`, see `DecodeRule`."""
+    return bool(getattr(policy, "edits", False))
+
+
+def check_needs(policy: Policy, given: Collection[str]) -> None:
+    """Refuse a policy before anything has run.
+
+    given: the optional fields that candidates will have.
+
+    Raises `InputError` naming the rule and the first field that is missing.
+    """
+    for name in sorted(needs_of(policy) - set(given)):
+        raise _missing(name, policy)
+
+
+# -- vectorised pieces of rules ----------------------------------------------------------------------------------
+
+
+def rank(score: Tensor) -> Tensor:
+    """i64[b, B]: 0 for the largest score of its row, 1 for the next; ties: lower position first."""
+    order = score.argsort(dim=1, descending=True, stable=True)
+    columns = torch.arange(score.shape[1], device=score.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, columns)
+
+
+def best(score: Tensor) -> Tensor:
+    """bool[b, B]: the largest score of each row; ties: lower position."""
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.argmax(dim=1, keepdim=True), True)
+
+
+def leftmost(flags: Tensor, count: Tensor) -> Tensor:
+    """bool[b, B]: the first count[b] of the flagged positions."""
+    return flags & (flags.cumsum(dim=1) <= count[:, None])
+
+
+def share(total: Tensor | int, steps: int, step: Tensor) -> Tensor:
+    """i64[b]: what step `step` i64[b] (from 0) gets when `total` is spread over `steps` steps; at least one.
+
+    total // steps, and one more in the first total % steps steps. A block whose rows were evicted may need more
+    steps than that; each of them gets total // steps.
+    """
+    return (total // steps + (step < total % steps).long()).clamp(min=1)

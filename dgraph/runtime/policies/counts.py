@@ -1,0 +1,78 @@
+"""Rules that commit a number of tokens per step that is fixed in advance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies.base import Candidates, DecodeRule, leftmost, rank, share
+
+SCHEDULES = ("block", "masks")
+REMASKING = ("low_confidence", "random")
+
+
+@dataclass(frozen=True)
+class FixedSteps(DecodeRule):
+    """Denoise a block in `steps` steps: step i commits the n_i best (ties: lower position).
+
+    n_i = T // steps, and one more in the first T % steps steps; at least one.
+
+    schedule "block" (SDAR low_confidence_static, LMDeploy): T is the block length B. A block that begins with the
+    prompt's remainder has fewer masks and needs fewer steps. "masks" (LLaDA): T is the number of masked positions
+    that the block began with, so that it takes `steps` steps whatever the prompt left of it. A block whose rows
+    were evicted may need more with either.
+
+    remasking "low_confidence": the best are the most confident. "random" (LLaDA, JetEngine): they are drawn
+    uniformly, and the confidence plays no part.
+
+    SDAR's public code lets top-n_i run over decoded rows when fewer than n_i masks are left, and overwrites these;
+    here it does not.
+    """
+
+    steps: int
+    schedule: str = "block"
+    remasking: str = "low_confidence"
+
+    name: ClassVar[str] = "fixed_steps"
+
+    def __post_init__(self) -> None:
+        self.check_steps(self.steps, optional=False)
+        self.check_choice("schedule", SCHEDULES)
+        self.check_choice("remasking", REMASKING)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"noise"} if self.remasking == "random" else ())
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        committable, step = candidates.committable, candidates.step
+        total: Any = candidates.masks_at_start if self.schedule == "masks" else committable.shape[1]
+        score = candidates.offered
+        if self.remasking == "random":
+            score = torch.where(committable, candidates.need("noise", self), -math.inf)
+        return (rank(score) < share(total, self.steps, step)[:, None]) & committable
+
+
+@dataclass(frozen=True)
+class Sequential(DecodeRule):
+    """Commit the leftmost n_i masks: decoding from left to right (SDAR `sequential`).
+
+    n_i is that of `FixedSteps` over the block length; steps None: one token per step. SDAR's slice starts at the
+    first mask and may run over decoded rows; here only masks that have a token count.
+    """
+
+    steps: int | None = None
+
+    name: ClassVar[str] = "sequential"
+
+    def __post_init__(self) -> None:
+        self.check_steps(self.steps)
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        committable = candidates.committable
+        block = committable.shape[1]
+        return leftmost(committable, share(block, self.steps or block, candidates.step))

@@ -1,0 +1,115 @@
+"""Dream's rules: a schedule of timesteps, and a budget that is carried over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies.base import Candidates, DecodeRule, rank
+from dgraph.runtime.policies.thresholds import THRESHOLD
+
+ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+
+
+@dataclass(frozen=True)
+class Dream(DecodeRule):
+    """Commit along a schedule of timesteps, by one of Dream's four scores.
+
+    t_i = 1 - i (1 - eps) / steps. Step i of a block (steps that commit nothing count) unmasks a share
+    1 - t_(i+1) / t_i, all in the last. alg "origin": each mask with that probability. Else n = floor(share * masks
+    left) positions of the highest score, which may be none: "maskgit_plus": confidence; "topk_margin": p1 - p2;
+    "entropy": sum p log p.
+
+    alg_temp None or 0 takes the n highest; a temperature draws n without replacement with probabilities
+    proportional to exp(score / alg_temp), by adding Gumbel noise to score / alg_temp and taking the n highest,
+    which has the same law as Dream's `multinomial`.
+
+    steps counts per block, as in the block-wise forks; None: the block length. The schedule is in float64. Dream's
+    batches share one mask count, the mean; here every sequence has its own, so that neighbours change nothing.
+    Its 1e-10 inside the logarithm of the entropy is left out.
+    """
+
+    steps: int | None = None
+    alg: str = "entropy"
+    alg_temp: float | None = None
+    eps: float = 1e-3
+
+    name: ClassVar[str] = "dream"
+    may_wait: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.check_steps(self.steps)
+        self.check_choice("alg", ALGORITHMS)
+        finite = math.nextafter(math.inf, 0)
+        if self.alg_temp is not None:
+            self.check_number("alg_temp", 0, finite, "a finite temperature, at least 0, or None")
+        self.check_number("eps", math.ulp(0.0), math.nextafter(1, 0), "the last timestep, in (0, 1)")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        read = {"topk_margin": {"margin"}, "entropy": {"entropy"}, "origin": {"noise"}}.get(self.alg, set())
+        return frozenset({"forwards"} | read | ({"noise"} if self.alg_temp else set()))
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        committable = candidates.committable
+        steps = self.steps or committable.shape[1]
+        step = candidates.need("forwards", self).double()
+        part = (1 - self.eps) / steps
+        share = 1 - (1 - (step + 1) * part) / (1 - step.clamp(max=steps - 1) * part)
+        last = step >= steps - 1
+        if self.alg == "origin":
+            return ((candidates.need("noise", self) < share[:, None]) | last[:, None]) & committable
+        masks = candidates.masked.sum(dim=1)
+        count = torch.where(last, masks, (masks * share).floor().long())
+        score = torch.where(committable, self._score(candidates), -math.inf)
+        return (rank(score) < count[:, None]) & committable
+
+    def _score(self, candidates: Candidates) -> Tensor:
+        if self.alg == "topk_margin":
+            score = candidates.need("margin", self)
+        elif self.alg == "entropy":
+            score = -candidates.need("entropy", self)
+        else:
+            score = candidates.confidence
+        if not self.alg_temp:
+            return score
+        return score.double() / self.alg_temp + gumbel_of(candidates.need("noise", self))
+
+
+def gumbel_of(noise: Tensor) -> Tensor:
+    """float64: standard Gumbel noise of uniform draws that are multiples of 2**-24; always finite."""
+    return -torch.log(-torch.log(noise.double() + 2.0**-25))
+
+
+@dataclass(frozen=True)
+class DreamThreshold(DecodeRule):
+    """A budget per step, of which what is not confident enough is kept for the next (Dream confidence_threshold).
+
+    Step i may commit its own q_i tokens and what earlier steps left of theirs; q_i spreads the masks that the block
+    began with over `steps` steps (None: the block length), one more in the first ones. Of the most confident that
+    many, those below `threshold` wait, but never the most confident of all. After the last step the same goes on
+    with what is left. Dream's code asks that the masks divide by the steps; here they need not.
+    """
+
+    threshold: float = THRESHOLD
+    steps: int | None = None
+
+    name: ClassVar[str] = "dream_threshold"
+
+    def __post_init__(self) -> None:
+        self.check_threshold()
+        self.check_steps(self.steps)
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        offered, committable, masks = candidates.offered, candidates.committable, candidates.masks_at_start
+        steps = self.steps or committable.shape[1]
+        # Budgets up to and including this step, less what was committed, is this one and all that was carried.
+        done = candidates.step + 1
+        budget = (done * (masks // steps) + torch.minimum(done, masks % steps)).minimum(masks) - candidates.decoded
+        place = rank(offered)
+        sure = (offered >= self.threshold) | (place == 0)
+        return (place < budget.clamp(min=1)[:, None]) & sure & committable

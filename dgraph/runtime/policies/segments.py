@@ -1,0 +1,61 @@
+"""dInfer's hierarchical rule: something from every stretch of masks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best
+from dgraph.runtime.policies.thresholds import THRESHOLD
+
+
+@dataclass(frozen=True)
+class Hierarchical(DecodeRule):
+    """Commit what is above the threshold, the best of each stretch of masks if it is above a lower one, and the best
+    of all (dInfer HierarchyDecoder).
+
+    A stretch is a maximal run of masked positions of the block; of it, the most confident position is committed if
+    c > low_threshold. Added to that: every c > threshold, and the most confident of the block. Decoding inside each
+    stretch halves it, so that few steps leave short ones.
+
+    fast_v2: where even the most confident of the block is below low_threshold, it alone is committed (dInfer
+    fast_v2). With low_threshold <= threshold that is the same rule.
+    """
+
+    threshold: float = THRESHOLD
+    low_threshold: float = 0.4
+    fast_v2: bool = False
+
+    name: ClassVar[str] = "hierarchical"
+
+    def __post_init__(self) -> None:
+        self.check_threshold()
+        self.check_number("low_threshold", 0, 1, "a probability in [0, 1]")
+        if type(self.fast_v2) is not bool:
+            raise self.refuse("fast_v2", "true or false")
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        offered, masked = candidates.offered, candidates.masked
+        top = best(offered)
+        chosen = (offered > self.threshold) | (best_of_stretches(offered, masked) & (offered > self.low_threshold))
+        if self.fast_v2:
+            chosen &= offered.amax(dim=1, keepdim=True) >= self.low_threshold
+        return (chosen | top) & candidates.committable
+
+
+def best_of_stretches(score: Tensor, flags: Tensor) -> Tensor:
+    """bool[b, B]: the largest score of each maximal run of flags (ties: lower position), where it is above -inf."""
+    b, block = flags.shape
+    begins = flags & ~torch.cat([torch.zeros_like(flags[:, :1]), flags[:, :-1]], dim=1)
+    stretch = torch.where(flags, begins.cumsum(dim=1), 0)  # 0: no stretch
+    top = torch.full((b, block + 1), -math.inf, dtype=score.dtype, device=score.device)
+    top = top.scatter_reduce(1, stretch, score, "amax")
+    columns = torch.arange(block, device=flags.device).expand(b, block)
+    ties = flags & (score == top.gather(1, stretch)) & (score > -math.inf)
+    first = torch.full((b, block + 1), block, device=flags.device)
+    first = first.scatter_reduce(1, stretch, torch.where(ties, columns, block), "amin")
+    return ties & (columns == first.gather(1, stretch))

@@ -1,0 +1,108 @@
+"""Rules that commit whatever is confident enough, and differ in what they do when too little is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best, leftmost, rank, share
+
+THRESHOLD = 0.9
+"""Confidence above which a token is committed, unless the caller says otherwise."""
+FALLBACKS = ("top", "leftmost")
+_USUAL = "Published settings lie between 0.8 and 0.95; 1.0 decodes one token per step."
+
+
+def above(confidence: Tensor, threshold: float, inclusive: bool) -> Tensor:
+    """bool[b, B]: c > threshold, or c >= threshold; in fp32."""
+    return confidence >= threshold if inclusive else confidence > threshold
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold(DecodeRule):
+    """Commit what is more confident than `threshold`, at least the single most confident (ties: lower
+    position).
+
+    {i : c_i > threshold} (SDAR, SGLang LowConfidence), or c_i >= threshold if `inclusive` (Fast-dLLM); plus the
+    arg max of c. The comparison is in fp32, so the strict rule with threshold 1.0 commits one token per step.
+    """
+
+    threshold: float
+    inclusive: bool = False
+
+    name: ClassVar[str] = "confidence_threshold"
+
+    def __post_init__(self) -> None:
+        self.check_threshold(hint=_USUAL)
+        if type(self.inclusive) is not bool:
+            raise self.refuse("inclusive", "true or false")
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        offered = candidates.offered
+        return (above(offered, self.threshold, self.inclusive) | best(offered)) & candidates.committable
+
+
+@dataclass(frozen=True)
+class DynamicThreshold(DecodeRule):
+    """Commit what is above the threshold, or n_s tokens if that is fewer than n_s.
+
+    H = {i : c_i > threshold}; H if |H| >= n_s, else by `fallback`: "top" (SDAR low_confidence_dynamic, LLaDA2.0):
+    the n_s most confident, which H is part of; "leftmost" (JetEngine's batched path): the n_s leftmost masks, and
+    what is in H beside them is not committed. n_s is that of `FixedSteps` over the block length in `steps` steps;
+    None: one per position, so that n_s = 1.
+
+    JetEngine closes a block after `steps` steps even if masks remain; here it never does.
+    """
+
+    threshold: float = 0.85
+    steps: int | None = None
+    fallback: str = "top"
+    inclusive: bool = False
+
+    name: ClassVar[str] = "dynamic_threshold"
+
+    def __post_init__(self) -> None:
+        self.check_threshold(hint=_USUAL)
+        self.check_steps(self.steps)
+        self.check_choice("fallback", FALLBACKS)
+        if type(self.inclusive) is not bool:
+            raise self.refuse("inclusive", "true or false")
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        offered, committable = candidates.offered, candidates.committable
+        block = committable.shape[1]
+        count = share(block, self.steps or block, candidates.step)
+        sure = above(offered, self.threshold, self.inclusive) & committable
+        few = (sure.sum(dim=1) < count)[:, None]
+        if self.fallback == "top":
+            instead = (rank(offered) < count[:, None]) & committable
+        else:
+            instead = leftmost(committable, count)
+        return torch.where(few, instead, sure)
+
+
+@dataclass(frozen=True)
+class RelativeThreshold(DecodeRule):
+    """Commit what is above the threshold, or as good as the best (dInfer's threshold decoder).
+
+    c_i >= min(threshold, max_j c_j - tolerance). Where nothing passes the threshold, every position within
+    `tolerance` of the most confident is committed: with near-uniform probabilities that is the whole block.
+    In float64.
+    """
+
+    threshold: float = THRESHOLD
+    tolerance: float = 1e-5
+
+    name: ClassVar[str] = "relative_threshold"
+
+    def __post_init__(self) -> None:
+        self.check_threshold(hint=_USUAL)
+        self.check_number("tolerance", 0, 1, "a difference of probabilities in [0, 1]")
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        offered = candidates.offered.double()
+        bar = (offered.amax(dim=1, keepdim=True) - self.tolerance).clamp(max=self.threshold)
+        return (offered >= bar) & candidates.committable

@@ -1,0 +1,65 @@
+"""Stop strings: where a finished text is cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dgraph.errors import InputError
+
+
+class Decoder(Protocol):
+    """Whatever turns ids into text."""
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """What is left of a response: text up to the first stop string, the ids whose text lies inside it, and the stop
+    string that was found (None: nothing was cut).
+    """
+
+    text: str
+    token_ids: list[int]
+    stop: str | None = None
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Index and string of the first stop string in a text; of those at one index the longest. None: there is none."""
+    found = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return None
+    index, _, stop = min(found)
+    return index, stop
+
+
+def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> Trimmed:
+    """Cut a response at the first of the stop strings, which is left out.
+
+    Blocks are decoded in any order, so that a stop string is known for certain only in a finished response; it may also
+    lie across tokens. A token that reaches over the cut is left out of the ids, while its text in front of the cut
+    stays in the text.
+
+    Raises `InputError` for stop strings that are none or empty.
+    """
+    check_stops(stops)
+    ids = list(token_ids)
+    text = tokenizer.decode(ids)
+    found = first_stop(text, stops)
+    if found is None:
+        return Trimmed(text, ids)
+    index, stop = found
+    beyond = bisect_left(range(len(ids)), True, key=lambda n: len(tokenizer.decode(ids[: n + 1])) > index)
+    return Trimmed(text[:index], ids[:beyond], stop)
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raises `InputError` for one string in the place of several, for something else than a string, or an empty one."""
+    if isinstance(stops, str):
+        raise InputError(f"stop strings are a list, got the string {stops!r}; wrap it in a list.")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise InputError(f"a stop string is a text of at least one character, got {stop!r}.")

@@ -1,0 +1,436 @@
+"""Every decoding rule against its formula, written for one sequence with lists and sorting."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies import Candidates, DecodeRule, policy_of
+
+NONE = -math.inf
+
+
+@dataclass
+class Sequence:
+    """One sequence's candidates as lists, and its counts."""
+
+    c: list[float]
+    masked: list[bool]
+    token: list[int]
+    current: list[int]
+    step: int
+    decoded: int
+    forwards: int
+    margin: list[float]
+    entropy: list[float]
+    noise: list[float]
+    editable: list[bool]
+    passes: int
+
+    @property
+    def block(self) -> int:
+        return len(self.c)
+
+    @property
+    def open(self) -> list[int]:
+        """Positions that can be committed."""
+        return [i for i in range(self.block) if self.masked[i] and self.c[i] > NONE]
+
+    def sorted(self, score: list[float] | None = None) -> list[int]:
+        """These, best first; ties: lower position."""
+        score = self.c if score is None else score
+        return sorted(self.open, key=lambda i: (-score[i], i))
+
+
+def draw(rng: random.Random, block: int, edit: bool = False) -> Sequence:
+    share, evicted, ties = rng.choice([0.1, 0.5, 0.9, 1.0]), rng.choice([0, 0, 0.3, 1.0]), rng.random() < 0.5
+
+    def value(top: float = 1.0) -> float:
+        return single(top * (rng.randint(1, 8) / 8 if ties else rng.random()))
+
+    masked = [rng.random() < share for _ in range(block)]
+    given = [(m or edit) and rng.random() >= evicted for m in masked]
+    decoded = rng.randint(0, masked.count(False))
+    step = rng.randint(1, decoded) if decoded else 0
+    return Sequence(
+        c=[value() if g else NONE for g in given],
+        masked=masked,
+        token=[rng.randrange(4) if g else -1 for g in given],
+        current=[rng.randrange(4) for _ in given],
+        step=step,
+        decoded=decoded,
+        forwards=step + rng.randint(0, 3),
+        margin=[value() if g else NONE for g in given],
+        entropy=[value(rng.choice([0.1, 3])) if g else math.inf for g in given],
+        noise=[rng.randrange(2**24) / 2**24 for _ in given],
+        editable=[not m and rng.random() < 0.7 for m in masked],
+        passes=rng.randint(0, 4) if not any(masked) else 0,
+    )
+
+
+def single(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+def together(sequences: list[Sequence]) -> Candidates:
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(s, name) for s in sequences], dtype=dtype)
+
+    whole = {n: column(n, torch.int64) for n in ("token", "current", "step", "decoded", "forwards", "passes")}
+    flags = {n: column(n, torch.bool) for n in ("masked", "editable")}
+    real = {n: column(n, torch.float32) for n in ("margin", "entropy", "noise")}
+    zeros = torch.zeros(len(sequences), dtype=torch.int64)
+    confidence = column("c", torch.float32)
+    return Candidates(confidence=confidence, start=zeros, prompt=zeros, **whole, **flags, **real)
+
+
+# -- the formulas: positions that a rule commits -----------------------------------------------------------------
+
+
+def n_of(total: int, steps: int, step: int) -> int:
+    return max(1, total // steps + (1 if step < total % steps else 0))
+
+
+def fixed_steps(s: Sequence, steps: int, schedule: str = "block", remasking: str = "low_confidence") -> list[int]:
+    total = s.block if schedule == "block" else s.masked.count(True) + s.decoded
+    order = s.sorted(s.noise if remasking == "random" else None)
+    return order[: n_of(total, steps, s.step)]
+
+
+def sequential(s: Sequence, steps: int | None) -> list[int]:
+    return s.open[: n_of(s.block, steps or s.block, s.step)]
+
+
+def confidence_threshold(s: Sequence, threshold: float, inclusive: bool) -> list[int]:
+    passing = [i for i in s.open if s.c[i] > threshold or (inclusive and s.c[i] == threshold)]
+    return passing or s.sorted()[:1]
+
+
+def dynamic_threshold(s: Sequence, threshold: float, steps: int | None, fallback: str) -> list[int]:
+    n = n_of(s.block, steps or s.block, s.step)
+    high = [i for i in s.open if s.c[i] > threshold]
+    if len(high) >= n:
+        return high
+    return s.sorted()[:n] if fallback == "top" else s.open[:n]
+
+
+def relative_threshold(s: Sequence, threshold: float, tolerance: float = 1e-5) -> list[int]:
+    bar = min(max((s.c[i] for i in s.open), default=0.0) - tolerance, threshold)
+    return [i for i in s.open if s.c[i] >= bar]
+
+
+def factor(s: Sequence, factor: float, variant: str) -> list[int]:
+    order = s.sorted()
+    if not order:
+        return []
+    if variant == "paper":
+        allowed = [n for n in range(1, len(order) + 1) if (n + 1) * (1 - s.c[order[n - 1]]) < factor]
+        return order[: max(allowed, default=1)]
+    thresholds = [1 - factor / (n + 1) for n in range(1, len(order) + 1)]
+    thresholds[0] = -1.0
+    failing = [i for i, p in enumerate(order) if s.c[p] < thresholds[i]]
+    index = failing[0] if failing else len(order) - 1
+    if index in (0, len(order) - 1):
+        index += 1
+    return order[:index]
+
+
+def entropy_bounded(s: Sequence, gamma: float) -> list[int]:
+    order = s.sorted([-h for h in s.entropy])
+    total, k = 0.0, 0
+    for i in order:
+        total += s.entropy[i]
+        if total >= gamma:
+            break
+        k += 1
+    return order[: min(max(k, 1), len(order))]
+
+
+def hierarchical(s: Sequence, threshold: float, low_threshold: float, fast_v2: bool) -> list[int]:
+    if not s.open:
+        return []
+    top = s.sorted()[0]
+    if fast_v2 and s.c[top] < low_threshold:
+        return [top]
+    chosen = {top} | {i for i in s.open if s.c[i] > threshold}
+    at = 0
+    while at < s.block:
+        if not s.masked[at]:
+            at += 1
+            continue
+        end = at
+        while end < s.block and s.masked[end]:
+            end += 1
+        inside = max(range(at, end), key=lambda i: (s.c[i], -i))
+        if s.c[inside] > low_threshold:
+            chosen.add(inside)
+        at = end
+    return sorted(chosen)
+
+
+def dream(s: Sequence, alg: str, alg_temp: float | None, steps: int | None, eps: float = 1e-3) -> list[int]:
+    steps = steps or s.block
+    last = s.forwards >= steps - 1
+    t, after = (1 - i * (1 - eps) / steps for i in (s.forwards, s.forwards + 1))
+    if alg == "origin":
+        return [i for i in s.open if last or s.noise[i] < 1 - after / t]
+    masks = s.masked.count(True)
+    n = masks if last else int(masks * (1 - after / t))
+    score = {"maskgit_plus": s.c, "topk_margin": s.margin, "entropy": [-h for h in s.entropy]}[alg]
+    if alg_temp:
+        # Draws without replacement: the order of exponential clocks with rates exp(score / alg_temp).
+        clocks = {i: -math.log(s.noise[i] + 2**-25) / math.exp(score[i] / alg_temp) for i in s.open}
+        return sorted(s.open, key=lambda i: clocks[i])[:n]
+    return s.sorted(score)[:n]
+
+
+def joint_threshold(s: Sequence, threshold: float, edit_threshold: float, max_post_edit_steps: int) -> list[int]:
+    chosen = [i for i in s.open if s.c[i] > threshold] or s.sorted()[:1]
+    if any(s.masked) or s.passes < max_post_edit_steps:
+        for i in range(s.block):
+            changed = s.token[i] >= 0 and s.token[i] != s.current[i]
+            if not s.masked[i] and s.editable[i] and changed and s.c[i] > edit_threshold:
+                chosen.append(i)
+    return chosen
+
+
+CASES: list[tuple[str, Callable[..., list[int]], dict[str, Any]]] = [
+    *(("fixed_steps", fixed_steps, {"steps": n}) for n in (1, 3, 8, 40)),
+    *(("fixed_steps", fixed_steps, {"steps": n, "schedule": "masks"}) for n in (1, 2, 5, 40)),
+    ("fixed_steps", fixed_steps, {"steps": 3, "schedule": "masks", "remasking": "random"}),
+    ("fixed_steps", fixed_steps, {"steps": 3, "remasking": "random"}),
+    *(("sequential", sequential, {"steps": n}) for n in (None, 1, 3, 40)),
+    *(("confidence_threshold", confidence_threshold, {"threshold": t, "inclusive": i}) for t, i in
+      [(0.5, False), (0.5, True), (0.875, True), (1.0, False), (1.0, True)]),
+    *(("dynamic_threshold", dynamic_threshold, {"threshold": t, "steps": n, "fallback": f}) for t, n, f in
+      [(0.5, None, "top"), (0.5, 2, "top"), (0.875, 3, "top"), (0.5, 2, "leftmost"), (0.875, 3, "leftmost")]),
+    *(("relative_threshold", relative_threshold, {"threshold": t}) for t in (0.25, 0.5, 0.9, 1.0)),
+    ("relative_threshold", relative_threshold, {"threshold": 0.9, "tolerance": 0.125}),
+    ("relative_threshold", relative_threshold, {"threshold": 0.9, "tolerance": 0}),
+    *(("factor", factor, {"factor": f, "variant": v}) for f in (0.3, 1.0, 2.5) for v in ("paper", "dinfer")),
+    *(("entropy_bounded", entropy_bounded, {"gamma": g}) for g in (0.0, 0.25, 0.35, 3.0, 100.0)),
+    *(("hierarchical", hierarchical, {"threshold": t, "low_threshold": low, "fast_v2": fast}) for t, low, fast in
+      [(0.9, 0.4, False), (0.5, 0.25, False), (0.75, 0.0, False), (0.25, 0.875, False), (0.25, 0.875, True),
+       (0.9, 0.5, True)]),
+    *(("dream", dream, {"alg": a, "alg_temp": t, "steps": n}) for a in ("maskgit_plus", "topk_margin", "entropy")
+      for t, n in [(None, 4), (0, None), (0.3, 3), (2.0, 40)]),
+    *(("dream", dream, {"alg": "origin", "alg_temp": None, "steps": n, "eps": e}) for n, e in
+      [(None, 1e-3), (3, 0.5), (40, 1e-3)]),
+    *(("joint_threshold", joint_threshold, {"threshold": t, "edit_threshold": e, "max_post_edit_steps": p})
+      for t, e, p in [(0.5, 0.0, 16), (0.875, 0.5, 2), (1.0, 1.0, 0)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [1, 4, 13, 32])
+@pytest.mark.parametrize(
+    ("name", "formula", "options"),
+    [pytest.param(*c, id=f"{c[0]}: {', '.join(map(str, c[2].values()))}") for c in CASES],
+)
+def test_a_rule_is_its_formula(
+    name: str, formula: Callable[..., list[int]], options: dict[str, Any], block: int
+) -> None:
+    policy = policy_of(name, **options)
+    assert isinstance(policy, DecodeRule)
+    rng = random.Random(f"{name} {options} {block}")
+    for _ in range(40):
+        sequences = [draw(rng, block, policy.edits) for _ in range(rng.randint(1, 5))]
+        chosen = policy.choose(together(sequences))
+        assert chosen.dtype == torch.bool
+        for sequence, row in zip(sequences, chosen, strict=True):
+            got = row.nonzero()[:, 0].tolist()
+            assert got == sorted(formula(sequence, **options)), sequence
+            assert policy.edits or set(got) <= set(sequence.open)
+            assert got or policy.may_wait or not sequence.open
+
+
+def test_no_sequences_are_no_decisions() -> None:
+    rng = random.Random(0)
+    whole = together([draw(rng, 4)])
+    none = Candidates(**{name: value[:0] for name, value in vars(whole).items()})
+    for name, _, options in CASES:
+        assert policy_of(name, **options).choose(none).shape == (0, 4)
+
+
+# -- whole blocks ------------------------------------------------------------------------------------------------
+
+
+def play(policy: Any, confidences: list[list[float]], steps: int = 200) -> list[list[int]]:
+    """Positions per step until a block with these confidences in each step (the last one again) has no mask."""
+    block = len(confidences[0])
+    masked, history, decoded, step = [True] * block, [], 0, 0
+    while any(masked):
+        assert len(history) < steps
+        c = confidences[min(len(history), len(confidences) - 1)]
+        given = [single(x) if m else NONE for x, m in zip(c, masked, strict=True)]
+        row = Sequence(
+            given, masked, [0] * block, [9] * block, step, decoded, len(history), given,
+            [-x for x in given], [0.5] * block, [False] * block, 0,
+        )  # fmt: skip
+        chosen = policy.choose(together([row]))[0].nonzero()[:, 0].tolist()
+        history.append(chosen)
+        masked = [m and i not in chosen for i, m in enumerate(masked)]
+        decoded, step = decoded + len(chosen), step + bool(chosen)
+    return history
+
+
+def dream_threshold(confidences: list[list[float]], threshold: float, steps: int) -> list[list[int]]:
+    """Dream's budget with what was left of it, step by step."""
+    block = len(confidences[0])
+    left, history, carried = list(range(block)), [], 0
+    while left:
+        i = len(history)
+        c = confidences[min(i, len(confidences) - 1)]
+        own = block // steps + (i < block % steps) if i < steps else 0
+        budget = own + carried
+        order = sorted(left, key=lambda p: (-single(c[p]), p))[:budget]
+        chosen = [p for k, p in enumerate(order) if k == 0 or single(c[p]) >= single(threshold)]
+        carried = budget - len(chosen)
+        history.append(sorted(chosen))
+        left = [p for p in left if p not in chosen]
+    return history
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dream_carries_its_budget_over(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        block = rng.randint(1, 16)
+        confidences = [[rng.randint(1, 8) / 8 for _ in range(block)] for _ in range(rng.randint(1, 8))]
+        threshold, steps = rng.choice([0.25, 0.625, 0.9]), rng.randint(1, block)
+        want = dream_threshold(confidences, threshold, steps)
+        assert play(policy_of("dream_threshold", threshold=threshold, steps=steps), confidences) == want
+
+
+def test_llada_takes_its_steps_whatever_the_prompt_left_of_the_block() -> None:
+    """5 masks in 3 steps: 2, 2, 1 by the masks; by the block length of 8 they would be 3, 2."""
+    first = [single(x / 8) for x in range(1, 6)]
+    for schedule, want in (("masks", [2, 2, 1]), ("block", [3, 2])):
+        policy, counts, decoded = policy_of("fixed_steps", steps=3, schedule=schedule), [], 0
+        while decoded < 5:
+            row = draw(random.Random(0), 8)
+            row.masked = [False] * 3 + [True] * (5 - decoded) + [False] * decoded
+            row.c = [x if m else NONE for x, m in zip([0.0] * 3 + first, row.masked, strict=True)]
+            row.step, row.decoded = len(counts), decoded
+            counts.append(int(policy.choose(together([row])).sum()))
+            decoded += counts[-1]
+        assert counts == want
+
+
+def test_dream_waits_where_the_schedule_gives_nothing() -> None:
+    """Its first step unmasks int(4 (1 - t_1)) = int(0.999) = 0 of 4 masks in 4 steps."""
+    history = play(policy_of("dream", alg="maskgit_plus", steps=4), [[0.1, 0.4, 0.3, 0.2]])
+    assert history == [[], [1], [2], [0, 3]]
+    assert play(policy_of("dream", alg="entropy", steps=1), [[0.1, 0.2]]) == [[0, 1]]
+
+
+def test_dreams_schedule_is_the_one_of_its_code() -> None:
+    """torch.linspace in fp32 and int() on the host, for all blocks and steps up to 40."""
+    for steps in range(1, 41):
+        t = torch.linspace(1, 1e-3, steps + 1)
+        masks = torch.arange(1, 41)
+        rows = [[0.5] * m + [NONE] * (40 - m) for m in masks.tolist()]
+        for i in range(steps):
+            share = 1 - t[i + 1] / t[i]
+            want = [int(m * share) if i < steps - 1 else m for m in masks.tolist()]
+            candidates = together([_plain(row, i) for row in rows])
+            assert policy_of("dream", alg="maskgit_plus", steps=steps).choose(candidates).sum(1).tolist() == want
+
+
+def _plain(c: list[float], forwards: int) -> Sequence:
+    n, flags = len(c), [x > NONE for x in c]
+    return Sequence(c, flags, [0] * n, [1] * n, 0, 0, forwards, c, c, [0.5] * n, [False] * n, 0)
+
+
+def test_a_temperature_on_the_order_draws_as_multinomial_does() -> None:
+    """First picks of 20,000 draws: chi-square against the softmax of the score."""
+    n, score = 20_000, torch.tensor([0.9, 0.5, 0.2, 0.7])
+    noise = torch.randint(0, 2**24, (n, 4), generator=torch.Generator().manual_seed(3)) / 2**24
+    sequence = _plain(score.tolist(), 1)
+    rows = together([sequence])
+    many = {name: value.expand(n, *value.shape[1:]) for name, value in vars(rows).items()}
+    policy = policy_of("dream", alg="maskgit_plus", alg_temp=0.4, steps=3)
+    chosen = policy.choose(Candidates(**many | {"noise": noise}))
+    assert chosen.sum(1).tolist() == [1] * n
+    expected = (score / 0.4).softmax(0) * n
+    chi = ((chosen.sum(0) - expected).square() / expected).sum()
+    assert chi < 16.3  # 3 degrees of freedom, p = 0.001
+    assert chosen.equal(policy.choose(Candidates(**many | {"noise": noise})))
+
+
+def test_the_uniform_border_cases_are_finite() -> None:
+    noise = torch.tensor([[0.0, 1 - 2**-24]])
+    row = together([_plain([0.5, 0.5], 1)])
+    policy = policy_of("dream", alg="maskgit_plus", alg_temp=1.0, steps=3)
+    assert policy.choose(Candidates(**vars(row) | {"noise": noise})).sum() <= 1
+
+
+# -- editing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 16])
+@pytest.mark.parametrize("seed", range(10))
+def test_joint_threshold_over_whole_blocks(seed: int, limit: int) -> None:
+    """Against SGLang's loop for one sequence: what is written in each pass, and when it stops."""
+    rng = random.Random(seed)
+    policy = policy_of("joint_threshold", threshold=0.5, edit_threshold=0.25, max_post_edit_steps=limit)
+    assert isinstance(policy, DecodeRule)
+    for _ in range(20):
+        block, prompt = 8, rng.randint(0, 7)
+        forwards = [([rng.randrange(3) for _ in range(block)], [rng.randint(1, 8) / 8 for _ in range(block)])
+                    for _ in range(40)]  # fmt: skip
+        quiet = rng.randint(3, 30)  # from here on the model repeats itself
+        forwards[quiet:] = [forwards[quiet]] * (40 - quiet)
+
+        def answer(number: int, forwards: list[Any] = forwards) -> tuple[list[int], list[float]]:
+            return forwards[min(number, 39)]
+
+        want = [0] * prompt + [-5] * (block - prompt)
+        post = number = 0
+        while True:
+            token, c = answer(number)
+            number += 1
+            masks = [i for i in range(block) if want[i] == -5]
+            if not masks:
+                post += 1
+                if post > limit:
+                    number -= 1  # a forward without effect
+                    break
+            write = [i for i in masks if c[i] > 0.5] or sorted(masks, key=lambda i: (-c[i], i))[:1]
+            write += [i for i in range(prompt, block) if i not in masks and token[i] != want[i] and c[i] > 0.25]
+            if not write:
+                break
+            for i in write:
+                want[i] = token[i]
+
+        tokens, masked, passes, taken = [0] * prompt + [-5] * (block - prompt), [False] * prompt, 0, 0
+        masked += [True] * (block - prompt)
+        while True:
+            token, c = answer(taken)
+            taken += 1
+            offered = [single(x) for x in c]
+            editable = [not m and i >= prompt for i, m in enumerate(masked)]
+            row = Sequence(offered, masked, token, tokens, 0, 0, 0, offered, offered, offered, editable, passes)
+            candidates = together([row])
+            chosen = policy.choose(candidates)
+            settled = policy.settled(candidates, chosen).item()
+            passes += not any(masked)
+            for i in chosen[0].nonzero()[:, 0].tolist():
+                tokens[i], masked[i] = token[i], False
+            if settled:
+                break
+        assert tokens == want
+        assert taken == number
+
+
+def test_a_rule_that_does_not_edit_settles_with_its_last_mask() -> None:
+    rows = together([_plain([0.5, NONE, 0.5], 0), _plain([NONE, 0.5, NONE], 0)])
+    policy = policy_of("confidence_threshold", threshold=0.9)
+    assert isinstance(policy, DecodeRule)
+    assert policy.settled(rows, policy.choose(rows)).tolist() == [False, True]

@@ -1,0 +1,129 @@
+"""Rules, samplers and stop texts as a caller of `generate` meets them, on the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgraph
+from dgraph.errors import InputError, UnknownName
+from dgraph.runtime import ConfidenceThreshold, StepRecord
+from dgraph.runtime.policies import PRESETS, JointThreshold
+from dgraph.runtime.sampling import RowContext, Sampler
+
+PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def dense() -> dgraph.Optimized:
+    return dgraph.optimize("tiny_sdar", "dense", backend="eager")
+
+
+@pytest.fixture(scope="module")
+def focus() -> dgraph.Optimized:
+    return dgraph.optimize("tiny_sdar", "focus", backend="eager")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_published_rule_decodes_to_the_end(dense: dgraph.Optimized, name: str) -> None:
+    steps = {"steps": 8} if hasattr(PRESETS[name], "steps") else {}
+    result = dense.generate(PROMPTS, policy=name, **steps, **OPTIONS)
+    assert all(result.token_ids)
+    assert result.stats.decoded >= sum(map(len, result.token_ids))
+    alone = [dense.generate(prompt, policy=name, **steps, **OPTIONS).token_ids[0] for prompt in PROMPTS]
+    if not PRESETS[name].needs & {"noise"}:  # draws belong to the index of a prompt
+        assert alone == result.token_ids
+
+
+@pytest.mark.parametrize("name", ["llada", "dream_entropy", "dream_topk_margin", "sdar_dynamic", "dinfer_factor"])
+def test_rules_go_with_evicted_rows(focus: dgraph.Optimized, name: str) -> None:
+    steps = {"steps": 8} if hasattr(PRESETS[name], "steps") else {}
+    result = focus.generate(PROMPTS, policy=name, **steps, **OPTIONS)
+    assert all(result.token_ids)
+    assert result.stats.kept_rows < result.stats.rows["prefix"]
+
+
+def test_a_rule_that_edits_replaces_tokens_and_ends(dense: dgraph.Optimized, focus: dgraph.Optimized) -> None:
+    records: list[StepRecord] = []
+    # So low a threshold writes much that is wrong at first.
+    rule = JointThreshold(threshold=0.05)
+    result = dense.generate(PROMPTS, policy=rule, observer=records.append, **OPTIONS)
+    seen: dict[tuple[int, int], set[int]] = {}
+    for record in records:
+        at = zip(record.sequence[record.committed].tolist(), record.committed_positions.tolist(), strict=True)
+        for place, token in zip(at, record.committed_tokens.tolist(), strict=True):
+            seen.setdefault(place, set()).add(token)
+    assert any(len(tokens) > 1 for tokens in seen.values()), "nothing was edited"
+    assert result.texts == dense.generate(PROMPTS, policy=rule, **OPTIONS).texts
+    never = JointThreshold(threshold=0.9, edit_threshold=1.0, max_post_edit_steps=0)
+    plain = ConfidenceThreshold(0.9)
+    assert (
+        dense.generate(PROMPTS, policy=never, **OPTIONS).texts == dense.generate(PROMPTS, policy=plain, **OPTIONS).texts
+    )
+    with pytest.raises(InputError, match=r"use a recipe that evicts none|use block_cache='off'"):
+        focus.generate(PROMPTS, policy=rule, **OPTIONS)
+
+
+def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
+    expected = dense.generate(PROMPTS, **OPTIONS)
+    same = dense.generate(PROMPTS, sampler=Sampler(top_k=dense.spec.vocab - 1), **OPTIONS)
+    assert same.token_ids == expected.token_ids
+    banned = expected.token_ids[0][0]
+    without = dense.generate(PROMPTS, sampler=Sampler(suppress=(banned,)), **OPTIONS)
+    assert banned not in without.token_ids[0]
+    drawn = [dense.generate(PROMPTS, temperature=4.0, top_p=0.9, top_k=20, seed=s, **OPTIONS) for s in (1, 1, 2)]
+    assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
+
+
+def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.Optimized) -> None:
+    seen: list[RowContext] = []
+    wanted = 17
+
+    def processor(logits: Tensor, context: RowContext) -> Tensor:
+        seen.append(context)
+        return torch.where(context.position[:, None] % 2 == 0, torch.eye(logits.shape[1])[wanted] * 99, logits)
+
+    ids = [list(range(10, 20)), list(range(30, 41))]
+    found = dense.generate(input_ids=ids, sampler=Sampler(processors=(processor,)), max_new_tokens=12)
+    for prompt, answer in zip(ids, found.token_ids, strict=True):
+        assert all(t == wanted for i, t in enumerate(answer, len(prompt)) if i % 2 == 0)
+    assert all((c.tokens.shape[0], c.block) == (2, dense.spec.block_length) for c in seen)
+
+
+def test_stop_texts_end_a_response(dense: dgraph.Optimized) -> None:
+    whole = dense.generate(PROMPTS, **OPTIONS)
+    assert whole.texts is not None
+    cut = dense.generate(PROMPTS, stop=["####"], **OPTIONS)
+    assert cut.texts == [text.partition("####")[0] for text in whole.texts]
+    assert cut.texts != whole.texts
+    assert all(len(a) < len(b) for a, b in zip(cut.token_ids, whole.token_ids, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "dreem"}, UnknownName, "unknown decode policy 'dreem'"),
+        ({"policy": "dream_entropy", "threshold": 0.5}, UnknownName, "option of decode policy 'dream_entropy'"),
+        ({"policy": ConfidenceThreshold(0.5), "steps": 3}, InputError, "steps cannot be set beside a policy object"),
+        ({"sampler": Sampler(), "top_k": 3}, InputError, "either a sampler or temperature"),
+        ({"top_p": 0.0}, InputError, "top_p is a probability"),
+        ({"sampler": Sampler(cfg_scale=1.0)}, InputError, "cfg_scale=1.0 needs a second forward"),
+        ({"stop": "####"}, InputError, "stop strings are a list"),
+    ],
+)
+def test_what_cannot_be(dense: dgraph.Optimized, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dense.generate(PROMPTS, **options, **OPTIONS)
+
+
+def test_a_model_without_a_tokenizer_has_no_stop_texts(dense: dgraph.Optimized, monkeypatch: Any) -> None:
+    plain: Callable[..., dgraph.Model] = dgraph.Model
+    model = dense.model
+    monkeypatch.setattr(dense, "model", plain(model.name, model.module, model.spec, None, model.prefix))
+    with pytest.raises(InputError, match="came without a tokenizer, so texts in stop mean nothing"):
+        dense.generate(input_ids=[[5, 6]], stop=["x"], **OPTIONS)
