@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dgraph.cli import cache, doctor, generate, tables, views
+from dgraph.cli import bench, cache, doctor, generate, tables, views
 from dgraph.cli.compile import compile_
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.errors import DgraphError
@@ -93,6 +93,7 @@ app.command("diff")(views.diff)
 app.command("explain")(views.explain)
 app.command("compile")(compile_)
 app.add_typer(cache.app, name="cache")
+app.add_typer(bench.app, name="bench")
 app.command("recipes")(tables.recipes)
 app.command("passes")(tables.passes)
 app.command("models")(tables.models)

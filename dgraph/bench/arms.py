@@ -1,0 +1,51 @@
+"""Arms: a recipe, with one thing changed at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dgraph.recipes import Recipe
+from dgraph.recipes.base import BLOCK_CACHES
+
+NEEDED = frozenset({"PackRows", "CacheKV", "OnlyKV"})
+"""Passes without which nothing can be decoded step by step."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of a table.
+
+    Attributes:
+        label: what it is called there.
+        recipe: what is run.
+        graphs: on a GPU, whether stages are replayed as CUDA graphs.
+    """
+
+    label: str
+    recipe: Recipe
+    graphs: bool = True
+
+
+def without(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with a pass left out of every phase."""
+    phases = tuple(
+        replace(phase, passes=tuple(p for p in phase.passes if p.name != name), optional=phase.optional - {name})
+        for phase in recipe.phases
+    )
+    return replace(recipe, phases=phases)
+
+
+def ablation(arm: Arm, on_gpu: bool) -> Iterator[Arm]:
+    """Arms that lack one thing of the given one, each: a pass, the block cache of another kind, CUDA graphs."""
+    names = dict.fromkeys(p.name for p in arm.recipe.phase("step").passes)
+    for name in names:
+        if name not in NEEDED:
+            yield replace(arm, label=f"without {name}", recipe=without(arm.recipe, name))
+    for kind in BLOCK_CACHES:
+        if kind != arm.recipe.block_cache:
+            yield replace(arm, label=f"block_cache={kind}", recipe=replace(arm.recipe, block_cache=kind))
+    other = replace(arm.recipe, refresh=not arm.recipe.refresh)
+    yield replace(arm, label=f"refresh={str(other.refresh).lower()}", recipe=other)
+    if on_gpu and arm.graphs:
+        yield replace(arm, label="without graphs", graphs=False)

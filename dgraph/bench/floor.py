@@ -1,0 +1,218 @@
+"""The floor of a step: its matrix products at the row counts that were met, and the bytes that attention must read.
+
+Nothing else is in it: norms, activations, selection, the transition between steps and every launch count as overhead.
+So measured time over floor says what is left to gain without another method.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of
+
+COLD = 400e6
+"""Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
+
+Shape = tuple[int, int]
+"""Of a weight: outputs, inputs."""
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """What one step ran on.
+
+    Attributes:
+        rows: live rows of each row set.
+        keys: positions of the KV cache that one attention on each row set reads, over all sequences.
+        head: rows that got logits.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    head: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step program must do, by row set (all rows, then the kept ones).
+
+    Attributes:
+        linears: per row set the weights of the linear layers on it and how many have that shape.
+        attentions: per row set, how many.
+        head: the LM head's weight, if it takes the masked rows alone.
+        key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
+        dtype: of the weights.
+    """
+
+    linears: tuple[dict[Shape, int], ...]
+    attentions: tuple[int, ...]
+    head: Shape | None
+    key_bytes: int
+    query_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds per step, on average over the steps."""
+
+    linear: float
+    attention: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Seconds per step."""
+        return self.linear + self.attention + self.head
+
+    def to_json(self) -> dict[str, float]:
+        """Milliseconds by part."""
+        parts = {"linear": self.linear, "attention": self.attention, "head": self.head, "total": self.total}
+        return {name: 1e3 * seconds for name, seconds in parts.items()}
+
+
+def work_of(graph: Graph) -> Work:
+    """What the graph of a step multiplies and reads. Expert layers are not counted."""
+    row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
+    linears: list[dict[Shape, int]] = [{} for _ in row_sets]
+    attentions = [0] * len(row_sets)
+    counted = graph.find("rows_linear")
+    for node in graph.calls:
+        if node.target is torch.ops.aten.linear.default or node in counted:
+            shape, stage = _shape(graph, args_of(node)[1]), row_sets.index(str(graph.row_set(node)))
+            linears[stage][shape] = linears[stage].get(shape, 0) + 1
+    for node in graph.find("paged_attention"):
+        attentions[row_sets.index(str(graph.row_set(node)))] += 1
+    heads = [_shape(graph, args_of(node)[1]) for node in graph.find("lm_head")]
+    spec = graph.spec
+    return Work(
+        tuple(linears),
+        tuple(attentions),
+        heads[0] if heads else None,
+        2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize,
+        2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
+        spec.dtype,
+    )
+
+
+def _shape(graph: Graph, weight: Any) -> Shape:
+    rows, columns = graph.tensors[weight.meta["weight"]].shape
+    return int(rows), int(columns)
+
+
+@dataclass
+class Device:
+    """Times measured once per process: products by shape and row count, and copy bandwidth.
+
+    Attributes:
+        device: where.
+        samples: row counts that are timed per shape; between them times are interpolated.
+    """
+
+    device: torch.device
+    samples: int = 6
+    _times: dict[tuple[Shape, torch.dtype], dict[int, float]] = field(default_factory=dict)
+    _bandwidth: float = 0.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second, read plus written, of a large copy."""
+        if not self._bandwidth:
+            source = torch.ones(1 << (28 if self.device.type == "cuda" else 22), device=self.device)
+            target = torch.empty_like(source)
+            # A kernel: inside a graph, a plain copy goes to a copy engine, which is slower.
+            self._bandwidth = 2 * 4 * source.numel() / self.seconds([partial(torch.neg, source, out=target)] * 2)
+        return self._bandwidth
+
+    def measure(self, shape: Shape, dtype: torch.dtype, counts: Iterable[int]) -> None:
+        """Time [rows, inputs] @ [inputs, outputs] at a handful of the given row counts, the extremes among them."""
+        wanted = sorted({c for c in counts if c > 0})
+        if not wanted:
+            return
+        places = {round(i * (len(wanted) - 1) / max(1, self.samples - 1)) for i in range(self.samples)}
+        known = self._times.setdefault((shape, dtype), {})
+        missing = [wanted[i] for i in sorted(places) if wanted[i] not in known]
+        if not missing:
+            return
+        outputs, inputs = shape
+        room = COLD if self.device.type == "cuda" else 1.0
+        copies = max(2, min(64, int(room / (outputs * inputs * dtype.itemsize)) + 1))
+        weights = [torch.randn(outputs, inputs, device=self.device).to(dtype) for _ in range(copies)]
+        for rows in missing:
+            x = torch.randn(rows, inputs, device=self.device).to(dtype)
+            known[rows] = self.seconds([partial(_product, x, w) for w in weights])
+
+    def product(self, shape: Shape, dtype: torch.dtype, rows: int) -> float:
+        """Seconds of one product, from what was measured; 0 without rows."""
+        if rows <= 0:
+            return 0.0
+        known = self._times[shape, dtype]
+        at = sorted(known)
+        right = bisect.bisect_left(at, rows)
+        if right < len(at) and at[right] == rows:
+            return known[rows]
+        low, high = at[max(0, right - 1)], at[min(right, len(at) - 1)]
+        share = (rows - low) / (high - low) if high > low else 0.0
+        return known[low] + share * (known[high] - known[low])
+
+    @torch.no_grad()
+    def seconds(self, calls: Sequence[Callable[[], Any]], runs: int = 9) -> float:
+        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph."""
+        if self.device.type != "cuda":
+            calls[0]()
+            times = []
+            for _ in range(3):
+                start = time.perf_counter()
+                for call in calls:
+                    call()
+                times.append((time.perf_counter() - start) / len(calls))
+            return statistics.median(times)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(runs + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1e-3 * begin.elapsed_time(end) / len(calls))
+        return statistics.median(times[2:])
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t())
+
+
+def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
+    """The floor of steps with those row counts."""
+    steps = max(1, len(counts))
+    linear = attention = head = 0.0
+    for stage, (shapes, attentions) in enumerate(zip(work.linears, work.attentions, strict=True)):
+        rows = [c.rows[stage] for c in counts]
+        for shape, times in shapes.items():
+            device.measure(shape, work.dtype, rows)
+            linear += times * sum(device.product(shape, work.dtype, r) for r in rows)
+        moved = sum(c.keys[stage] * work.key_bytes + c.rows[stage] * work.query_bytes for c in counts)
+        attention += attentions * moved / device.bandwidth
+    if work.head is not None:
+        rows = [c.head for c in counts]
+        device.measure(work.head, work.dtype, rows)
+        head = sum(device.product(work.head, work.dtype, r) for r in rows)
+    return Floor(linear / steps, attention / steps, head / steps)

@@ -1,0 +1,272 @@
+"""One arm: built, warmed up, counted, timed, and on a GPU profiled."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.api import Optimized, optimize
+from dgraph.bench.arms import Arm
+from dgraph.bench.floor import Device, Floor, StepCount, floor_of, work_of
+from dgraph.bench.load import Load
+from dgraph.bench.profile import Enough, Profile, StepProfiler
+from dgraph.families import Model
+from dgraph.runtime.session import Progress
+from dgraph.runtime.stats import GenerationStats, StepRecord
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device.
+
+    weights: of the model, stacked ones once; kv: of the prompts' positions and those of their new tokens; peak: most
+    that was allocated at a time, None on a CPU; reserved: most that the allocator held, graphs included, None on a CPU.
+    """
+
+    weights: int
+    kv: int
+    peak: int | None
+    reserved: int | None
+
+    @property
+    def other(self) -> int | None:
+        """Activations, logits, state and graphs: what is reserved for neither weights nor KV."""
+        return None if self.reserved is None else max(0, self.reserved - self.weights - self.kv)
+
+    def to_json(self) -> dict[str, int | None]:
+        """Plain values."""
+        return {
+            "weights": self.weights,
+            "kv": self.kv,
+            "peak": self.peak,
+            "reserved": self.reserved,
+            "other": self.other,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an arm did.
+
+    Attributes:
+        label: of the arm.
+        steps: of the decode loop, per run.
+        step: seconds per step, the median over runs of a run's mean; the prefill is not in it.
+        spread: slowest run over fastest.
+        stats: of the last run.
+        counts: what each step ran on.
+        committed: tokens committed per step, all sequences together.
+        built: seconds to capture, rewrite and compile.
+        graphs: CUDA graphs of stages that were captured; None where there are none.
+        floor: seconds per step that the products and attention alone take.
+        memory: on the device.
+        profile: of a few steps; None on a CPU.
+    """
+
+    label: str
+    steps: int
+    step: float
+    spread: float
+    stats: GenerationStats
+    counts: tuple[StepCount, ...]
+    committed: tuple[int, ...]
+    built: float
+    graphs: int | None
+    floor: Floor
+    memory: Memory
+    profile: Profile | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Committed tokens over the time of the decode loop."""
+        return self.stats.decoded / (self.step * self.steps)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over floor."""
+        return self.step / self.floor.total
+
+    def stage_ms(self) -> dict[str, float]:
+        """Milliseconds per step by stage as the host observed them, prefill left out."""
+        return {name: 1e3 * s / self.steps for name, s in self.stats.seconds.items() if name != "prefill"}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "label": self.label,
+            "steps": self.steps,
+            "ms_per_step": 1e3 * self.step,
+            "spread": self.spread,
+            "tokens_per_second": self.tokens_per_second,
+            "rows_per_token": self.stats.rows_per_token,
+            "host_ms_by_stage": self.stage_ms(),
+            "floor_ms": self.floor.to_json(),
+            "ratio": self.ratio,
+            "graphs": self.graphs,
+            "build_seconds": self.built,
+            "memory": self.memory.to_json(),
+            "rows": [list(c.rows) for c in self.counts],
+            "head_rows": [c.head for c in self.counts],
+            "committed": list(self.committed),
+            "padded": dict(self.stats.padded),
+            "profile": None if self.profile is None else self.profile.to_json(),
+        }
+
+
+@dataclass
+class Counter:
+    """An observer that counts the rows of each step.
+
+    row_sets: how many the step program has: 1, or 2 if it evicts rows.
+    """
+
+    row_sets: int
+    counts: list[StepCount] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Count one step."""
+        kept = record.kept
+        limits = [record.limit.long()]
+        if self.row_sets > 1:  # behind the eviction a sequence is visible up to its last kept row
+            last = _largest(record.sequence[kept], record.positions[kept] + 1)
+            limits.append(torch.minimum(limits[0], last[record.sequence])[kept])
+        sequences = [record.sequence, record.sequence[kept]]
+        keys = [int(_largest(s, x).sum()) for s, x in zip(sequences, limits, strict=False)]
+        rows = [len(kept), int(kept.sum())][: self.row_sets]
+        head = record.masked & kept if self.row_sets > 1 else record.masked
+        self.counts.append(StepCount(tuple(rows), tuple(keys), int(head.sum())))
+        self.committed.append(int(record.committed.sum()))
+
+
+def _largest(sequence: Tensor, value: Tensor) -> Tensor:
+    """i64[S]: the largest value of each sequence, 0 of one without rows."""
+    size = int(sequence.max()) + 1 if len(sequence) else 0
+    return torch.zeros(size, dtype=torch.int64).scatter_reduce_(0, sequence, value.long(), "amax")
+
+
+@dataclass
+class Clock:
+    """A progress callback that notes when each step began; the first call is behind the prefill."""
+
+    times: list[float] = field(default_factory=list)
+    tell: Callable[[Progress], None] | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+        if self.tell is not None:
+            self.tell(progress)
+
+    @property
+    def steps(self) -> int:
+        """Steps that are over."""
+        return max(1, len(self.times) - 1)
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them together."""
+        return self.times[-1] - self.times[0]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How arms are measured; see the options of `dgraph bench`."""
+
+    model: Model
+    load: Load
+    device: Device
+    backend: str = "inductor"
+    buckets: str | Sequence[int] | None = None
+    repeat: int = 3
+    profile_steps: int = 8
+
+    def __call__(self, arm: Arm, tell: Callable[[str], None] | None = None) -> Measured:
+        """Measure one arm.
+
+        Args:
+            arm: what to run.
+            tell: called with what is being done.
+
+        Raises:
+            DgraphError: an arm that cannot be built or run.
+        """
+        tell = tell or (lambda what: None)
+        on_gpu = self.device.device.type == "cuda"
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device.device)
+        begin = time.perf_counter()
+        optimized = optimize(
+            self.model, arm.recipe, backend=self.backend, buckets=self.buckets, graphs=arm.graphs, progress=tell
+        )
+        built = time.perf_counter() - begin
+        tell("warming up")
+        self._generate(optimized)  # compiles, and captures every bucket that it meets
+        runs = []
+        for run in range(self.repeat):
+            tell(f"run {run + 1} of {self.repeat}")
+            clock = Clock()
+            stats = self._generate(optimized, progress=clock)
+            runs.append(clock)
+        memory = self._memory(optimized)
+        tell("counting rows")
+        work = work_of(optimized.graph("step"))
+        counter = Counter(len(work.linears))
+        self._generate(optimized, observer=counter)
+        profile = self._profile(optimized, runs[-1].steps, tell) if on_gpu else None
+        tell("floor")
+        times = [clock.seconds / clock.steps for clock in runs]
+        return Measured(
+            arm.label,
+            runs[-1].steps,
+            statistics.median(times),
+            max(times) / min(times),
+            stats,
+            tuple(counter.counts),
+            tuple(counter.committed),
+            built,
+            len(optimized.graph_pool.captured) if optimized.graph_pool is not None else None,
+            floor_of(work, counter.counts, self.device),
+            memory,
+            profile,
+        )
+
+    def _generate(self, optimized: Optimized, **extra: Any) -> GenerationStats:
+        load = self.load
+        settings = {"max_new_tokens": load.tokens, **load.commits, **extra}
+        return optimized.generate(input_ids=load.prompts, **settings).stats
+
+    def _profile(self, optimized: Optimized, steps: int, tell: Callable[[str], None]) -> Profile | None:
+        tell("profiling")
+        count = min(self.profile_steps, max(1, steps // 2))
+        profiler = StepProfiler((steps - count) // 2, count)
+        try:
+            self._generate(optimized, progress=profiler)
+        except Enough:
+            pass
+        finally:
+            profiler.stop()
+        return profiler.result(optimized.programs["step"].stage_names)
+
+    def _memory(self, optimized: Optimized) -> Memory:
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for phase in optimized.phases.values()
+            for t in phase.graph.tensors.values()
+        }
+        spec = self.model.spec
+        position = 2 * spec.layers * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        peak = reserved = None
+        if self.device.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device.device)
+            reserved = torch.cuda.max_memory_reserved(self.device.device)
+        return Memory(sum(storages.values()), position * self.load.positions, peak, reserved)

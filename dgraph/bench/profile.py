@@ -1,0 +1,198 @@
+"""Where a GPU's time goes in a few steps, from the profiler: by group of kernels, by stage, and idle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KERNELS: dict[str, frozenset[str]] = {
+    "attention": frozenset({"_attend", "_add_up"}),
+    "focus": frozenset({"_list_masked", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
+    "kv write": frozenset({"_write"}),
+    "LM head": frozenset({"_reduce", "_combine"}),
+    "GEMM": frozenset({"_multiply"}),
+}
+"""dgraph's own kernels by group. `_add_up` adds up the parts of whichever of attention and product ran in front."""
+
+CUT = "_list_kept"
+"""The kernel behind which the next stage begins."""
+
+PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("attention", re.compile(r"flash|fmha|attention", re.IGNORECASE)),
+    ("GEMM", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas", re.IGNORECASE)),
+    ("regions", re.compile(r"^triton_")),
+    ("copies", re.compile(r"^mem(cpy|set)", re.IGNORECASE)),
+)
+"""Other kernels by their name; what matches none is the transition between steps, "state"."""
+
+SYNCHRONISING = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel or copy on the device; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A few steps on a GPU.
+
+    Attributes:
+        steps: how many.
+        groups: milliseconds per step by group of kernels; "idle" is the rest of the time.
+        stages: the same by stage of the program, and "state" between two steps; empty if it cannot be told.
+        host_reads: copies from the device to the host per step.
+        waits: calls per step in which the host waited for the device.
+        launches: kernels per step.
+    """
+
+    steps: int
+    groups: dict[str, float]
+    stages: dict[str, float]
+    host_reads: float
+    waits: float
+    launches: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "steps": self.steps,
+            "ms_by_group": self.groups,
+            "ms_by_stage": self.stages,
+            "host_reads_per_step": self.host_reads,
+            "waits_per_step": self.waits,
+            "kernels_per_step": self.launches,
+        }
+
+
+class StepProfiler:
+    """A progress callback that profiles steps `skip` .. `skip + steps - 1` of a generation and then ends it.
+
+    Ends it by raising `Enough`: the session gives its pages back as after any error.
+    """
+
+    def __init__(self, skip: int, steps: int):
+        from torch.profiler import ProfilerActivity, profile
+
+        self.skip, self.steps = skip, steps
+        self.profiler = profile(activities=[ProfilerActivity.CUDA])
+        self._calls = 0
+        self._running = False
+
+    def __call__(self, progress: Any) -> None:
+        """Called in front of every step, when the one before is over."""
+        if self._calls == self.skip:
+            torch.cuda.synchronize()
+            self.profiler.start()
+            self._running = True
+        self._calls += 1
+        if self._running and self._calls > self.skip + self.steps:
+            self.stop()
+            raise Enough
+
+    def stop(self) -> None:
+        """End the profile, if it runs."""
+        if self._running:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            self._running = False
+
+    def result(self, stages: Sequence[str]) -> Profile:
+        """What was seen; stages: names of the program's."""
+        kernels, waits, reads = [], 0, 0
+        for event in self.profiler.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kernels.append(Kernel(event.name, event.time_range.start, event.time_range.end))
+                reads += "dtoh" in event.name.lower()
+            else:
+                waits += event.name in SYNCHRONISING
+        steps = max(1, min(self.steps, self._calls - 1 - self.skip))
+        # The profiler's own two synchronisations are not the program's.
+        return summarise(kernels, steps, stages, reads, max(0, waits - 2))
+
+
+class Enough(Exception):
+    """The profile has all the steps it wants: how its callback ends a generation."""
+
+
+def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], reads: int, waits: int) -> Profile:
+    """A profile from device events in any order."""
+    ordered = sorted(kernels, key=lambda k: k.start)
+    labels = groups_of([k.name for k in ordered])
+    groups: dict[str, float] = {}
+    for kernel, label in zip(ordered, labels, strict=True):
+        groups[label] = groups.get(label, 0.0) + (kernel.end - kernel.start)
+    groups["idle"] = idle(ordered)
+    by_stage: dict[str, float] = {}
+    for kernel, stage in zip(ordered, stages_of([k.name for k in ordered], labels, stages), strict=False):
+        by_stage[stage] = by_stage.get(stage, 0.0) + (kernel.end - kernel.start)
+    scale = 1e-3 / steps
+    return Profile(
+        steps,
+        {name: scale * us for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        {name: scale * us for name, us in by_stage.items()},
+        reads / steps,
+        waits / steps,
+        len(ordered) / steps,
+    )
+
+
+def groups_of(names: Sequence[str]) -> list[str]:
+    """The group of each kernel, in the order in which they ran; products in front of the LM head's reduction are its
+    own.
+    """
+    labels = [_group(name) for name in names]
+    for i, name in enumerate(names):
+        if name == "_add_up" and i and labels[i - 1] == "GEMM":
+            labels[i] = "GEMM"
+    head = False
+    for i in reversed(range(len(labels))):
+        if labels[i] == "LM head":
+            head = True
+        elif head and labels[i] == "GEMM":
+            labels[i] = "LM head"
+        else:
+            head = False
+    return labels
+
+
+def _group(name: str) -> str:
+    for group, known in KERNELS.items():
+        if name in known:
+            return group
+    return next((group for group, pattern in PATTERNS if pattern.search(name)), "state")
+
+
+def stages_of(names: Sequence[str], labels: Sequence[str], stages: Sequence[str]) -> list[str]:
+    """The stage of each kernel: a step begins with the first that is none of the transition's, and ends with the LM
+    head; the cut is where rows are listed. Empty for programs without our LM head, whose end cannot be told.
+    """
+    if "LM head" not in labels:
+        return []
+    found, current = [], ""
+    for i, (name, label) in enumerate(zip(names, labels, strict=True)):
+        if not current and label not in ("state", "copies"):
+            current = stages[0]
+        found.append(current or "state")
+        if name == CUT and len(stages) > 1:
+            current = stages[1]
+        if label == "LM head" and "LM head" not in labels[i + 1 : i + 3]:
+            current = ""
+    return found
+
+
+def idle(ordered: Sequence[Kernel]) -> float:
+    """Microseconds between the first start and the last end in which nothing ran."""
+    total, reached = 0.0, ordered[0].start if ordered else 0.0
+    for kernel in ordered:
+        total += max(0.0, kernel.start - reached)
+        reached = max(reached, kernel.end)
+    return total

@@ -1,0 +1,157 @@
+"""Recording: a model's own block histories as a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dgraph.api import Optimized, optimize
+from dgraph.bench.traces import Trace
+from dgraph.errors import InputError
+from dgraph.families import Model, embedded
+from dgraph.runtime.script import BlockStep, History
+from dgraph.runtime.session import Progress
+from dgraph.runtime.stats import GenerationStats, StepRecord
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace, and what the generation that it is from did.
+
+    Attributes:
+        trace: of whole blocks: those that began all masked and in which no response ended.
+        dropped: blocks that were left out.
+        stats: of the generation, all blocks included.
+    """
+
+    trace: Trace
+    dropped: int
+    stats: GenerationStats
+
+
+@dataclass
+class Histories:
+    """An observer that collects block histories.
+
+    Attributes:
+        block: columns of a block.
+        stops: ids that end a response.
+        begun: per (prompt, start of block) the steps so far, and whether the block counts.
+    """
+
+    block: int
+    stops: frozenset[int]
+    evicts: bool
+    begun: dict[tuple[int, int], list[BlockStep]] = field(default_factory=dict)
+    partial: set[tuple[int, int]] = field(default_factory=set)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Add one step of every sequence."""
+        for prompt in record.sequence[record.masked].unique().tolist():
+            mine = (record.sequence == prompt) & record.masked
+            positions, committed = record.positions[mine], record.committed[mine]
+            start = int(positions[0]) // self.block * self.block
+            key = (prompt, start)
+            if key not in self.begun and len(positions) < self.block:  # it began with a remainder of the prompt
+                self.partial.add(key)
+            if not self.stops.isdisjoint(record.token[mine][committed].tolist()):
+                self.partial.add(key)
+            kept = tuple((positions[record.kept[mine]] - start).tolist()) if self.evicts else None
+            step = BlockStep(tuple((positions[committed] - start).tolist()), kept)
+            self.begun.setdefault(key, []).append(step)
+
+    def whole(self) -> tuple[History, ...]:
+        """The blocks that began all masked and were decoded to their end, by prompt and position."""
+        return tuple(
+            tuple(steps)
+            for key, steps in sorted(self.begun.items())
+            if key not in self.partial and sum(len(s.committed) for s in steps) == self.block
+        )
+
+
+def text_prompts(name: str, count: int) -> list[str]:
+    """The first held-out passages of open text that an embedded model comes with.
+
+    Raises:
+        InputError: it comes with none.
+    """
+    known = embedded()
+    file = known[name].folder / "held_out.jsonl" if name in known else None
+    if file is None or not file.is_file():
+        raise InputError(f"{name} comes with no held-out prompts; give a file with one prompt per line.")
+    examples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [e["prompt"] for e in examples if e["task"] == "text"][:count]
+
+
+def record(
+    model: Model,
+    prompts: Sequence[str],
+    recipe: str = "focus",
+    *,
+    threshold: float = 0.9,
+    tokens: int = 128,
+    max_batch: int = 64,
+    backend: str = "inductor",
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Recorded:
+    """Decode prompts under a recipe and keep what each block did.
+
+    Args:
+        model: what to run.
+        prompts: texts.
+        recipe, options: the method; one that evicts rows gives kept columns.
+        threshold: of the commits.
+        tokens: length limit of a response.
+        max_batch: prompts per batch.
+        backend: "inductor" or "eager".
+        tell: called with what is being done.
+
+    Raises:
+        InputError: a setting that cannot be used, or no block was decoded as a whole.
+    """
+    tell = tell or (lambda what: None)
+    optimized = optimize(model, recipe, backend=backend, progress=tell, **dict(options or {}))
+    histories = Histories(model.spec.block_length, frozenset(model.spec.eos_ids), evicts(optimized))
+
+    def count(progress: Progress) -> None:
+        tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
+
+    result = optimized.generate(
+        prompts, max_new_tokens=tokens, threshold=threshold, max_batch=max_batch, observer=histories, progress=count
+    )
+    found = histories.whole()
+    if not found:
+        raise InputError(
+            f"no block of {histories.block} was decoded as a whole; ask for more than {2 * histories.block} tokens, or "
+            f"take other prompts."
+        )
+    settings = ", ".join(f"{k}={v}" for k, v in {"threshold": threshold, **dict(options or {})}.items())
+    trace = Trace(histories.block, found, f"{model.name}, {recipe}, {settings}, {len(prompts)} prompts")
+    return Recorded(trace, len(histories.begun) - len(found), result.stats)
+
+
+def evicts(optimized: Optimized) -> bool:
+    """Whether the program of a step keeps only some of its rows."""
+    return "kept" in optimized.graph("step").outputs
+
+
+def report(recorded: Recorded) -> dict[str, Any]:
+    """What was recorded, as plain values."""
+    trace, rows = recorded.trace, recorded.trace.redundancy()
+    return {
+        "source": trace.source,
+        "block": trace.block,
+        "blocks": len(trace.histories),
+        "dropped_blocks": recorded.dropped,
+        "steps_per_block": trace.steps,
+        "dense_rows_per_token": rows.dense,
+        "kept_rows_per_token": rows.kept,
+        "kept_rows_per_token_with_refresh": rows.refreshed,
+        "measured_rows_per_token": recorded.stats.rows_per_token,
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,341 @@
+"""`dgraph bench`: what a step costs, next to its floor and to another recipe; `dgraph bench record`: traces."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import ERR, OUT, complain, plain, print_json, print_table, print_text, status
+from dgraph.errors import DgraphError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from dgraph.bench.arms import Arm
+    from dgraph.bench.load import Load
+    from dgraph.bench.measure import Bench, Measured
+    from dgraph.families import Model
+
+app = typer.Typer(add_completion=False)
+
+NAMED = "Name of an embedded model, or a checkpoint folder."
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=NAMED, show_default=False)] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead: a published shape with random weights, as sdar-8b.", show_default=False)
+    ] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Instead of the model's own.")] = False,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", show_default=False)] = None,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    against: Annotated[str | None, typer.Option(help="A recipe to compare with, measured first.")] = None,
+    batch: Annotated[int, typer.Option(help="Prompts, decoded together.")] = 8,
+    prompt: Annotated[
+        str,
+        typer.Option(help="Tokens of a prompt: a number, uniform:128-1024, lognormal:MEDIAN,SIGMA, or a JSONL file."),
+    ] = "128",
+    tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 64,
+    block: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
+    commits: Annotated[
+        str | None, typer.Option(help="A trace of commits that every arm follows.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Instead: steps per block.", show_default="15, without a trace")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Instead: commit tokens above this confidence.", show_default=False)
+    ] = None,
+    ablation: Annotated[bool, typer.Option("--ablation", help="The recipe without each of its parts, too.")] = False,
+    buckets: given.Buckets = None,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Launch op by op on a GPU.")] = False,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    repeat: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights.", show_default="float32 on a CPU, bfloat16 on a GPU")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
+) -> None:
+    """Measure what a step costs: time by stage, rows, memory, host reads, and the floor of the same row counts.
+
+    The floor are the step's matrix products at the very row counts that were met and the bytes that attention reads,
+    measured in the same run; ratio is time over floor. Time starts behind the prefill. No token ends a response here,
+    so that every arm decodes as many. Under a trace that says which columns are kept, a recipe that evicts keeps these
+    (select=scripted), unless an option says otherwise.
+
+    \b
+    dgraph bench --model tiny_sdar --against dense --commits benchmarks/traces/text.json
+    dgraph bench --shape sdar-8b --batch 64 --prompt 1024 --against dense --commits benchmarks/traces/text.json
+    dgraph bench --model tiny_sdar --recipe focus --ablation --json out.json --plot out.png
+    dgraph bench record --model tiny_sdar --threshold 0.9 --out trace.json
+    """
+    if context.invoked_subcommand is not None:
+        return
+    import dgraph.bench.report as written
+
+    options = given.recipe_options(recipe, option)
+    if against is not None:
+        given.recipe_options(against, None)
+    if (model is None) == (shape is None):
+        raise InputError("give either --model or --shape, not both and not neither.")
+    if layers is not None and shape is None:
+        raise InputError("--layers is for --shape; a model has the layers that it was trained with.")
+    for name, value in (("--batch", batch), ("--tokens", tokens), ("--repeat", repeat), ("--layers", layers)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    for option_name, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InputError(f"{option_name} {path} cannot be written: there is no folder {path.parent}.")
+    if plot is not None:
+        written.check_plot()
+    where = _device(device)
+    rows = given.bucket_list(buckets)
+    load = _load(commits, steps, threshold, prompt, batch, tokens, block)
+    kind = _dtype(dtype, where)
+    with status("loading"):
+        found = _model(model, shape, where, kind, random_weights, layers, load.trace.block if load.trace else block)
+        measure = _bench(found, load, where, backend, rows, repeat)
+        arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
+    done: list[Measured] = []
+    failed: dict[str, str] = {}
+    try:
+        with _progress(len(arms)) as tell:
+            for arm in arms:
+                try:
+                    done.append(measure(arm, lambda what, arm=arm: tell(arm.label, what, len(done))))  # type: ignore[misc]
+                except (DgraphError, RuntimeError) as error:  # running out of memory is a result, too
+                    if not isinstance(error, DgraphError) and "out of memory" not in str(error):
+                        raise
+                    failed[arm.label] = str(error).partition("\n")[0]
+    finally:  # after Ctrl-C: what there is
+        title = f"{found.name}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
+        setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
+        setting["commits"] = commits or {k: v for k, v in load.commits.items() if k != "policy"}
+        _show(done, failed, load, title, setting)
+        if json is not None and done:
+            text = jsonlib.dumps(plain(written.to_json(done, failed, setting)), indent=1, allow_nan=False)
+            json.write_text(text + "\n", encoding="utf-8")
+        if plot is not None and done:
+            written.plot(done, plot, title)
+    if not done:
+        raise InputError("no arm could be measured.")
+
+
+@app.command()
+def record(
+    model: Annotated[str, typer.Option("--model", "-m", help=NAMED)] = "tiny_sdar",
+    out: Annotated[Path | None, typer.Option(help="The file to write; required.", show_default=False)] = None,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    threshold: Annotated[float, typer.Option(help="Commit tokens above this confidence, in (0, 1].")] = 0.9,
+    prompts: Annotated[int, typer.Option(help="How many of the model's held-out passages.")] = 50,
+    prompt_file: Annotated[str | None, typer.Option(help="Instead: a file with a prompt per line.")] = None,
+    tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    json: given.Json = False,
+) -> None:
+    """Record a model's commits, and the columns kept behind an eviction, as a trace.
+
+    \b
+    dgraph bench record --model tiny_sdar --recipe focus --threshold 0.41 --out trace.json
+    """
+    import dgraph
+    from dgraph.bench.record import record as run
+    from dgraph.bench.record import report, text_prompts
+    from dgraph.recipes import RECIPES, build
+    from dgraph.runtime.policies import policy_of
+
+    if out is None:
+        raise InputError("--out is missing; name the file that the trace is written to.")
+    if not out.resolve().parent.is_dir():
+        raise InputError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+    options = given.recipe_options(recipe, option)
+    policy_of(threshold, None)
+    for name, value in (("--prompts", prompts), ("--tokens", tokens)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    with status("loading") as tell:
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+        build(RECIPES, recipe, found.spec, options)
+        texts = text_prompts(model, prompts) if prompt_file is None else given.read_prompts(None, prompt_file)
+        recorded = run(
+            found, texts, recipe, threshold=threshold, tokens=tokens, backend=backend, options=options, tell=tell
+        )
+    recorded.trace.write(out)
+    facts = report(recorded)
+    if json:
+        print_json(facts)
+    else:
+        print_table(("trace", str(out)), [(key.replace("_", " "), _text(value)) for key, value in facts.items()])
+
+
+def _text(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    return given.torch_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    import torch
+
+    return given.torch_dtype(name) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def _load(
+    commits: str | None,
+    steps: int | None,
+    threshold: float | None,
+    prompt: str,
+    batch: int,
+    tokens: int,
+    block: int | None,
+) -> Load:
+    """The workload, but for the prompts' ids: lists of zeros of their lengths."""
+    from dgraph.bench.load import Lengths, Load
+    from dgraph.bench.traces import read_trace
+    from dgraph.runtime.policies import policy_of
+
+    if sum(value is not None for value in (commits, steps, threshold)) > 1:
+        raise InputError("give one of --commits, --steps and --threshold.")
+    lengths = [[0] * length for length in Lengths(prompt).draw(batch)]
+    if commits is None:
+        steps = 15 if steps is None and threshold is None else steps
+        policy_of(threshold, steps)
+        how: dict[str, Any] = {"steps": steps} if threshold is None else {"threshold": threshold}
+        return Load(lengths, tokens, how)
+    trace = read_trace(commits)
+    if block not in (None, trace.block):
+        raise InputError(f"--block {block} does not fit {commits}, a trace of blocks of {trace.block}; leave it out.")
+    return Load(lengths, tokens, {"policy": trace.script()}, trace)
+
+
+def _model(
+    model: str | None,
+    shape: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool,
+    layers: int | None,
+    block: int | None,
+) -> Model:
+    from dgraph.bench import load as loads
+
+    if block is not None and block < 1:
+        raise InputError(f"--block must be at least 1, got {block}.")
+    if shape is not None:
+        return loads.endless(loads.shape_of(shape, device, dtype, layers, block))
+    return loads.endless(loads.named(str(model), device, dtype, random_weights=random_weights, block=block))
+
+
+def _bench(
+    model: Model,
+    load: Load,
+    device: torch.device,
+    backend: str,
+    buckets: str | list[int] | None,
+    repeat: int,
+) -> Bench:
+    from dataclasses import replace
+
+    from dgraph.bench.floor import Device
+    from dgraph.bench.load import prompts_of
+    from dgraph.bench.measure import Bench
+    from dgraph.lowering.buckets import Buckets
+    from dgraph.lowering.regions import RegionCompiler
+    from dgraph.runtime.checks import check_request
+
+    RegionCompiler(backend)
+    if buckets is not None:
+        Buckets.of(buckets)
+    load = replace(load, prompts=prompts_of(model, [len(p) for p in load.prompts]))
+    check_request(
+        model.spec,
+        load.prompts,
+        max_new_tokens=load.tokens,
+        block_length=model.spec.block_length,
+        temperature=0.0,
+        max_batch=None,
+    )
+    return Bench(model, load, Device(device), backend, buckets, repeat)
+
+
+def _arms(
+    measure: Bench,
+    recipe: str,
+    options: dict[str, Any],
+    against: str | None,
+    ablation: bool,
+    graphs: bool,
+    device: torch.device,
+) -> list[Arm]:
+    from dgraph.bench.arms import Arm
+    from dgraph.bench.arms import ablation as lacking
+    from dgraph.recipes import RECIPES, build, options_of
+
+    trace = measure.load.trace
+    if trace is not None and trace.keeps and "select" in options_of(RECIPES[recipe]) and "select" not in options:
+        options = {**options, "select": "scripted"}
+    if options.get("select") == "scripted" and (trace is None or not trace.keeps):
+        raise InputError("select=scripted keeps what a trace says; give --commits with a trace that has kept columns.")
+    arms = []
+    if against is not None:
+        arms.append(Arm(against, build(RECIPES, against, measure.model.spec, {}), graphs))
+    label = ", ".join([recipe, *(f"{key}={value}" for key, value in options.items())])
+    whole = Arm(label, build(RECIPES, recipe, measure.model.spec, options), graphs)
+    arms.append(whole)
+    return arms + (list(lacking(whole, device.type == "cuda")) if ablation else [])
+
+
+def _show(done: Sequence[Measured], failed: dict[str, str], load: Load, title: str, setting: dict[str, Any]) -> None:
+    import dgraph.bench.report as written
+
+    if done:
+        OUT.print(f"{title}; {setting['device']}, torch {setting['torch']}")
+        if load.trace is not None:
+            rows = load.trace.redundancy()
+            print_text(
+                f"trace: {load.trace.source}; rows per token of its blocks: {rows.dense:.2f} dense"
+                + (
+                    f", {rows.kept:.2f} kept ({rows.refreshed:.2f} with refresh)"
+                    if rows.kept and rows.refreshed
+                    else ""
+                )
+            )
+    for titles, rows_of in written.tables(done) if done else ():
+        print_text("")
+        print_table(titles, rows_of)
+    for label, reason in failed.items():
+        complain(f"{label} was not measured: {reason}")
+
+
+@contextmanager
+def _progress(arms: int) -> Iterator[Callable[[str, str, int], None]]:
+    """A bar over the arms with what is being done, while stderr is a terminal."""
+    if not ERR.is_terminal:
+        yield lambda arm, what, done: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=ERR, transient=True) as bar:
+        task = bar.add_task("", total=arms)
+        yield lambda arm, what, done: bar.update(task, completed=done, description=f"{arm}: {what}")

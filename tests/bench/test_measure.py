@@ -1,0 +1,146 @@
+"""Arms under one script: equal commits in every step, kept rows as scripted, floors that follow the rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dgraph import api
+from dgraph.api import Optimized, optimize
+from dgraph.bench.arms import Arm, ablation, without
+from dgraph.bench.floor import Device, StepCount, floor_of, work_of
+from dgraph.bench.load import Lengths, Load, endless, prompts_of
+from dgraph.bench.measure import Bench, Counter
+from dgraph.bench.traces import kept_rows, synthesise
+from dgraph.errors import InputError
+from dgraph.families import Model
+from dgraph.families import load as load_model
+from dgraph.recipes import RECIPES, Recipe, build
+from tests.cli.folders import write_checkpoint
+
+BLOCK, TOKENS = 8, 40
+TRACE = synthesise(BLOCK, 5.0, 3.0, histories=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arms_share_a_capture() -> Iterator[None]:
+    """It is most of their time here, and passes leave it as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "captured", functools.cache(api.captured))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return endless(load_model(write_checkpoint(tmp_path_factory.mktemp("bench") / "small")))
+
+
+def recipe(model: Model, name: str, **options: object) -> Recipe:
+    return build(RECIPES, name, model.spec, options)
+
+
+@pytest.fixture(scope="module")
+def scripted(model: Model) -> Optimized:
+    return optimize(model, "focus", backend="eager", select="scripted")
+
+
+@pytest.fixture(scope="module")
+def bench(model: Model) -> Bench:
+    load = Load(prompts_of(model, [16, 3, 13, 8]), TOKENS, {"policy": TRACE.script()}, TRACE)
+    return Bench(model, load, Device(torch.device("cpu"), samples=2), backend="eager", repeat=1)
+
+
+def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: Bench) -> None:
+    arms = [Arm("dense", recipe(model, "dense")), Arm("focus", recipe(model, "focus", select="scripted"))]
+    dense, focus = (bench(arm) for arm in arms)
+    assert dense.committed == focus.committed
+    assert dense.steps == focus.steps == len(dense.committed)
+    assert focus.stats.rows_per_token < dense.stats.rows_per_token
+    assert min(focus.floor.total, dense.floor.total) > 0
+    for measured in (dense, focus):
+        assert sum(c.rows[-1] for c in measured.counts) == measured.stats.kept_rows
+        assert measured.ratio == measured.step / measured.floor.total > 0
+        assert measured.memory.other is None
+        assert measured.memory.kv == 2 * 2 * 2 * 16 * 4 * bench.load.positions
+        assert all(c.head <= c.rows[-1] for c in measured.counts)
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_the_rows_are_those_of_the_trace(model: Model, refresh: bool) -> None:
+    """Whole blocks of one prompt, from the trace's first history on."""
+    program = optimize(model, "focus", backend="eager", select="scripted", refresh=refresh)
+    counter = Counter(2)
+    blocks = len(TRACE.histories)
+    prompt = [[3] * (BLOCK * blocks)]  # its decoded blocks have the numbers blocks, blocks + 1, ...
+    stats = program.generate(
+        input_ids=prompt, max_new_tokens=BLOCK * blocks, policy=TRACE.script(), observer=counter
+    ).stats
+    counts = [kept_rows(h, BLOCK) for h in TRACE.histories]
+    commits = [BLOCK if refresh else late for _, late in counts][:-1]  # nobody reads the last block's
+    assert stats.rows["suffix"] == sum(behind for behind, _ in counts) + sum(commits)
+    assert counter.committed == [len(s.committed) for h in TRACE.histories for s in h]
+    assert [c.head for c in counter.counts] == [len(s.kept or ()) for h in TRACE.histories for s in h]
+
+
+def test_the_importance_is_computed_all_the_same(scripted: Optimized) -> None:
+    graph = scripted.graph("step")
+    assert len(graph.find("importance")) == 2
+    assert graph.inputs["script"].shape == ("N",)
+    (select,) = graph.find("select_tokens")
+    assert select.args[-2] == 1.0
+
+
+def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None:
+    work, device = work_of(scripted.graph("step")), Device(torch.device("cpu"), samples=3)
+    assert [sum(shapes.values()) for shapes in work.linears] == [5, 3]  # layer 0 and q|k|v of layer 1 on all rows
+    assert work.attentions == (1, 1)
+    assert work.head == (97, 64)
+    floors = [floor_of(work, [StepCount((n, n // 2), (n, n), n // 2)], device) for n in (64, 2048)]
+    assert 0 < floors[0].total < floors[1].total
+    assert floors[0].attention < floors[1].attention
+    assert floor_of(work, [], device).total == 0.0
+
+
+def test_times_between_samples_are_interpolated() -> None:
+    device = Device(torch.device("cpu"))
+    device._times[(4, 4), torch.float32] = {8: 1.0, 16: 3.0}
+    seconds = [device.product((4, 4), torch.float32, n) for n in (0, 4, 8, 12, 16, 99)]
+    assert seconds == [0.0, 1.0, 1.0, 2.0, 3.0, 3.0]
+    assert device.bandwidth > 0
+
+
+def test_an_ablation_lacks_one_thing_at_a_time(model: Model) -> None:
+    arm = Arm("focus", recipe(model, "focus"))
+    labels = [a.label for a in ablation(arm, on_gpu=True)]
+    assert labels == [
+        "without FuseProjections",
+        "without EvictTokens",
+        "without ChunkLMHead",
+        "block_cache=off",
+        "block_cache=dc",
+        "refresh=false",
+        "without graphs",
+    ]
+    assert [a.label for a in ablation(arm, on_gpu=False)] == labels[:-1]
+    assert without(arm.recipe, "EvictTokens").phase("step") == recipe(model, "dense").phase("step")
+    assert without(arm.recipe, "FuseProjections").phase("prefill") != arm.recipe.phase("prefill")
+
+
+def test_prompt_lengths(tmp_path: Path) -> None:
+    assert Lengths("12").draw(3) == [12, 12, 12]
+    uniform = Lengths("uniform:5-9").draw(50)
+    assert uniform == Lengths("uniform:5-9").draw(50)
+    assert set(uniform) == {5, 6, 7, 8, 9}
+    drawn = sorted(Lengths("lognormal:100,0.5").draw(99))
+    assert 80 < drawn[49] < 125
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('7\n{"prompt": 11}\n\n')
+    assert Lengths(str(file)).draw(3) == [7, 11, 7]
+    file.write_text('"seven"\n')
+    for text in ("many", "uniform:9-5", "uniform:5", "lognormal:0,1", "0", str(file), "gamma:1-2"):
+        with pytest.raises(InputError, match="--prompt"):
+            Lengths(text).draw(2)
