@@ -1,4 +1,7 @@
-"""Checkpoint folders in SDAR's own format: config.json, sharded bf16 safetensors with Qwen3's parameter names."""
+"""Checkpoint folders in a family's own format: config.json and sharded bf16 safetensors.
+
+SDAR's parameters carry Qwen3's names, which are those of `TinyModel`; LLaDA's carry OLMo's.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,43 @@ from .tokenizer import EOS_ID, MASK_ID, PAD_ID
 
 INDEX = "model.safetensors.index.json"
 
+LLADA_NAMES = {
+    "model.embed_tokens": "model.transformer.wte",
+    "model.layers": "model.transformer.blocks",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+"""Parts of parameter names here and in a LLaDA checkpoint."""
+
+LLADA_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_hidden_size",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_position_embeddings": "max_sequence_length",
+}
+"""Keys of the shape here and in a LLaDA config, whose head width is d_model / n_heads."""
+
 
 def sdar_config(config: TinyConfig) -> dict[str, Any]:
     """The config.json of an SDAR model of this shape."""
     return {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",
-        **asdict(config),
+        **{key: value for key, value in asdict(config).items() if key != "family"},
         "attention_bias": False,
         "attention_dropout": 0.0,
         "block_length": BLOCK,
@@ -45,6 +78,61 @@ def sdar_config(config: TinyConfig) -> dict[str, Any]:
     }
 
 
+def llada_config(config: TinyConfig) -> dict[str, Any]:
+    """The config.json of a LLaDA model of this shape."""
+    return {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        **{theirs: getattr(config, ours) for ours, theirs in LLADA_KEYS.items()},
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_dropout": 0.0,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "embedding_dropout": 0.0,
+        "embedding_size": config.vocab_size,
+        "eos_token_id": EOS_ID,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "init_std": 0.02,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "mask_token_id": MASK_ID,
+        "multi_query_attention": None,
+        "pad_token_id": PAD_ID,
+        "residual_dropout": 0.0,
+        "rope": True,
+        "rope_full_precision": True,
+        "scale_logits": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "weight_tying": False,
+    }
+
+
+def read_config(folder: Path) -> TinyConfig:
+    """The shape written in a folder's config.json. Raises ValueError for an architecture that is none of ours."""
+    values = json.loads((folder / "config.json").read_text())
+    architecture = values["architectures"][0]
+    if architecture == "SDARForCausalLM":
+        return TinyConfig(**{key: values[key] for key in TinyConfig.__dataclass_fields__ if key != "family"})
+    if architecture == "LLaDAModelLM":
+        shape = {ours: values[theirs] for ours, theirs in LLADA_KEYS.items()}
+        return TinyConfig(**shape, head_dim=values["d_model"] // values["n_heads"], family="llada")
+    raise ValueError(f"{folder}/config.json is of {architecture}; expected SDARForCausalLM or LLaDAModelLM")
+
+
+def stored_name(name: str, config: TinyConfig) -> str:
+    """The name in a checkpoint of the parameter that is `name` in `TinyModel`."""
+    if config.family == "llada":
+        for ours, theirs in LLADA_NAMES.items():
+            name = name.replace(ours, theirs)
+    return name
+
+
 def write(model: TinyModel, folder: Path, shard_bytes: int = 12 * 2**20) -> None:
     """Write weights (bf16) and configs into `folder`; each file appears whole, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,14 +143,15 @@ def write(model: TinyModel, folder: Path, shard_bytes: int = 12 * 2**20) -> None
         if sizes[-1] + tensor.nbytes > shard_bytes and shards[-1]:
             shards.append({})
             sizes.append(0)
-        shards[-1][name] = tensor
+        shards[-1][stored_name(name, model.config)] = tensor
         sizes[-1] += tensor.nbytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
         (folder / f"{name}.part").rename(folder / name)
     generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
-    _write_json(folder / "config.json", sdar_config(model.config))
+    config_of = llada_config if model.config.family == "llada" else sdar_config
+    _write_json(folder / "config.json", config_of(model.config))
     _write_json(folder / "generation_config.json", generation)
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     _write_json(
@@ -73,12 +162,13 @@ def write(model: TinyModel, folder: Path, shard_bytes: int = 12 * 2**20) -> None
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> TinyModel:
     """The model of a folder made by `write`. Raises RuntimeError if a parameter is missing or unknown."""
-    model = TinyModel(TinyConfig.read(folder))
+    model = TinyModel(read_config(folder))
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    state: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
-        state |= load_file(folder / name)
-    model.load_state_dict(state)
+        stored |= load_file(folder / name)
+    names = {stored_name(name, model.config): name for name in model.state_dict()}
+    model.load_state_dict({names.get(name, name): value for name, value in stored.items()})
     return model.to(device, dtype)
 
 

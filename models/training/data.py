@@ -1,8 +1,8 @@
 """Training batches: documents of one prompt and one response, packed into rows of fixed length.
 
-A document begins at position 0 and is padded with end-of-sequence tokens to the end of its last block, so every
-document starts at a block boundary of its row and blocks aligned to absolute positions stay aligned in the row.
-Batch i depends on the seed and i alone, whatever number of workers makes it.
+A document begins at position 0. It is padded with end-of-sequence tokens either to the end of its last block, so that
+blocks aligned to absolute positions stay aligned in the row, or to the end of a response region that a full
+bidirectional model denoises as a whole. Batch i depends on the seed and i alone, whatever number of workers makes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .tasks import TASKS, make
-from .tokenizer import EOS_ID, PAD_ID, encode_prompt
+from .tokenizer import EOS_ID, PAD_ID, USER_ID, encode_prompt
 
 BLOCK = 32
 """Rows in a diffusion block."""
@@ -34,6 +34,8 @@ TEXT_SHARE = 1 / 3
 """Share of all tokens that is open text."""
 EXTRA_BLOCK = 0.15
 """Chance of one more block of end-of-sequence padding after a response."""
+RESPONSE_LENGTH = 64
+"""Rows in the usual response region."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,62 @@ def document(prompt: list[int], response: list[int], task: str, length: int, ext
 
     A document longer than `length` (a multiple of the block) is cut there and then has no end.
     """
+    size = min(length, len(prompt) + len(response) + 1)
+    return _document(prompt, response, task, min(length, -(-size // BLOCK) * BLOCK + BLOCK * extra))
+
+
+def region_document(prompt: list[int], response: list[int], task: str, region: int) -> Document:
+    """Join prompt ids and response ids, the response ended and padded, or cut, to `region` tokens."""
+    return _document(prompt, response, task, len(prompt) + region)
+
+
+def _document(prompt: list[int], response: list[int], task: str, padded: int) -> Document:
     first = TEXT_PROMPT if task == "text" else PROMPT
-    ids = [*prompt, *response, EOS_ID][:length]
-    kinds = ([first] * len(prompt) + [RESPONSE] * (len(response) + 1))[:length]
-    padded = min(length, -(-len(ids) // BLOCK) * BLOCK + BLOCK * extra)
+    ids = [*prompt, *response, EOS_ID][:padded]
+    kinds = ([first] * len(prompt) + [RESPONSE] * (len(response) + 1))[:padded]
     return Document(
         ids + [EOS_ID] * (padded - len(ids)),
         kinds + [EOS_PADDING] * (padded - len(kinds)),
         KIND_NAMES.index(task),
     )
+
+
+def draw_region(need: int, task: str, rng: random.Random) -> int:
+    """Length of a response region: usually 64 for a task; else blocks that hold `need` tokens, or any length above.
+
+    Open text is denoised whole or, half of the time, up to 64 or 128 tokens of it.
+    """
+    if task == "text":
+        return rng.choice([need, need, RESPONSE_LENGTH, 2 * RESPONSE_LENGTH])
+    whole = -(-need // BLOCK) * BLOCK
+    choices = [max(whole, RESPONSE_LENGTH), whole, whole + BLOCK, need + rng.randrange(BLOCK)]
+    return rng.choices(choices, [0.45, 0.3, 0.15, 0.1])[0]
+
+
+def tail(prompt: list[int], length: int) -> list[int]:
+    """An encoded prompt (`encode_prompt`) of at most `length` tokens: the beginning of its text is dropped."""
+    return prompt if len(prompt) <= length else [USER_ID, *prompt[len(prompt) - length + 1 :]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents are made: at most `limit` tokens, retrieval among up to `pairs`, response regions or blocks."""
+
+    limit: int
+    pairs: int = 16
+    regions: bool = False
+
+    def place(self, prompt: list[int], response: list[int], task: str, rng: random.Random) -> Document | None:
+        """The document of one prompt and response; None for a task's that does not fit whole."""
+        need = len(response) + 1
+        fits = task == "text" or len(prompt) + need <= self.limit
+        if not self.regions:
+            whole = document(prompt, response, task, self.limit, rng.random() < EXTRA_BLOCK)
+            return whole if fits else None
+        region = draw_region(need, task, rng)
+        if task == "text":
+            prompt = tail(prompt, max(self.limit - region, self.limit // 2))
+        return region_document(prompt, response, task, min(region, self.limit - len(prompt))) if fits else None
 
 
 def split_passage(text: str, rng: random.Random) -> tuple[str, str]:
@@ -112,12 +161,22 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> dict[str, np.
 
 
 class Mixture(Dataset[Batch]):
-    """Batches of tasks and open text: item i is the i-th batch of `rows` rows of `length` tokens."""
+    """Batches of tasks and open text: item i is the i-th batch of `rows` rows of `length` tokens.
+
+    Without a `layout`, documents of up to `length` tokens end with a block.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, passages: list[str], rows: int, length: int, batches: int, seed: int
+        self,
+        tokenizer: Tokenizer,
+        passages: list[str],
+        rows: int,
+        length: int,
+        batches: int,
+        seed: int,
+        layout: Layout | None = None,
     ) -> None:
-        self.tokenizer, self.passages = tokenizer, passages
+        self.tokenizer, self.passages, self.layout = tokenizer, passages, layout or Layout(length)
         self.rows, self.length, self.batches, self.seed = rows, length, batches, seed
 
     def __len__(self) -> int:
@@ -128,11 +187,12 @@ class Mixture(Dataset[Batch]):
         documents: list[Document] = []
         text = total = 0
         while total < self.rows * self.length:
-            drawn = self._draw(rng, text=text <= TEXT_SHARE * total)
+            open_text = text <= TEXT_SHARE * total
+            drawn = self._draw(rng, open_text)
             documents += drawn
             size = sum(len(item.ids) for item in drawn)
             total += size
-            text += size * (KIND_NAMES[drawn[0].task] == "text")
+            text += size * open_text
         arrays = pack(documents, self.rows, self.length)
         return Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
@@ -143,15 +203,12 @@ class Mixture(Dataset[Batch]):
             pairs = [split_passage(self.passages[rng.randrange(len(self.passages))], rng) for _ in names]
         else:
             names = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=count)
-            pairs = [(example.prompt, example.answer) for example in (make(name, rng) for name in names)]
+            options = {"needle": {"most": self.layout.pairs}}
+            examples = (make(name, rng, **options.get(name, {})) for name in names)
+            pairs = [(example.prompt, example.answer) for example in examples]
         answers = self.tokenizer.encode_batch_fast([answer for _, answer in pairs], add_special_tokens=False)
-        return [
-            document(
-                encode_prompt(self.tokenizer, prompt),
-                answer.ids,
-                name,
-                self.length,
-                rng.random() < EXTRA_BLOCK,
-            )
+        placed = (
+            self.layout.place(encode_prompt(self.tokenizer, prompt), answer.ids, name, rng)
             for name, (prompt, _), answer in zip(names, pairs, answers, strict=True)
-        ]
+        )
+        return [item for item in placed if item is not None]

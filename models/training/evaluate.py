@@ -1,12 +1,11 @@
-"""An independent block-diffusion decoder in plain PyTorch, and the figures it measures.
+"""The figures of a tiny model, measured with the plain decoders of `decode`.
 
     python -m dgraph.models.training.evaluate CHECKPOINT --out FILE
 
 Open text comes from a corpus folder, or else from the checkpoint's own held_out.jsonl.
 
-A block of masks is denoised step by step: one forward of the block over the cached clean blocks, then the most
-confident masked rows are committed. A finished block is forwarded once more, clean, to fix its keys and values.
-Exact match and tokens per step are reported per task, tokens per step and a likelihood bound on open text.
+Exact match and tokens per step are reported per task, with a confidence threshold and with one token a step;
+retrieval also by the prompt's length and the needle's depth; tokens per step and a likelihood bound on open text.
 """
 
 from __future__ import annotations
@@ -15,130 +14,81 @@ import argparse
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from . import checkpoint, corpus
-from .data import BLOCK, Batch, document, pack, split_passage
-from .model import KeyValueCache, TinyModel
+from .data import BLOCK, RESPONSE_LENGTH, Batch, document, pack, region_document, split_passage, tail
+from .decode import Decoded, decode, summarize
+from .masked_diffusion import masked_diffusion
+from .model import TinyModel
 from .objective import block_diffusion, dense_mask, token_losses
-from .tasks import TASKS, Example, held_out, matches, read_examples, write_examples
-from .tokenizer import EOS_ID, MASK_ID, encode_prompt, load
+from .tasks import TASKS, Example, held_out, matches, needle, read_examples, write_examples
+from .tokenizer import encode_prompt, load
+
+NEW_TOKENS = {"sdar": 96, "llada": RESPONSE_LENGTH}
+"""Length of a response to a task by family."""
+TEXT_PROMPT_TOKENS, TEXT_TOKENS = 384, 128
+"""Longest prompt and length of the response on open text."""
+NEEDLE_LENGTHS = {"sdar": (64, 128), "llada": (128, 256, 384, 512)}
+"""Prompt tokens of the retrieval table by family: what it was trained on."""
+DEPTHS = 5
+GROUP = 128
+"""Sequences decoded at once."""
 
 
-@dataclass
-class Decoded:
-    """One sequence's response: ids up to its first end token (left out), and what decoding it took.
-
-    steps: denoising forwards; committed: tokens they committed, end padding too; output: tokens a reader gets,
-    the first end token included; blocks: finished blocks.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    steps: int = 0
-    committed: int = 0
-    output: int = 0
-    blocks: int = 0
-
-
-@torch.inference_mode()
-def decode(
-    model: TinyModel,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    threshold: float | None = 0.9,
+def decode_all(
+    model: TinyModel, prompts: Sequence[list[int]], new_tokens: int, threshold: float | None
 ) -> list[Decoded]:
-    """Greedy block-diffusion decoding of prompts of different lengths, all in one batch.
-
-    A step commits every masked row whose confidence (the probability of its most likely token) exceeds
-    `threshold`, at least the most confident one; `threshold` None commits exactly one row a step.
-    """
-    device = model.lm_head.weight.device
-    lengths = [len(prompt) for prompt in prompts]
-    capacity = -(-(max(lengths) + max_new_tokens) // BLOCK) * BLOCK
-    tokens = torch.full((len(prompts), capacity), MASK_ID, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    cache = KeyValueCache(model.config, len(prompts), capacity, model.lm_head.weight)
-    start = torch.tensor([length // BLOCK * BLOCK for length in lengths], device=device)
-    end = torch.tensor(lengths, device=device) + max_new_tokens
-
-    def forward(rows: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states of `rows` at `positions` [rows, T], whose keys and values enter the cache."""
-        limit = (positions // BLOCK + 1) * BLOCK
-        length = int(limit.max())
-        visible = torch.arange(length, device=device) < limit[:, :, None]
-        view = cache.select(rows, length)
-        return model.hidden(tokens[rows[:, None], positions], positions, visible[:, None], view)
-
-    everyone = torch.arange(len(prompts), device=device)
-    if prefix := int(start.max()):
-        forward(everyone, torch.arange(prefix, device=device).expand(len(prompts), -1))
-    results = [Decoded() for _ in prompts]
-    offsets = torch.arange(BLOCK, device=device)
-    active = everyone
-    while len(active):
-        positions = start[active, None] + offsets
-        masked = tokens[active[:, None], positions] == MASK_ID
-        hidden = forward(active, positions)
-        confidence, choice = model.lm_head(hidden).float().softmax(-1).max(-1)
-        confidence = confidence.masked_fill(~masked, -1.0)
-        commit = torch.zeros_like(masked) if threshold is None else confidence > threshold
-        commit.scatter_(1, confidence.argmax(1, keepdim=True), True)
-        commit &= masked
-        tokens[active[:, None], positions] = torch.where(commit, choice, tokens[active[:, None], positions])
-        for row, number in zip(active.tolist(), commit.sum(1).tolist(), strict=True):
-            results[row].steps += 1
-            results[row].committed += number
-        complete = ~(masked & ~commit).any(1)
-        if not complete.any():
-            continue
-        finished = active[complete]
-        stopped = (tokens[finished[:, None], positions[complete]] == EOS_ID).any(1)
-        stopped |= start[finished] + BLOCK >= end[finished]
-        for row in finished.tolist():
-            results[row].blocks += 1
-        if len(going_on := finished[~stopped]):
-            forward(going_on, start[going_on, None] + offsets)
-            start[going_on] += BLOCK
-        active = active[~torch.isin(active, finished[stopped])]
-    for row, result in enumerate(results):
-        response = tokens[row, lengths[row] : lengths[row] + max_new_tokens].tolist()
-        result.ids = response[: response.index(EOS_ID)] if EOS_ID in response else response
-        result.output = min(len(result.ids) + 1, max_new_tokens)
-    return results
-
-
-def summarize(results: Iterable[Decoded]) -> dict[str, float]:
-    """Sums over sequences: tokens committed per step, tokens output per step, steps per block."""
-    results = list(results)
-    steps = sum(r.steps for r in results)
-    return {
-        "sequences": len(results),
-        "steps": steps,
-        "committed_per_step": round(sum(r.committed for r in results) / steps, 3),
-        "output_per_step": round(sum(r.output for r in results) / steps, 3),
-        "steps_per_block": round(steps / sum(r.blocks for r in results), 3),
-    }
+    """`decode` in groups of sequences of like length, so that memory is bounded; results in the given order."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    found: dict[int, Decoded] = {}
+    for at in range(0, len(order), GROUP):
+        group = order[at : at + GROUP]
+        found |= zip(group, decode(model, [prompts[i] for i in group], new_tokens, threshold), strict=True)
+    return [found[i] for i in range(len(prompts))]
 
 
 def run_examples(
     model: TinyModel,
     tokenizer: Tokenizer,
     examples: Sequence[Example],
-    max_new_tokens: int = 96,
+    max_new_tokens: int | None = None,
     threshold: float | None = 0.9,
 ) -> dict[str, float]:
     """Exact match (per cent) and decode dynamics on examples of one task."""
     prompts = [encode_prompt(tokenizer, example.prompt) for example in examples]
-    results = decode(model, prompts, max_new_tokens, threshold)
+    results = decode_all(model, prompts, max_new_tokens or NEW_TOKENS[model.config.family], threshold)
     right = sum(matches(e, tokenizer.decode(r.ids)) for e, r in zip(examples, results, strict=True))
     return {"exact_match": round(100 * right / len(examples), 2), **summarize(results)}
+
+
+def pairs_within(tokenizer: Tokenizer, length: int, draws: int = 32) -> int:
+    """The number of pairs of retrieval prompts of about `length` tokens: none of `draws` prompts is longer."""
+    rng = random.Random(f"pairs {length}")
+    count = 2
+    while max(len(encode_prompt(tokenizer, needle(rng, count + 1, count + 1).prompt)) for _ in range(draws)) <= length:
+        count += 1
+    return count
+
+
+def needle_table(
+    model: TinyModel, tokenizer: Tokenizer, count: int, threshold: float | None = 0.9
+) -> dict[str, list[float]]:
+    """Exact match (per cent) of retrieval: prompt tokens -> one figure per fifth of the depth, first pairs first."""
+    table = {}
+    for length in NEEDLE_LENGTHS[model.config.family]:
+        pairs = pairs_within(tokenizer, length)
+        cells = []
+        for part in range(DEPTHS):
+            depth = (part / DEPTHS, (part + 1) / DEPTHS)
+            examples = held_out("needle", count, seed=length * DEPTHS + part, fewest=pairs, most=pairs, depth=depth)
+            cells.append(run_examples(model, tokenizer, examples, threshold=threshold)["exact_match"])
+        table[str(length)] = cells
+    return table
 
 
 def text_examples(passages: Iterable[str], count: int, shortest: int = 600) -> list[Example]:
@@ -154,13 +104,19 @@ def text_bound(
 ) -> float:
     """Upper bound of the nats per response token (its end counted, padding after it not).
 
-    Estimated with `draws` random maskings of every block; a passage is cut at `length` tokens.
+    Estimated with `draws` random maskings of every block, or of the first 128 response tokens of a full
+    bidirectional model; a passage is cut at `length` tokens.
     """
+    whole = model.config.family == "llada"
     device = model.lm_head.weight.device
     documents = []
     for example in examples:
+        prompt = encode_prompt(tokenizer, example.prompt)
         answer = tokenizer.encode(example.answer, add_special_tokens=False).ids
-        documents.append(document(encode_prompt(tokenizer, example.prompt), answer, "text", length))
+        if whole:
+            documents.append(region_document(tail(prompt, length - TEXT_TOKENS), answer, "text", TEXT_TOKENS))
+        else:
+            documents.append(document(prompt, answer, "text", length))
     generator = torch.Generator(device).manual_seed(0)
     total = weight = 0.0
     for at in range(0, len(documents), 16):
@@ -168,7 +124,10 @@ def text_bound(
         arrays = pack(group, len(group), length)
         batch = Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()}).to(device)
         for _ in range(draws):
-            inputs = block_diffusion(batch, length // BLOCK, generator, padding_weight=0.0)
+            if whole:
+                inputs = masked_diffusion(batch, generator, blockwise_share=0.0, padding_weight=0.0)
+            else:
+                inputs = block_diffusion(batch, length // BLOCK, generator, padding_weight=0.0)
             rows, width = inputs.input_ids.shape
             mask = dense_mask(inputs.visible, rows, width, device)
             hidden = model.hidden(inputs.input_ids, inputs.positions, mask)
@@ -186,15 +145,16 @@ def evaluate(
     threshold: float,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """All figures: `count` held-out prompts per task and the given text examples."""
-    report: dict[str, Any] = {"threshold": threshold, "block_length": BLOCK, "tasks": {}}
-    for task in TASKS:
-        report["tasks"][task] = run_examples(model, tokenizer, held_out(task, count, seed), threshold=threshold)
-    one = run_examples(model, tokenizer, held_out("math", count, seed), threshold=None)
-    report["math_one_token_a_step"] = one
+    """All figures: `count` held-out prompts per task, a quarter of it per cell of the table, and the given text."""
+    examples = {task: held_out(task, count, seed) for task in TASKS}
+    report: dict[str, Any] = {"threshold": threshold, "block_length": BLOCK}
+    report["new_tokens"] = NEW_TOKENS[model.config.family]
+    for name, rule in (("tasks", threshold), ("tasks_one_token_a_step", None)):
+        report[name] = {task: run_examples(model, tokenizer, chosen, None, rule) for task, chosen in examples.items()}
+    report["needle_by_tokens_and_depth"] = needle_table(model, tokenizer, max(1, count // 4), threshold)
     if text:
-        prompts = [encode_prompt(tokenizer, example.prompt)[:384] for example in text]
-        report["text"] = summarize(decode(model, prompts, 128, threshold))
+        prompts = [tail(encode_prompt(tokenizer, example.prompt), TEXT_PROMPT_TOKENS) for example in text]
+        report["text"] = summarize(decode_all(model, prompts, TEXT_TOKENS, threshold))
         report["text"]["nats_per_token_bound"] = round(text_bound(model, tokenizer, text), 3)
     return report
 

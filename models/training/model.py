@@ -1,16 +1,15 @@
-"""The tiny model in plain PyTorch: Qwen3's mathematics and parameter names, with the attention mask given from outside.
+"""The tiny models in plain PyTorch: Qwen3's parameter names, with the attention mask given from outside.
 
-A state dict of `TinyModel` loads into transformers' `Qwen3ForCausalLM` as it is, and the other way round.
-Training needs this file only because one sequence here holds a clean and a noisy copy, whose mask is neither
-causal nor full.
+With SDAR's RMSNorm on each head of q and k a state dict loads into transformers' `Qwen3ForCausalLM` as it is, without
+it (LLaDA) into `LlamaForCausalLM`. Training needs this file because rows hold several documents, and for SDAR a clean
+and a noisy copy of each, so that the mask is neither causal nor full.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,11 @@ Mask = Tensor | BlockMask
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Shape of the model; the names are those of transformers' Qwen3Config."""
+    """Shape of the model; the names are those of transformers' Qwen3Config.
+
+    family: "sdar" normalises q and k and denoises block by block, each seeing the blocks before it; "llada" does not
+    normalise them, and every row sees every row.
+    """
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -35,12 +38,13 @@ class TinyConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 1024
+    family: Literal["sdar", "llada"] = "sdar"
 
-    @staticmethod
-    def read(folder: Path) -> TinyConfig:
-        """The shape written in a checkpoint folder's config.json; other keys there are ignored."""
-        values = json.loads((folder / "config.json").read_text())
-        return TinyConfig(**{name: values[name] for name in TinyConfig.__dataclass_fields__})
+
+SDAR = TinyConfig()
+LLADA = TinyConfig(num_key_value_heads=8, family="llada")
+SHAPES = {shape.family: shape for shape in (SDAR, LLADA)}
+"""The shapes of the embedded models."""
 
 
 class KeyValueCache:
@@ -95,8 +99,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        normed = config.family == "sdar"
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KeyValueCache | None, positions: Tensor

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from .words import NAMES, THINGS, WORDS
 
@@ -74,14 +75,14 @@ def math(rng: random.Random) -> Example:
     return Example("math", " ".join(prompt), f"{' '.join(steps)} #### {total}")
 
 
-def needle(rng: random.Random) -> Example:
-    """Retrieval of one value among 2 to 16 pairs.
+def needle(rng: random.Random, fewest: int = 2, most: int = 16, depth: tuple[float, float] = (0, 1)) -> Example:
+    """Retrieval of one value among `fewest` to `most` pairs; the one asked for lies within `depth` of their order.
 
     river is 123. stone is 456. What is stone? -> The value of stone is 456. #### 456
     """
-    keys = rng.sample(WORDS, rng.randint(2, 16))
+    keys = rng.sample(WORDS, rng.randint(fewest, most))
     values = [rng.randint(100, 999) for _ in keys]
-    chosen = rng.randrange(len(keys))
+    chosen = rng.randrange(*(round(end * len(keys)) for end in depth))
     pairs = " ".join(f"{key} is {value}." for key, value in zip(keys, values, strict=True))
     key, value = keys[chosen], values[chosen]
     return Example("needle", f"{pairs} What is {key}?", f"The value of {key} is {value}. #### {value}")
@@ -134,7 +135,7 @@ def trace(rng: random.Random) -> Example:
     )
 
 
-TASKS: dict[str, Callable[[random.Random], Example]] = {
+TASKS: dict[str, Callable[..., Example]] = {
     "math": math,
     "needle": needle,
     "sort": sort,
@@ -143,19 +144,19 @@ TASKS: dict[str, Callable[[random.Random], Example]] = {
 }
 
 
-def make(task: str, rng: random.Random) -> Example:
-    """Draw a training example of `task`; its prompt is never a held-out one.
+def make(task: str, rng: random.Random, **options: Any) -> Example:
+    """Draw a training example of `task` with its generator's options; its prompt is never a held-out one.
 
     Raises ValueError for an unknown task.
     """
     generator = _generator(task)
-    while is_held_out((example := generator(rng)).prompt):
+    while is_held_out((example := generator(rng, **options)).prompt):
         pass
     return example
 
 
-def held_out(task: str, count: int, seed: int = 0) -> list[Example]:
-    """`count` distinct held-out examples of `task`, the same for the same seed.
+def held_out(task: str, count: int, seed: int = 0, **options: Any) -> list[Example]:
+    """`count` distinct held-out examples of `task` with its generator's options, the same for the same seed.
 
     Raises ValueError for an unknown task, or where the task has too few distinct held-out prompts.
     """
@@ -164,7 +165,7 @@ def held_out(task: str, count: int, seed: int = 0) -> list[Example]:
     found: dict[str, Example] = {}
     nothing_new = 0
     while len(found) < count and nothing_new < GIVE_UP_AFTER:
-        example = generator(rng)
+        example = generator(rng, **options)
         if is_held_out(example.prompt) and example.prompt not in found:
             found[example.prompt] = example
             nothing_new = 0
@@ -199,7 +200,7 @@ def read_examples(path: Path) -> list[Example]:
     return [Example(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def _generator(task: str) -> Callable[[random.Random], Example]:
+def _generator(task: str) -> Callable[..., Example]:
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; expected one of {', '.join(TASKS)}")
     return TASKS[task]

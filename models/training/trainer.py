@@ -1,0 +1,153 @@
+"""The training loop: one optimizer and schedule per phase, stages of growing difficulty within it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from .data import KIND_NAMES, Batch
+from .model import Mask, TinyModel
+from .objective import Inputs, dense_mask, token_losses
+from .tokenizer import EOS_ID
+
+LogLine = dict[str, Any]
+
+LOG_EVERY = 50
+MASTERED = 0.03
+"""Mean loss per token of a retrieval answer at which a stage has done its work."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a phase: retrieval among up to `pairs`, until it is mastered or `until` of the phase is over."""
+
+    pairs: int
+    until: float = 1.0
+
+
+class Trainer:
+    """One phase's optimizer and schedule: the rate rises to `peak` over `warmup` steps, then falls to final * peak.
+
+    A phase is over after `steps` or `minutes`, whichever comes first, and the rate follows what is closer to its end.
+    `dense` asks for dense masks (any device), else FlexAttention's; `compiled` compiles the loss and the masks.
+    """
+
+    def __init__(
+        self,
+        model: TinyModel,
+        steps: int,
+        peak: float,
+        final: float,
+        dense: bool,
+        compiled: bool,
+        warmup: int = 100,
+        minutes: float = float("inf"),
+    ) -> None:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.model, self.steps, self.minutes, self.dense = model, steps, minutes, dense
+        self.peak, self.final, self.warmup = peak, final, min(warmup, max(1, steps // 10))
+        self.device = model.lm_head.weight.device
+        cuda = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=cuda)
+        self.block_mask: Callable[..., Any] = torch.compile(create_block_mask) if compiled else create_block_mask
+        self.losses: Callable[..., Tensor] = torch.compile(token_losses) if compiled else token_losses
+        self.done = 0
+        self.began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the phase began."""
+        return time.perf_counter() - self.began
+
+    @property
+    def fraction(self) -> float:
+        """How much of the phase is over."""
+        return max(self.done / self.steps, self.seconds / (60 * self.minutes))
+
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        if self.done < self.warmup:
+            return self.peak * (self.done + 1) / self.warmup
+        start = self.warmup / self.steps
+        return self.peak * (1 - (1 - self.final) * min(1, max(0, self.fraction - start) / (1 - start)))
+
+    def mask(self, inputs: Inputs) -> Mask:
+        """What the rows of `inputs` see, in the form the chosen kernel takes."""
+        rows, length = inputs.input_ids.shape
+        if self.dense:
+            return dense_mask(inputs.visible, rows, length, self.device)
+        return self.block_mask(inputs.visible, rows, None, length, length, device=self.device)
+
+    def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """One update; the loss before it, and the unweighted loss per row [R, P]."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
+            losses = self.losses(hidden, self.model.lm_head.weight, inputs.targets)
+        loss = (losses * inputs.weights).sum() / inputs.scale
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        return loss.detach(), losses.detach()
+
+
+def task_means(inputs: Inputs, losses: Tensor) -> dict[str, float]:
+    """Mean loss per token learnt of each task, end tokens left out: there are many and they are easy."""
+    learnt = (inputs.weights > 0) & (inputs.targets != EOS_ID)
+    chosen = {name: learnt & (inputs.tasks == number) for number, name in enumerate(KIND_NAMES)}
+    return {name: round(float((losses * at).sum() / at.sum().clamp_min(1)), 4) for name, at in chosen.items()}
+
+
+def run_phase(
+    trainer: Trainer,
+    stages: Sequence[Stage],
+    batches_of: Callable[[int, Stage], Iterable[Batch]],
+    inputs_of: Callable[[Batch], Inputs],
+    log: Callable[[LogLine], None],
+    probe: Callable[[], LogLine],
+    probe_every: int,
+    save: Callable[[], None],
+    save_every: float = 60.0,
+) -> None:
+    """Run a phase; log the mean loss per task every 50 steps, `probe` every `probe_every` steps and after each stage.
+
+    `batches_of` gives the endless or long enough batches of a stage and its number. `save` is called every `save_every`
+    seconds and at the end, an interrupt included.
+    """
+    saved = 0.0
+    try:
+        for number, stage in enumerate(stages):
+            for batch in batches_of(number, stage):
+                inputs = inputs_of(batch.to(trainer.device))
+                loss, losses = trainer.step(inputs)
+                over = trainer.fraction >= (stage.until if number + 1 < len(stages) else 1.0)
+                if trainer.done % LOG_EVERY == 0 or trainer.done <= 3 or over:
+                    means = task_means(inputs, losses)
+                    line = {"step": trainer.done, "pairs": stage.pairs, "loss": round(float(loss), 4), **means}
+                    log({**line, "rate": round(trainer.rate(), 6), "seconds": round(trainer.seconds, 1)})
+                    over |= (
+                        number + 1 < len(stages) and trainer.done > trainer.warmup and 0 < means["needle"] < MASTERED
+                    )
+                    if trainer.seconds - saved > save_every:
+                        save()
+                        saved = trainer.seconds
+                if over:
+                    break
+                if probe_every and trainer.done % probe_every == 0:
+                    log({"step": trainer.done, **probe()})
+            if probe_every and number + 1 < len(stages):
+                log({"step": trainer.done, **probe()})
+    finally:
+        save()
+    log({"phase seconds": round(trainer.seconds, 1)})
