@@ -1,0 +1,253 @@
+"""What the decode loop knows of a batch, and its transition from step to step, as tensors on the device.
+
+Two kinds of state share it: `StepState` for block-causal models and `CanvasState` for bidirectional ones. They differ in
+which rows they forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and only
+`summary` is meant to be read by the host.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.policies import Candidates, Policy, edits, may_wait
+from dgraph.runtime.rows import RowResults, StepRows
+
+BlockCache = Literal["off", "dc", "dc+"]
+BLOCK_CACHES: tuple[BlockCache, ...] = ("off", "dc", "dc+")
+
+
+def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
+    """Columns whose keys and values are frozen within their block: bool[b, B] -> bool[b, B].
+
+    decoded: before the commit of the step. "off": none. "dc": the decoded ones. "dc+": the decoded ones whose
+    right neighbour is decoded too; the last column counts as having one (FOCUS, delayed cache).
+    """
+    if rule == "off":
+        return torch.zeros_like(decoded)
+    if rule == "dc":
+        return decoded
+    right = torch.cat([decoded[:, 1:], torch.ones_like(decoded[:, :1])], dim=1)
+    return decoded & right
+
+
+@dataclass
+class DecodeState(ABC):
+    """State of b sequences. Attributes that the transitions replace:
+
+    start i64[b]: position of the current block's first row; progress i32[b]: rightmost position kept in this block so
+    far, start - 1 before its first step; decoded, steps i64[b]: tokens of this block, and its steps that decoded some;
+    counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; commit_rows, kept_rows i64[]: rows
+    forwarded for their keys alone (to commit a block, or to refresh what others read), and rows that reached the last
+    layers, all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left; active
+    bool[b]; broken bool[b]: the last step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
+    decoded so far, mask tokens elsewhere.
+
+    Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
+    max_new_tokens; stop_ids i64[E]; mask_id.
+    """
+
+    start: Tensor
+    progress: Tensor
+    decoded: Tensor
+    steps: Tensor
+    counter: Tensor
+    total: Tensor
+    commit_rows: Tensor
+    kept_rows: Tensor
+    forwards: Tensor
+    passes: Tensor
+    active: Tensor
+    broken: Tensor
+    canvas: Tensor
+    prompt: Tensor
+    prompt_end: Tensor
+    end: Tensor
+    stop_ids: Tensor
+    mask_id: int
+
+    @staticmethod
+    def counters(start: Tensor, sequences: int | None) -> dict[str, Tensor]:
+        """The fields that begin alike in every state. Only the first `sequences` take part, default all."""
+        b, device = len(start), start.device
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return {
+            "start": start,
+            "progress": (start - 1).int(),
+            **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "forwards", "passes")},
+            "commit_rows": zeros(),
+            "kept_rows": zeros(),
+            "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
+            "broken": torch.zeros(b, dtype=torch.bool, device=device),
+        }
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Columns of a block, B."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Rows that a step can have at most."""
+
+    @property
+    @abstractmethod
+    def block_masked(self) -> Tensor:
+        """bool[b, B]: columns of the current block that are not decoded yet."""
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> Tensor:
+        """i64[b, B]: the current block as it stands."""
+
+    @abstractmethod
+    def live(self) -> Tensor:
+        """bool[b, W]: what the next step forwards, over the columns of this kind of state."""
+
+    @abstractmethod
+    def rows(self, capacity: int, editing: bool = False) -> StepRows:
+        """Pack the rows of the next step; `capacity` rows, of which `summary()[0]` are live and the others padding.
+
+        With a capacity below that count rows are lost: the caller knows better. editing: decoded rows that may be
+        replaced get a candidate like masked ones.
+        """
+
+    @abstractmethod
+    def _own_rows(self) -> Tensor:
+        """i64[]: rows of the step that are forwarded for their keys alone."""
+
+    @abstractmethod
+    def _write(self, commit: Tensor, token: Tensor) -> None:
+        """Write tokens i64[b, B] where commit bool[b, B] says."""
+
+    @abstractmethod
+    def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
+        """Finish sequences, move on to the next block, and decide which rows the next step forwards.
+
+        masked bool[b, B]: the block as it was forwarded. settled bool[b]: whether the block is done, where that is not
+        the same as having no mask (its tokens can still be replaced).
+        """
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded)."""
+        mean = self.decoded.float() / self.steps.clamp(min=1).float()
+        return torch.where(self.steps > 0, mean, 1.0)
+
+    @property
+    def columns(self) -> Tensor:
+        """i64[b, B]: positions of the current block."""
+        return self.start[:, None] + torch.arange(self.block, device=self.start.device)
+
+    @property
+    def editable(self) -> Tensor:
+        """bool[b, B]: decoded positions of the current block that are not part of the prompt."""
+        return ~self.block_masked & (self.columns >= self.prompt_end[:, None]) & (self.columns < self.end[:, None])
+
+    def clone(self) -> Self:
+        """A copy that shares no tensor."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = value.clone() if isinstance(value, Tensor) else value
+        return type(self)(**values)
+
+    def summary(self) -> Tensor:
+        """i64[4]: rows of the next step, active sequences, tokens decoded so far, broken sequences."""
+        return torch.stack([self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()])
+
+    def apply(
+        self,
+        rows: StepRows,
+        results: RowResults,
+        policy: Policy,
+        block_cache: BlockCache,
+        refresh: bool,
+        progress: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
+
+        progress i32[b]: as the program updated it; None where it does not evict (nobody reads it then). noise
+        f32[b, B]: uniform, for policies that draw.
+        """
+        editing, masked = edits(policy), self.block_masked
+        token = self._on_block(rows, results.token, -1)
+        confidence = self._on_block(rows, results.confidence, -math.inf)
+        invalid = confidence.isnan().any(dim=1)
+        candidates = Candidates(
+            token=token,
+            confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
+            masked=masked,
+            current=self.block_tokens,
+            step=self.steps,
+            decoded=self.decoded,
+            start=self.start,
+            prompt=self.prompt,
+            margin=None if results.margin is None else self._on_block(rows, results.margin, -math.inf),
+            entropy=None if results.entropy is None else self._on_block(rows, results.entropy, math.inf),
+            noise=noise,
+            forwards=self.forwards,
+            editable=self.editable if editing else None,
+            passes=self.passes,
+        )
+        commit = policy.choose(candidates)
+        settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
+        progressed = candidates.committable if may_wait(policy) else commit & masked
+        masks_left = masked.any(dim=1)
+        self.broken = self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
+
+        self.commit_rows = self.commit_rows + self._own_rows()
+        self.kept_rows = self.kept_rows + (results.kept & rows.live).sum()
+        self.forwards = self.forwards + self.active
+        self.passes = self.passes + (self.active & ~masks_left)
+        self.counter = self.counter + self.active
+        if progress is not None:
+            self.progress = torch.where(self.active, progress, self.progress)
+        count = (commit & masked).sum(dim=1)
+        self.decoded = self.decoded + count
+        self.steps = self.steps + (count > 0)
+        self.total = self.total + count
+        self._write(commit, token)
+        self._advance(masked, block_cache, refresh, settled)
+        return commit
+
+    def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:
+        """Per-row values -> [b, B] on the current block; `fill` where no row was."""
+        b, width = len(self.start), 2 * self.block
+        window = values.new_full((b * width + 1,), fill)
+        at = torch.where(rows.live, rows.sequence * width + rows.column, b * width)
+        return window.scatter_(0, at, values)[:-1].view(b, width)[:, self.block :]
+
+    def _finish(self, settled: Tensor | None) -> Tensor:
+        """End sequences that are done; bool[b]: those of the others whose block is done."""
+        block, masked = self.block, self.block_masked
+        column = torch.arange(block, device=masked.device)
+        generated = ~masked & (self.columns >= self.prompt_end[:, None])  # a stop token of the prompt is none
+        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & generated
+        first_stop = torch.where(stop, column, block + 1).amin(dim=1)
+        first_mask = torch.where(masked, column, block).amin(dim=1)
+        complete = first_mask == block if settled is None else settled
+        # What comes after a stop token is dropped, so a stop token with no mask before it ends the sequence
+        # at once.
+        stopped = first_stop < first_mask
+        if settled is not None:
+            stopped = stopped & settled
+        self.active = self.active & ~(stopped | (complete & (self.start + block >= self.end)))
+        return complete & self.active
+
+    def _next_block(self, moved: Tensor) -> None:
+        """Move sequences bool[b] on by one block."""
+        self.start = torch.where(moved, self.start + self.block, self.start)
+        self.progress = torch.where(moved, (self.start - 1).int(), self.progress)
+        for name in ("decoded", "steps", "forwards", "passes"):
+            setattr(self, name, torch.where(moved, 0, getattr(self, name)))
