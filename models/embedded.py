@@ -11,3 +11,9 @@ tiny_sdar = Embedded(
     folder=Path(__file__).parent / "tiny_sdar",
     summary="10 M parameters, SDAR format, blocks of 32: arithmetic, retrieval, sorting, instructions, open text",
 )
+
+tiny_llada = Embedded(
+    name="tiny_llada",
+    folder=Path(__file__).parent / "tiny_llada",
+    summary="11 M parameters, LLaDA format, every row sees every row: the same tasks, retrieval from 512 tokens",
+)

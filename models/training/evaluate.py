@@ -36,6 +36,8 @@ TEXT_PROMPT_TOKENS, TEXT_TOKENS = 384, 128
 NEEDLE_LENGTHS = {"sdar": (64, 128), "llada": (128, 256, 384, 512)}
 """Prompt tokens of the retrieval table by family: what it was trained on."""
 DEPTHS = 5
+TASK_NEEDLE_LENGTH = 128
+"""Prompt tokens of the retrieval task's longest prompts; longer ones of the table are stored besides."""
 GROUP = 128
 """Sequences decoded at once."""
 
@@ -75,20 +77,31 @@ def pairs_within(tokenizer: Tokenizer, length: int, draws: int = 32) -> int:
     return count
 
 
+def needle_cell(tokenizer: Tokenizer, length: int, part: int, count: int) -> list[Example]:
+    """Held-out retrieval prompts of about `length` tokens, the needle in fifth `part` of their depth, from 0."""
+    pairs, depth = pairs_within(tokenizer, length), (part / DEPTHS, (part + 1) / DEPTHS)
+    return held_out("needle", count, seed=length * DEPTHS + part, fewest=pairs, most=pairs, depth=depth)
+
+
 def needle_table(
     model: TinyModel, tokenizer: Tokenizer, count: int, threshold: float | None = 0.9
 ) -> dict[str, list[float]]:
     """Exact match (per cent) of retrieval: prompt tokens -> one figure per fifth of the depth, first pairs first."""
     table = {}
     for length in NEEDLE_LENGTHS[model.config.family]:
-        pairs = pairs_within(tokenizer, length)
-        cells = []
-        for part in range(DEPTHS):
-            depth = (part / DEPTHS, (part + 1) / DEPTHS)
-            examples = held_out("needle", count, seed=length * DEPTHS + part, fewest=pairs, most=pairs, depth=depth)
-            cells.append(run_examples(model, tokenizer, examples, threshold=threshold)["exact_match"])
-        table[str(length)] = cells
+        cells = (needle_cell(tokenizer, length, part, count) for part in range(DEPTHS))
+        table[str(length)] = [
+            run_examples(model, tokenizer, cell, threshold=threshold)["exact_match"] for cell in cells
+        ]
     return table
+
+
+def stored_examples(family: str, tokenizer: Tokenizer, passages: Iterable[str]) -> list[Example]:
+    """What a checkpoint's held_out.jsonl holds: 100 prompts per task, 5 of every long cell of the table, 50 texts."""
+    tasks = [example for task in TASKS for example in held_out(task, 100)]
+    lengths = [length for length in NEEDLE_LENGTHS[family] if length > TASK_NEEDLE_LENGTH]
+    long = [e for length in lengths for part in range(DEPTHS) for e in needle_cell(tokenizer, length, part, 5)]
+    return [*tasks, *long, *text_examples(passages, 50)]
 
 
 def text_examples(passages: Iterable[str], count: int, shortest: int = 600) -> list[Example]:
@@ -172,15 +185,14 @@ def main() -> None:
     parser.add_argument(
         "--write-held-out",
         type=Path,
-        help="only write 100 held-out examples per task and 50 of the standard library here",
+        help="only write the checkpoint's held-out examples here, its open text from the standard library",
     )
     args = parser.parse_args()
     if args.write_held_out:
         if not args.corpus:
             parser.error("--write-held-out needs --corpus for its open text")
-        tasks = [example for task in TASKS for example in held_out(task, 100)]
-        text = text_examples(corpus.read(args.corpus, "python")[1], 50)
-        write_examples(args.write_held_out, [*tasks, *text])
+        family, passages = checkpoint.read_config(args.checkpoint).family, corpus.read(args.corpus, "python")[1]
+        write_examples(args.write_held_out, stored_examples(family, load(args.checkpoint), passages))
         return
     stored = args.checkpoint / "held_out.jsonl"
     if args.corpus:

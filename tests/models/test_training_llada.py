@@ -1,9 +1,8 @@
-"""Training a full bidirectional model: the noise it meets, long retrieval, the loop, the decoder and the checkpoint."""
+"""Training a full bidirectional model: the noise it meets, the loop, the decoder and the checkpoint."""
 
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,19 @@ import dgraph.models
 from dgraph.models.training import checkpoint, tokenizer
 from dgraph.models.training.data import (
     EOS_PADDING,
-    KIND_NAMES,
     RESPONSE,
     Batch,
-    Layout,
-    Mixture,
     draw_region,
     pack,
     region_document,
     tail,
 )
 from dgraph.models.training.decode import decode
-from dgraph.models.training.evaluate import DEPTHS, decode_all, needle_table, pairs_within
+from dgraph.models.training.evaluate import decode_all
 from dgraph.models.training.masked_diffusion import mask_chance, masked_diffusion
 from dgraph.models.training.model import TinyConfig, TinyModel
 from dgraph.models.training.objective import Inputs, dense_mask, next_token
-from dgraph.models.training.tasks import held_out, make
 from dgraph.models.training.tokenizer import ASSISTANT_ID, EOS_ID, MASK_ID, USER_ID
-from dgraph.models.training.train import LIMITS, STAGES
 from dgraph.models.training.trainer import Stage, Trainer, run_phase
 
 CPU = torch.device("cpu")
@@ -144,56 +138,6 @@ def test_the_loss_is_weighed_by_the_chance_to_be_masked() -> None:
     assert inputs.weights[batch.kinds == RESPONSE].mean() == pytest.approx(1.0, abs=0.1)
     assert inputs.weights[batch.kinds == EOS_PADDING].mean() == pytest.approx(0.2, abs=0.03)
     assert float(inputs.scale) == pytest.approx(float((batch.kinds == RESPONSE).sum()) + 200 * 35 * 0.2, rel=0.05)
-
-
-def test_batches_reach_512_token_prompts_with_a_needle_at_every_depth() -> None:
-    layout = Layout(LIMITS["llada"], STAGES["llada"][-1].pairs, regions=True)
-    data = Mixture(TOKENIZER, PASSAGES, 16, 1152, 3, 0, layout)
-    depths, longest = set(), 0
-    for index in range(3):
-        batch = data[index].to(CPU)
-        for number in range(int(batch.docs.max()) + 1):
-            at = batch.docs == number
-            if not at.any():
-                continue
-            assert batch.positions[at].tolist() == list(range(int(at.sum())))
-            assert int(at.sum()) <= layout.limit
-            if KIND_NAMES[int(batch.tasks[at][0])] != "needle":
-                continue
-            prompt = batch.tokens[at & (batch.kinds == 1)].tolist()
-            text = TOKENIZER.decode(prompt)
-            asked = re.search(r"What is (\w+)\?", text)
-            pairs = re.findall(r"(\w+) is (\d+)\.", text)
-            assert asked
-            answer = TOKENIZER.decode(batch.tokens[at & (batch.kinds == RESPONSE)].tolist())
-            assert answer.endswith(f"#### {dict(pairs)[asked.group(1)]}")
-            longest = max(longest, len(prompt))
-            if len(prompt) > 400:
-                depths.add([key for key, _ in pairs].index(asked.group(1)) * DEPTHS // len(pairs))
-    assert longest > 480
-    assert depths == set(range(DEPTHS))
-
-
-def test_stages_grow_in_pairs_to_512_tokens() -> None:
-    pairs = [stage.pairs for stage in STAGES["llada"]]
-    assert pairs == sorted(pairs)
-    lengths = [
-        len(tokenizer.encode_prompt(TOKENIZER, make("needle", random.Random(0), fewest=n, most=n).prompt))
-        for n in pairs
-    ]
-    for length, goal in zip(lengths, (128, 256, 512), strict=True):
-        assert length == pytest.approx(goal, rel=0.1)
-    assert LIMITS["llada"] >= 512 + 64
-
-
-def test_needles_of_the_table_are_held_out_and_where_they_should_be() -> None:
-    count = pairs_within(TOKENIZER, 128)
-    assert 12 <= count <= 16
-    for example in held_out("needle", 20, 3, fewest=count, most=count, depth=(0.8, 1.0)):
-        keys = re.findall(r"(\w+) is \d+\.", example.prompt)
-        wanted = re.search(r"What is (\w+)\?", example.prompt)
-        assert wanted
-        assert keys.index(wanted.group(1)) >= round(0.8 * count)
 
 
 def test_a_few_steps_reduce_the_loss() -> None:
@@ -334,11 +278,3 @@ def test_next_token_and_diffusion_read_the_same_batch() -> None:
     causal = dense_mask(next_token(batch).visible, *batch.tokens.shape, CPU)[:, 0]
     full = dense_mask(masked_diffusion(batch, torch.Generator()).visible, *batch.tokens.shape, CPU)[:, 0]
     assert torch.equal(causal, full.tril())
-
-
-def test_the_table_has_a_row_per_length_and_a_column_per_depth() -> None:
-    torch.manual_seed(0)
-    small = TinyConfig(**{**{k: getattr(SMALL, k) for k in TinyConfig.__dataclass_fields__}, "vocab_size": 2048})
-    table = needle_table(TinyModel(small).eval(), TOKENIZER, 1, threshold=0.0)
-    assert list(table) == ["128", "256", "384", "512"]
-    assert all(len(cells) == DEPTHS for cells in table.values())
