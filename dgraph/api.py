@@ -195,6 +195,7 @@ class Optimized:
             self.programs,
             block_cache=recipe.block_cache,  # type: ignore[arg-type]
             refresh=recipe.refresh,
+            plan=recipe.plan,
             device=captured.device,
             page_size=_page_size(self.spec.block_length, captured.device),
             pool=self.graph_pool,

@@ -1,8 +1,8 @@
 """Which rows the steps of a bidirectional model forward.
 
-In a bidirectional model every row sees the whole canvas, so every decoded token changes every key. A method that does not
-forward all rows in all steps reads keys and values as they were last written; which rows it does forward, and how often
-all of them, is all that distinguishes the published caches of this kind.
+In a bidirectional model every row sees the whole canvas, so every decoded token changes every key. A method that does
+not forward all rows in all steps reads keys and values as they were last written; which rows it does forward, and how
+often all of them, is all that distinguishes the published caches of this kind.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_families_come_by_entry_point() -> None:
 
 
 def test_an_unknown_name_suggests_the_closest() -> None:
-    with pytest.raises(UnknownName, match=r"unknown model 'tiny_sdr'\. Did you mean 'tiny_sdar'\?"):
+    with pytest.raises(UnknownName, match=r"unknown model 'tiny_sdr'\. Did you mean 'tiny_sdar'"):
         dgraph.load("tiny_sdr")
 
 

@@ -33,11 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     "frozen": CORE | {"cache", "capture"},
     "families": {"errors", "spec"},
     "passes": {"errors", "graph", "nodes", "ops", "shapes", "spec", "verify"},
-    "recipes": {"errors", "passes", "spec"},
+    "rowplan": {"errors"},
+    "recipes": {"errors", "passes", "rowplan", "spec"},
     "cache": {"errors", "torch_private"},
     "lowering": CORE | {"cache", "ops"},
     "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
-    "runtime": {"errors", "lowering", "ops", "spec", "torch_private"},
+    "runtime": {"errors", "lowering", "ops", "rowplan", "spec", "torch_private"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
 }
 

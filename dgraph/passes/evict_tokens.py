@@ -133,7 +133,9 @@ class EvictTokens(Pass):
             OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set()
         )
         index, new_cu_rows = graph.parts(cut, 2, report.name)
-        carried = self._compact(graph, anchor, index, {limit: new_limit}, report.name)
+        # Behind the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
+        instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
+        carried = self._compact(graph, anchor, index, instead, report.name)
         graph.redirect(cu_rows, new_cu_rows, behind=cut)
         graph.set_outputs({**graph.results(), "kept": index, "progress": new_progress, "score": score})
         graph.sweep()

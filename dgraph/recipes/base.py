@@ -11,6 +11,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 BLOCK_CACHES = ("off", "dc", "dc+")
@@ -46,6 +47,7 @@ class Recipe:
         block_cache: which rows of the current block stay cached between its steps: "off" (none), "dc" (decoded rows),
             "dc+" (decoded rows whose right neighbour is decoded too: FOCUS, section 4.3).
         refresh: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
+        plan: which rows a step of a bidirectional model forwards; None for a block-causal one.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Recipe:
     phases: tuple[Phase, ...]
     block_cache: str = "off"
     refresh: bool = True
+    plan: RowPlan | None = None
 
     def __post_init__(self) -> None:
         if self.block_cache not in BLOCK_CACHES:
@@ -88,6 +91,7 @@ class Recipe:
             "version": self.version,
             "block_cache": self.block_cache,
             "refresh": self.refresh,
+            **({} if self.plan is None else {"plan": self.plan.to_json()}),
             "phases": [p.to_json() for p in self.phases],
         }
 
@@ -108,7 +112,8 @@ class Recipe:
                 Phase(p["phase"], tuple(pass_from_json(v, passes) for v in p["passes"]), frozenset(p["optional"]))
                 for p in value["phases"]
             )
-            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"])
+            plan = RowPlan(**value["plan"]) if "plan" in value else None
+            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"], plan)
         except UnknownName:  # a KeyError, too
             raise
         except KeyError as error:

@@ -9,6 +9,7 @@ from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.pack_rows import PackRows
 from dgraph.recipes.base import Phase, Recipe
+from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
@@ -18,14 +19,26 @@ PREFILL = Phase("prefill", (*CACHED, OnlyKV()))
 """The prompt's whole blocks: keys and values only."""
 
 
+def phases_of(spec: ModelSpec, *behind: Pass) -> tuple[Phase, ...]:
+    """The phases of a recipe whose step runs these passes behind `CACHED`.
+
+    A bidirectional model has no prefill: its first step forwards the prompt with everything else.
+    """
+    step = Phase("step", (*CACHED, *behind))
+    return (PREFILL, step) if spec.attention == "block_causal" else (step,)
+
+
 def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_num_logits: int = 2048) -> Recipe:
-    """Block diffusion as published, with a KV cache of earlier blocks; no row is evicted.
+    """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
+
+    A block-causal model keeps the keys and values of earlier blocks, which is exact. A bidirectional one recomputes the
+    whole canvas.
 
     Args:
         spec: the model.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
-        refresh: forward a finished block once more before it is committed.
+        refresh: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
-    step = Phase("step", (*CACHED, ChunkLMHead(max_num_logits)))
-    return Recipe("dense", 1, (PREFILL, step), block_cache, refresh)
+    plan = RowPlan("all") if spec.attention == "bidirectional" else None
+    return Recipe("dense", 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, refresh, plan)

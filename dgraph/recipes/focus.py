@@ -7,8 +7,9 @@ from dgraph.passes.base import Pass
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
-from dgraph.recipes.base import Phase, Recipe
-from dgraph.recipes.dense import CACHED, PREFILL
+from dgraph.recipes.base import Recipe
+from dgraph.recipes.dense import phases_of
+from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 COUNTS = ("host", "device")
@@ -28,6 +29,9 @@ def focus(
 ) -> Recipe:
     """FOCUS: evicts rows behind layer `after`, caches decoded rows within the block.
 
+    On a bidirectional model it evicts from the block's rows, whose first step in each block forwards the whole canvas
+    and evicts nothing; what is evicted is seen with the keys of that step (paper, appendix B).
+
     Args:
         spec: the model.
         alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
@@ -46,5 +50,6 @@ def focus(
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
     evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
     counted: tuple[Pass, ...] = (CountRows(),) if count == "device" else ()
-    step = Phase("step", (*CACHED, evict, ChunkLMHead(max_num_logits), *counted))
-    return Recipe("focus", 1, (PREFILL, step), block_cache, refresh)
+    phases = phases_of(spec, evict, ChunkLMHead(max_num_logits), *counted)
+    plan = RowPlan("block") if spec.attention == "bidirectional" else None
+    return Recipe("focus", 1, phases, block_cache, refresh, plan)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.runtime.cudagraph import GraphPool, Replay
+from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.policies import Policy, edits, needs_of
 from dgraph.runtime.rows import RowResults, StepRows, row_results
 from dgraph.runtime.script import Script
 from dgraph.runtime.seeds import policy_noise, row_seeds, sequence_keys, uniform
-from dgraph.runtime.state import BlockCache, StepState
 from dgraph.torch_private import copy_all
 
 FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, "margin": -math.inf, "entropy": math.inf}
@@ -62,10 +62,10 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step program, by name; row inputs are padded to `capacity`.
-        summary: i64[4], see `StepState.summary`; what the host reads in front of a step.
+        summary: i64[4], see `DecodeState.summary`; what the host reads in front of a step.
     """
 
-    def __init__(self, rule: Rule, state: StepState, capacity: int, pool: GraphPool | None = None):
+    def __init__(self, rule: Rule, state: DecodeState, capacity: int, pool: GraphPool | None = None):
         self.rule, self.state, self.capacity, self._pool = rule, state, capacity, pool
         self._keys = sequence_keys(rule.seed, state.prompt)
         self._editing = edits(rule.policy)
@@ -76,7 +76,7 @@ class Advance:
         self._graph: Replay | None = None
         self._steps = 0
 
-    def load(self, state: StepState, seed: int) -> None:
+    def load(self, state: DecodeState, seed: int) -> None:
         """Start over with another batch of the same shape, in the tensors that are there."""
         _assign(self.state, state)
         self._keys.copy_(sequence_keys(seed, state.prompt))
@@ -165,7 +165,7 @@ def void(_: Any) -> None:
 
 
 def inputs_of(
-    rows: StepRows, state: StepState, rule: Rule, keys: Tensor | None, constants: bool = True
+    rows: StepRows, state: DecodeState, rule: Rule, keys: Tensor | None, constants: bool = True
 ) -> dict[str, Tensor]:
     """All named inputs of a program but its caches, for packed rows.
 

@@ -11,36 +11,41 @@ from collections.abc import Mapping, Sequence
 
 from dgraph.errors import InputError, LoweringError, UnknownName
 from dgraph.lowering.program import Program
+from dgraph.rowplan import RowPlan
+from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.policies import Policy, check_needs, edits
 from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.state import BLOCK_CACHES
 from dgraph.spec import ModelSpec
 
 ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperature", "seed"})
 SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "progress"})
 
 
-def check_session(spec: ModelSpec, programs: Mapping[str, Program], block_cache: str, select_noise: bool) -> None:
+def check_session(
+    spec: ModelSpec, programs: Mapping[str, Program], block_cache: str, select_noise: bool, plan: RowPlan | None
+) -> None:
     """What a `BlockSession` needs of its model and programs."""
-    if spec.attention != "block_causal":
+    causal = spec.attention == "block_causal"
+    if causal and plan is not None:
         raise InputError(
-            f"{spec.family}: BlockSession decodes block-causal models; this one's attention is "
-            f"{spec.attention!r}, so its committed blocks would change with every later block."
+            f"{spec.family}: {plan} says which rows of a bidirectional model are forwarded again; the keys of this "
+            f"block-causal one are final once a block is committed. Leave the plan out."
         )
-    if spec.logit_shift:
+    if causal and spec.logit_shift:
         raise InputError(
-            f"{spec.family}: BlockSession commits the token that a row predicts for its own position; "
+            f"{spec.family}: a block-causal model commits the token that a row predicts for its own position; "
             f"got logit_shift={spec.logit_shift}, expected 0."
         )
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     known = ROW_INPUTS | SEQUENCE_INPUTS
     known |= {f"{kind}_cache_{layer}" for kind in "kv" for layer in range(spec.layers)}
-    for name in ("prefill", "step"):
+    needed = ("prefill", "step") if causal else ("step",)
+    for name in needed:
         if name not in programs:
             raise InputError(
-                f"BlockSession needs the programs 'prefill' and 'step'; {name!r} is missing "
-                f"(got: {', '.join(sorted(programs)) or 'none'})."
+                f"{spec.family}: BlockSession needs {' and '.join(map(repr, needed))} of a model whose attention is "
+                f"{spec.attention}; {name!r} is missing (got: {', '.join(sorted(programs)) or 'none'})."
             )
         asked = programs[name].input_names
         if "noise" in asked and not select_noise:
@@ -137,12 +142,14 @@ def _check_prompt(
                 f"be decoded; remove it from the prompt."
             )
         ids.append(value)
-    needed = -(-(len(ids) + max_new_tokens) // block_length) * block_length
+    step = block_length if spec.attention == "block_causal" else 1
+    needed = -(-(len(ids) + max_new_tokens) // step) * step
     if needed > spec.max_positions:
-        room = spec.max_positions // block_length * block_length - len(ids)
+        room = spec.max_positions // step * step - len(ids)
         advice = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
         raise InputError(
-            f"prompt {index}: {len(ids)} tokens and max_new_tokens={max_new_tokens} take {needed} positions "
-            f"in blocks of {block_length}, more than the {spec.max_positions} of {spec.family}; {advice}."
+            f"prompt {index}: {len(ids)} tokens and max_new_tokens={max_new_tokens} take {needed} positions"
+            f"{f' in blocks of {block_length}' if step > 1 else ''}, more than the {spec.max_positions} of "
+            f"{spec.family}; {advice}."
         )
     return ids

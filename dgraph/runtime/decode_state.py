@@ -1,8 +1,8 @@
 """What the decode loop knows of a batch, and its transition from step to step, as tensors on the device.
 
-Two kinds of state share it: `StepState` for block-causal models and `CanvasState` for bidirectional ones. They differ in
-which rows they forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and only
-`summary` is meant to be read by the host.
+Two kinds of state share it: `StepState` for block-causal models and `CanvasState` for bidirectional ones. They differ
+in which rows they forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and
+only `summary` is meant to be read by the host.
 """
 
 from __future__ import annotations

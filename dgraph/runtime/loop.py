@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
+from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
+from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rows import prefill_chunks, prefill_rows
 from dgraph.runtime.sampling import LogitsDecoder, RowContext
 from dgraph.runtime.state import StepState
@@ -31,17 +35,19 @@ class BlockLoop:
     """How to decode one batch; see `BlockSession` and its `generate` for what the fields mean.
 
     advance: makes the transition of a batch from its state in front of the first step.
+    plan: which rows a step of a bidirectional model forwards; None for a block-causal one.
     stride: the canvas has a multiple of so many columns, itself a multiple of the block.
     sampler: takes tokens from logits, for programs that end in them.
     """
 
     spec: ModelSpec
-    prefill: Program
+    prefill: Program | None
     step: Program
     rule: Rule
+    plan: RowPlan | None
     max_new_tokens: int
     block: int
-    advance: Callable[[StepState], Advance]
+    advance: Callable[[DecodeState], Advance]
     stride: int
     sampler: LogitsDecoder
     observer: Callable[[StepRecord], None] | None
@@ -53,7 +59,7 @@ class BlockLoop:
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
         report: Callable[[tuple[int, int]], None] | None,
-    ) -> StepState:
+    ) -> DecodeState:
         """Decode `prompts` and return their final state; adds to `stats`.
 
         first: index of the first prompt among all of the call. caches: page_table and the caches by name,
@@ -61,7 +67,8 @@ class BlockLoop:
         that have no rows. report: gets (finished sequences, decoded tokens) after every step.
         """
         state = self._begin(prompts, first, caches["page_table"])
-        self._prefill(prompts, state, caches, stats)
+        if self.prefill is not None:
+            self._prefill(self.prefill, prompts, state, caches, stats)
         advance = self.advance(state)
         step = 0
         while True:
@@ -83,28 +90,32 @@ class BlockLoop:
         stats.sequence_steps += state.counter[: len(prompts)].tolist()
         return state
 
-    def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> StepState:
+    def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
         b, device = len(page_table), page_table.device
         longest = max(map(len, prompts)) + self.max_new_tokens
+        if self.plan is not None:
+            longest += self.block  # a last block that is cut short has columns all the same
         canvas = torch.full((b, -(-longest // self.stride) * self.stride), self.spec.mask_id)
         for row, prompt in zip(canvas, prompts, strict=False):
             row[: len(prompt)] = torch.tensor(prompt)
         lengths = [len(p) for p in prompts] + [0] * (b - len(prompts))
-        return StepState.begin(
-            canvas.to(device),
-            torch.arange(first, first + b, device=device),
-            torch.tensor(lengths, device=device),
-            sequences=len(prompts),
-            max_new_tokens=self.max_new_tokens,
-            block=self.block,
-            mask_id=self.spec.mask_id,
-            stop_ids=torch.tensor(self.spec.eos_ids, dtype=torch.int64, device=device),
-        )
+        tensors = canvas.to(device), torch.arange(first, first + b, device=device), torch.tensor(lengths, device=device)
+        settings: dict[str, Any] = {
+            "sequences": len(prompts),
+            "max_new_tokens": self.max_new_tokens,
+            "block": self.block,
+            "mask_id": self.spec.mask_id,
+            "stop_ids": torch.tensor(self.spec.eos_ids, dtype=torch.int64, device=device),
+        }
+        if self.plan is None:
+            return StepState.begin(*tensors, **settings)
+        return CanvasState.begin(*tensors, **settings, plan=self.plan, shift=self.spec.logit_shift)
 
     def _prefill(
         self,
+        program: Program,
         prompts: Sequence[Sequence[int]],
-        state: StepState,
+        state: DecodeState,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
     ) -> None:
@@ -114,7 +125,7 @@ class BlockLoop:
             count = sum(end) - sum(begin)
             bounds = torch.tensor([begin, end], device=state.start.device)
             rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
-            result = self.prefill({**caches, **inputs_of(rows, state, self.rule, None)}, count)
+            result = program({**caches, **inputs_of(rows, state, self.rule, None)}, count)
             stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
 
     def _step(
@@ -153,9 +164,9 @@ class BlockLoop:
         sequence, column = rows.sequence[at], rows.column[at] - self.block
         context = RowContext(
             sequence=sequence,
-            position=rows.positions[at],
+            position=rows.positions[at] + self.spec.logit_shift,
             column=column,
-            masked=state.masked[sequence, column],
+            masked=state.block_masked[sequence, column],
             forwards=state.forwards[sequence],
             seed=advance.inputs["seed"][at],
             tokens=state.canvas,
@@ -168,7 +179,7 @@ class BlockLoop:
             decided[name][entry] = values
         return {**outputs, **decided}
 
-    def _broken(self, state: StepState) -> DgraphError:
+    def _broken(self, state: DecodeState) -> DgraphError:
         at = int(state.broken.nonzero()[0])
         return DgraphError(
             f"program 'step' gave no usable confidence for prompt {int(state.prompt[at])} (block at position "

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.policies import Candidates
 from dgraph.runtime.rows import StepRows
-from dgraph.runtime.state import StepState
 
 Columns = tuple[int, ...]
 
@@ -87,7 +87,7 @@ class Script:
         rank = torch.empty_like(order).scatter_(1, order, columns)
         return (rank < count[:, None]) & committable
 
-    def scores(self, rows: StepRows, state: StepState) -> Tensor:
+    def scores(self, rows: StepRows, state: DecodeState) -> Tensor:
         """What rows are selected by: 1.0 where the script keeps a row, 0.0 on other masked rows, -1.0 (no say) on rows
         that are not masked: f32[N].
 
@@ -99,19 +99,19 @@ class Script:
         kept = base[rows.sequence, column.clamp(min=0)].float()
         return torch.where(rows.masked, kept, -1.0)
 
-    def budget(self, state: StepState) -> Tensor:
+    def budget(self, state: DecodeState) -> Tensor:
         """How many rows score 1, in the place of the average number of tokens per step: f32[b]."""
         return self._base(state).sum(dim=1).float()
 
-    def _base(self, state: StepState) -> Tensor:
+    def _base(self, state: DecodeState) -> Tensor:
         """bool[b, B]: rows that score 1 in the coming step."""
         if not self.keeps:
             raise InputError(NO_KEPT)
-        when, base = self._on(state.masked.device)
+        when, base = self._on(state.block_masked.device)
         history = self._history(state.start, state.prompt, len(when))
-        due, _ = self._due(state.masked, state.decoded, state.start, state.prompt)
+        due, _ = self._due(state.block_masked, state.decoded, state.start, state.prompt)
         step = torch.where(due, when[history], -1).amax(dim=1).clamp(min=0)
-        chosen = base[history, step] & state.masked
+        chosen = base[history, step] & state.block_masked
         # A program that went another way than the script may have nothing left of it in this step.
         return torch.where(chosen.any(dim=1, keepdim=True), chosen, due)
 

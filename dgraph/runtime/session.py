@@ -13,15 +13,16 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.lowering.program import Program
+from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import check_script
-from dgraph.runtime.state import BlockCache, StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
@@ -31,8 +32,8 @@ class SequenceKV:
     """Keys and values of one sequence after its last step.
 
     committed: positions before it are final; those of the last block (from `committed` on) are as its steps
-    left them, since nobody would read a commit. layers: per layer K and V [committed + B, Hkv, D], after
-    RoPE.
+    left them, since nobody would read a commit. A bidirectional model has no final ones: 0. layers: per layer K and V
+    [positions, Hkv, D], after RoPE.
     """
 
     committed: int
@@ -62,21 +63,23 @@ CANVAS_COLUMNS = 512
 
 
 class BlockSession:
-    """Decodes block by block with a model whose rows see their own block and earlier ones.
+    """Decodes block by block.
 
-    Full prompt blocks go through the program "prefill" once; then every step runs the program "step" on the
-    rows that are pending (see `StepState`), decides what to commit and moves finished blocks on. The caches
-    are kept between calls and grow by need; a call that fails gives its pages back.
+    Block-causal models: full prompt blocks go through the program "prefill" once; then every step runs the program
+    "step" on the rows that are pending (see `StepState`), decides what to commit and moves finished blocks on.
+    Bidirectional models: every step runs "step" on the rows of the canvas that the plan names (see `CanvasState`).
+    The caches are kept between calls and grow by need; a call that fails gives its pages back.
 
     Args:
-        spec: the model; attention "block_causal" and logit_shift 0.
-        programs: "prefill" and "step". The step outputs token and confidence (margin and entropy for policies that
-            read them), or logits; and kept, progress and score if it evicts rows. "logits", optional: the step for
-            samplers that need logits, where "step" keeps none.
+        spec: the model; a block-causal one has logit_shift 0.
+        programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
+            entropy for policies that read them), or logits; and kept, progress and score if it evicts rows. "logits",
+            optional: the step for samplers that need logits, where "step" keeps none.
         block_cache: which decoded rows of the current block are not recomputed: "off" (none is spared), "dc"
             or "dc+" (see `ready_columns`).
         refresh: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
+        plan: which rows a step of a bidirectional model forwards; None for all of them.
         select_noise: give programs the input noise f32[N], uniform in [0, 1) (random selection, an ablation);
             None: if one of them reads it.
         device: where the programs run.
@@ -96,6 +99,7 @@ class BlockSession:
         *,
         block_cache: BlockCache = "off",
         refresh: bool = True,
+        plan: RowPlan | None = None,
         select_noise: bool | None = None,
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype | None = None,
@@ -104,7 +108,8 @@ class BlockSession:
     ):
         if select_noise is None:
             select_noise = any("noise" in program.input_names for program in programs.values())
-        check_session(spec, programs, block_cache, select_noise)
+        check_session(spec, programs, block_cache, select_noise, plan)
+        self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
         self.block_cache: BlockCache = block_cache
         self.refresh, self.select_noise = refresh, select_noise
@@ -164,9 +169,10 @@ class BlockSession:
         fixed = self.pool is not None and observer is None
         loop = BlockLoop(
             spec=self.spec,
-            prefill=self.programs["prefill"],
+            prefill=self.programs["prefill"] if self.plan is None else None,
             step=step,
             rule=rule,
+            plan=self.plan,
             max_new_tokens=max_new_tokens,
             block=block,
             advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
@@ -244,7 +250,7 @@ class BlockSession:
         """Rows and columns of the page table for a batch."""
         return max(self._sequences, 1 << (batch - 1).bit_length()), self.kv.pages_for(self.spec.max_positions)
 
-    def _advance_from(self, rule: Rule, state: StepState) -> Advance:
+    def _advance_from(self, rule: Rule, state: DecodeState) -> Advance:
         """A captured transition for a batch of this shape: the one of the call before, if it fits."""
         key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
         if self._advance is None or self._advance[0] != key:
@@ -254,9 +260,13 @@ class BlockSession:
             self._advance[1].load(state, rule.seed)
         return self._advance[1]
 
-    def _kv_of(self, handles: list[int], state: StepState) -> list[SequenceKV]:
-        starts = state.start.tolist()
-        return [SequenceKV(s, self.kv.gather(h, s + state.block)) for h, s in zip(handles, starts, strict=False)]
+    def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
+        found = []
+        for handle, start, end in zip(handles, state.start.tolist(), state.end.tolist(), strict=False):
+            # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
+            committed, written = (start, start + state.block) if self.plan is None else (0, end)
+            found.append(SequenceKV(committed, self.kv.gather(handle, written)))
+        return found
 
 
 def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -> dict[str, Tensor]:
@@ -282,11 +292,11 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
     }
 
 
-def _new_advance(rule: Rule, state: StepState, pool: GraphPool | None = None) -> Advance:
-    return Advance(rule, state, state.tokens.numel(), pool)
+def _new_advance(rule: Rule, state: DecodeState, pool: GraphPool | None = None) -> Advance:
+    return Advance(rule, state, state.capacity, pool)
 
 
-def responses(state: StepState, eos_ids: Sequence[int]) -> list[list[int]]:
+def responses(state: DecodeState, eos_ids: Sequence[int]) -> list[list[int]]:
     """What each finished sequence says: after its prompt, up to a stop token (left out) or max_new_tokens."""
     spans = zip(state.canvas.tolist(), state.prompt_end.tolist(), state.end.tolist(), strict=True)
     stops = frozenset(eos_ids)

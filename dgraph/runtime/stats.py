@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rows import RowResults, StepRows
-from dgraph.runtime.state import StepState
 
 
 @dataclass
@@ -136,7 +136,7 @@ class StepRecord:
     def of(
         cls,
         step: int,
-        state: StepState,
+        state: DecodeState,
         rows: StepRows,
         results: RowResults,
         committed: Tensor,
@@ -144,7 +144,7 @@ class StepRecord:
     ) -> StepRecord:
         """A record of state and rows (without padding) as they were before the step, and of what came of them.
 
-        committed: bool[b, B] as `StepState.apply` returned it.
+        committed: bool[b, B] as `DecodeState.apply` returned it.
         """
 
         def copy(value: Tensor) -> Tensor:  # a program may overwrite its outputs in the next step

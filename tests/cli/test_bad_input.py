@@ -46,7 +46,7 @@ GENERATE = [
     ((*PROMPT, "--max-new-tokens", 300), ("ask for at most 254 new tokens",)),
     ((*PROMPT, "--max-new-tokens", 0), ("max_new_tokens must be at least 1, got 0",)),
     (("-p", f"w3 w{MASK}"), ("is the mask token",)),
-    ((*PROMPT, "-r", "focsu"), ("unknown recipe 'focsu'. Did you mean 'focus'? Known: dense, focus.",)),
+    ((*PROMPT, "-r", "focsu"), ("unknown recipe 'focsu'. Did you mean 'focus'? Known: dense, dkv_cache, ",)),
     ((*PROMPT, "-o", "alhpa=2"), ("unknown option of recipe 'focus' 'alhpa'. Did you mean 'alpha'?",)),
     ((*PROMPT, "-o", "alpha=0.9"), ("alpha must be at least 1", "got 0.9")),
     ((*PROMPT, "-o", "alpha=much"), ("option alpha is a number",)),

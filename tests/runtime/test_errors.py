@@ -10,6 +10,7 @@ import torch
 
 from dgraph.errors import DgraphError, InputError, LoweringError, UnknownName
 from dgraph.lowering.program import ProgramResult
+from dgraph.rowplan import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
 from tests.runtime.fake import MASK, FakeProgram, fake_spec
 
@@ -58,8 +59,10 @@ def test_the_whole_window_can_be_used() -> None:
 
 
 def test_models_and_programs_that_do_not_fit() -> None:
-    with pytest.raises(InputError, match=r"decodes block-causal models; .* is 'bidirectional'"):
-        make_session(attention="bidirectional")
+    with pytest.raises(InputError, match="this block-causal one are final once a block is committed"):
+        BlockSession(fake_spec(8), programs(), plan=RowPlan("block"))
+    with pytest.raises(InputError, match=r"a model whose attention is bidirectional; 'step' is missing"):
+        BlockSession(fake_spec(8, attention="bidirectional"), {"prefill": FakeProgram("prefill")})
     with pytest.raises(InputError, match="got logit_shift=1, expected 0"):
         make_session(logit_shift=1)
     with pytest.raises(UnknownName, match=r"unknown block_cache 'dc\+\+'\. Did you mean 'dc\+'"):

@@ -1,0 +1,87 @@
+"""Caches of bidirectional models: which rows a step forwards, and how often all of them."""
+
+from __future__ import annotations
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.recipes.base import Recipe
+from dgraph.recipes.dense import phases_of
+from dgraph.rowplan import RowPlan
+from dgraph.spec import ModelSpec
+
+CACHES = {"prefix": "suffix", "dual": "block"}
+"""Fast-dLLM's caches, and the region that a step forwards under each."""
+
+
+def fast_dllm(
+    spec: ModelSpec,
+    cache: str = "dual",
+    every: int = 0,
+    block_cache: str = "off",
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """Fast-dLLM: the whole canvas where a block starts, then the block alone (dual) or with all behind it (prefix).
+
+    As published, with two differences that change no rule: a block that its first step completes takes no second one,
+    and a model with shifted logits (Dream) has the row in front of the block forwarded with it, so that the block's
+    first position is predicted like the others.
+
+    Args:
+        spec: the model; bidirectional.
+        cache: "prefix" or "dual".
+        every: forward the whole canvas every so many steps of a block; 0 for its first step only.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    _bidirectional("fast_dllm", spec)
+    if cache not in CACHES:
+        raise UnknownName("cache of fast_dllm", cache, CACHES)
+    plan = RowPlan(CACHES[cache], every=every)
+    return Recipe("fast_dllm", 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)
+
+
+def dkv_cache(spec: ModelSpec, every: int = 8, max_num_logits: int = 2048) -> Recipe:
+    """dKV-Cache (decode): rows that are not decoded, and those decoded in the step before.
+
+    A token's keys are cached one step after it was decoded. The first two steps of a block, and every `every`-th,
+    forward the whole canvas.
+
+    Args:
+        spec: the model; bidirectional.
+        every: steps between full ones; 0 for none but the first two of a block.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    _bidirectional("dkv_cache", spec)
+    plan = RowPlan("all", full_steps=2, every=every)
+    return Recipe("dkv_cache", 1, phases_of(spec, ChunkLMHead(max_num_logits)), "dc", plan=plan)
+
+
+def vicinity(
+    spec: ModelSpec,
+    behind: int = 16,
+    ahead: int = 16,
+    warm_up: int = 4,
+    every: int = 0,
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """dInfer's vicinity cache: the block and rows around it; the whole canvas where a block starts.
+
+    Args:
+        spec: the model; bidirectional.
+        behind: rows in front of the block that go with it.
+        ahead: rows behind it that do.
+        warm_up: full steps at the beginning of a response.
+        every: forward the whole canvas every so many steps of a block; 0 for its first step only.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    _bidirectional("vicinity", spec)
+    plan = RowPlan("block", every=every, warm_up=warm_up, behind=behind, ahead=ahead)
+    return Recipe("vicinity", 1, phases_of(spec, ChunkLMHead(max_num_logits)), plan=plan)
+
+
+def _bidirectional(recipe: str, spec: ModelSpec) -> None:
+    if spec.attention != "bidirectional":
+        raise InputError(
+            f"recipe {recipe!r} approximates the keys of a bidirectional model; those of {spec.family} are exact once "
+            f"a block is committed (its attention is {spec.attention}). Use 'dense' or 'focus'."
+        )

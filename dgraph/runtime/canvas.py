@@ -1,0 +1,166 @@
+"""The state of bidirectional models: a canvas per sequence, of which a step forwards the rows that its plan names.
+
+Blocks of the response follow the prompt; all behind the current block are mask tokens that every row sees. The rows
+that a step does not forward are seen as they were last written to the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgraph.rowplan import RowPlan
+from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.rows import StepRows
+
+
+@dataclass
+class CanvasState(DecodeState):
+    """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
+
+    masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
+    step; full bool[b]: the next step forwards every row; frozen bool[b, T]: keys and values were written with the
+    decoded token, so the block cache may spare the row.
+
+    Fixed: plan; size: columns of a block; shift: 0 if a row predicts its own position, 1 if the next one (Dream).
+    """
+
+    masked: Tensor
+    pending: Tensor
+    full: Tensor
+    frozen: Tensor
+    plan: RowPlan
+    size: int
+    shift: int
+
+    @classmethod
+    def begin(
+        cls,
+        canvas: Tensor,
+        prompt: Tensor,
+        prompt_end: Tensor,
+        *,
+        sequences: int | None = None,
+        max_new_tokens: int,
+        block: int,
+        mask_id: int,
+        stop_ids: Tensor,
+        plan: RowPlan,
+        shift: int = 0,
+    ) -> CanvasState:
+        """Before the first step, which is a full one.
+
+        prompt i64[b]: indices among all prompts. canvas i64[b, T]: prompts, then mask tokens, at least one block more
+        than the longest sequence needs. sequences: only the first so many take part, default all.
+        """
+        positions = torch.arange(canvas.shape[1], device=canvas.device)
+        end = prompt_end + max_new_tokens
+        inside = positions < end[:, None]
+        return cls(
+            **cls.counters(prompt_end.clone(), sequences),
+            masked=inside & (positions >= prompt_end[:, None]),
+            pending=inside,
+            full=torch.ones_like(prompt_end, dtype=torch.bool),
+            frozen=torch.zeros_like(inside),
+            canvas=canvas,
+            prompt=prompt,
+            prompt_end=prompt_end,
+            end=end,
+            stop_ids=stop_ids,
+            mask_id=mask_id,
+            plan=plan,
+            size=block,
+            shift=shift,
+        )
+
+    @property
+    def block(self) -> int:
+        return self.size
+
+    @property
+    def capacity(self) -> int:
+        return self.canvas.numel()
+
+    @property
+    def block_masked(self) -> Tensor:
+        return self.masked.gather(1, self.columns)
+
+    @property
+    def block_tokens(self) -> Tensor:
+        return self.canvas.gather(1, self.columns)
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: as in `DecodeState`; inf in front of a full step, which may evict nothing: others read its keys."""
+        return torch.where(self.full, math.inf, super().average)
+
+    def live(self) -> Tensor:
+        return self.pending & self.active[:, None]
+
+    def rows(self, capacity: int, editing: bool = False) -> StepRows:
+        live, width = self.live(), self.canvas.shape[1]
+        index = torch.nonzero_static(live.flatten(), size=capacity, fill_value=-1)[:, 0]
+        real = index >= 0
+        index = index.clamp(min=0)
+        sequence, position = index // width * real, index % width * real
+        column = position + self.shift - self.start[sequence]  # of the position that the row predicts
+        inside = real & (column >= 0) & (column < self.size)
+        wanted = self.block_masked | self.editable if editing else self.block_masked
+        cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
+        cu_rows[1:] = live.sum(dim=1).cumsum(0)
+        return StepRows(
+            sequence=sequence,
+            column=(column + self.size) * inside,
+            input_ids=self.canvas[sequence, position] * real,
+            positions=position,
+            limit=(self.end[sequence] * real).int(),
+            masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
+            cu_rows=cu_rows,
+        )
+
+    def _own_rows(self) -> Tensor:
+        live = self.live()
+        return live.sum() - (live & self._span(0, 0)).sum()
+
+    def _span(self, behind: int, ahead: int) -> Tensor:
+        """bool[b, T]: the rows that predict the current block, the block itself, and so many rows around them."""
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        start = self.start[:, None]
+        inside = (positions >= start - self.shift - behind) & (positions < start + self.size + ahead)
+        return inside & (positions < self.end[:, None])
+
+    def _write(self, commit: Tensor, token: Tensor) -> None:
+        columns = self.columns
+        self.canvas = self.canvas.scatter(1, columns, torch.where(commit, token, self.block_tokens))
+        self.masked = self.masked.scatter(1, columns, self.block_masked & ~commit)
+
+    def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
+        # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
+        before = self.masked.scatter(1, self.columns, masked)
+        ready = ready_columns(~before, block_cache) & (self.pending | self.frozen)
+        self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
+        moved = self._finish(settled)
+        self._next_block(moved)
+        plan = self.plan
+        full = (self.forwards < plan.full_steps) | (self.counter < plan.warm_up)
+        if plan.every:
+            full = full | (self.forwards % plan.every == 0)
+        everything = torch.arange(self.canvas.shape[1], device=self.canvas.device) < self.end[:, None]
+        if plan.region == "all":
+            region = everything
+        elif plan.region == "suffix":
+            region = self._span(0, self.canvas.shape[1])
+        else:
+            region = self._span(plan.behind, plan.ahead)
+        # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
+        needed = self._predicting()
+        self.pending = torch.where(full[:, None], everything, region & (~self.frozen | needed))
+        self.full = full
+
+    def _predicting(self) -> Tensor:
+        """bool[b, T]: rows whose prediction for the current block is still wanted."""
+        span = torch.zeros_like(self.masked).scatter(1, self.columns, self.block_masked)
+        return torch.roll(span, -self.shift, dims=1)
