@@ -92,13 +92,44 @@ class Family(Protocol):
         ...
 
 
+class Exam(Protocol):
+    """Tasks with one right answer that an embedded model was trained on, and prompts of them that it never saw.
+
+    Attributes:
+        names: the tasks.
+        new_tokens: length of a response that every answer fits into.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def new_tokens(self) -> int: ...
+
+    def draw(self, task: str, count: int, seed: int) -> list[tuple[str, str]]:
+        """Distinct held-out prompts and their answers, the same for the same seed.
+
+        Raises:
+            ValueError: an unknown task, or one that has fewer held-out prompts.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Embedded:
-    """A trained model that is installed with a package."""
+    """A trained model that is installed with a package.
+
+    Attributes:
+        name: what it is loaded by.
+        folder: its checkpoint, with stored held-out prompts in held_out.jsonl.
+        summary: one line for `dgraph models`.
+        exam: what it can be asked; None for a model without tasks.
+    """
 
     name: str
     folder: Path
     summary: str
+    exam: Exam | None = None
 
 
 @functools.cache

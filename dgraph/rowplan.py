@@ -12,20 +12,24 @@ from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 
-REGIONS = ("all", "suffix", "block")
+REGIONS = ("all", "response", "suffix", "block")
 
 
 @dataclass(frozen=True)
 class RowPlan:
     """Rows of a step: all of the canvas in a full step, a region of it in the others.
 
+    In a full step a program recomputes everything it has; in the others it may spare what has hardly changed (DyLLM).
+
     Whether decoded rows of the region are forwarded again is the block cache's business (see `Recipe.block_cache`).
 
     Attributes:
-        region: "all" (every row), "suffix" (the current block and all behind it) or "block" (the current block).
-        full_steps: full steps at the beginning of every block, at least 1.
+        region: "all" (every row), "response" (all behind the prompt), "suffix" (the current block and all behind it) or
+            "block" (the current block).
+        full_steps: full steps at the beginning of every block; 0 only with a warm-up.
         every: another full step every so many steps of a block; 0 for none.
         warm_up: full steps at the beginning of a response.
+        widen: every row is forwarded, though not in a full step, every so many steps behind the warm-up; 0 for never.
         behind, ahead: rows in front of the current block and behind it that belong to the region "block".
     """
 
@@ -33,17 +37,21 @@ class RowPlan:
     full_steps: int = 1
     every: int = 0
     warm_up: int = 0
+    widen: int = 0
     behind: int = 0
     ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.region not in REGIONS:
             raise UnknownName("region", str(self.region), REGIONS)
-        lowest = {"full_steps": 1, "every": 0, "warm_up": 0, "behind": 0, "ahead": 0}
-        for name, least in lowest.items():
+        for name in ("full_steps", "every", "warm_up", "widen", "behind", "ahead"):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if type(value) is not int or value < 0:
+                raise InputError(f"{name} must be an integer of at least 0, got {value!r}.")
+        if self.full_steps + self.warm_up < 1:
+            raise InputError(
+                "the first step of a response must be a full one; set full_steps or warm_up to at least 1."
+            )
         if self.region != "block" and (self.behind or self.ahead):
             raise InputError(f"behind and ahead widen the region 'block', not {self.region!r}; leave them at 0.")
 

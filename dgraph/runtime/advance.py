@@ -181,6 +181,8 @@ def inputs_of(
         "average": state.average,
         "progress": state.progress,
     }
+    if rows.full is not None and rows.changed is not None:
+        inputs |= {"full": rows.full, "changed": rows.changed}
     if constants:
         inputs["temperature"] = torch.full((n,), rule.temperature, dtype=torch.float32, device=device)
     if keys is not None and (rule.temperature > 0 or rule.select_noise):

@@ -22,8 +22,8 @@ class CanvasState(DecodeState):
     """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
 
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
-    step; full bool[b]: the next step forwards every row; frozen bool[b, T]: keys and values were written with the
-    decoded token, so the block cache may spare the row.
+    step; full bool[b]: the next step is a full one; changed bool[b, T]: decoded in the step before; frozen bool[b, T]:
+    keys and values were written with the decoded token, so the block cache may spare the row.
 
     Fixed: plan; size: columns of a block; shift: 0 if a row predicts its own position, 1 if the next one (Dream).
     """
@@ -31,6 +31,7 @@ class CanvasState(DecodeState):
     masked: Tensor
     pending: Tensor
     full: Tensor
+    changed: Tensor
     frozen: Tensor
     plan: RowPlan
     size: int
@@ -64,6 +65,7 @@ class CanvasState(DecodeState):
             masked=inside & (positions >= prompt_end[:, None]),
             pending=inside,
             full=torch.ones_like(prompt_end, dtype=torch.bool),
+            changed=torch.zeros_like(inside),
             frozen=torch.zeros_like(inside),
             canvas=canvas,
             prompt=prompt,
@@ -119,6 +121,8 @@ class CanvasState(DecodeState):
             limit=(self.end[sequence] * real).int(),
             masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
             cu_rows=cu_rows,
+            full=self.full[sequence] & real,
+            changed=(self.changed[sequence, position] | self.full[sequence]) & real,
         )
 
     def _own_rows(self) -> Tensor:
@@ -136,6 +140,7 @@ class CanvasState(DecodeState):
         columns = self.columns
         self.canvas = self.canvas.scatter(1, columns, torch.where(commit, token, self.block_tokens))
         self.masked = self.masked.scatter(1, columns, self.block_masked & ~commit)
+        self.changed = torch.zeros_like(self.changed).scatter(1, columns, commit)
 
     def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
         # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
@@ -148,16 +153,22 @@ class CanvasState(DecodeState):
         full = (self.forwards < plan.full_steps) | (self.counter < plan.warm_up)
         if plan.every:
             full = full | (self.forwards % plan.every == 0)
-        everything = torch.arange(self.canvas.shape[1], device=self.canvas.device) < self.end[:, None]
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        everything = positions < self.end[:, None]
         if plan.region == "all":
             region = everything
+        elif plan.region == "response":
+            region = everything & (positions >= (self.prompt_end - self.shift)[:, None])
         elif plan.region == "suffix":
             region = self._span(0, self.canvas.shape[1])
         else:
             region = self._span(plan.behind, plan.ahead)
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
         needed = self._predicting()
-        self.pending = torch.where(full[:, None], everything, region & (~self.frozen | needed))
+        wide = full
+        if plan.widen:
+            wide = wide | ((self.counter - plan.warm_up) % plan.widen == 0)
+        self.pending = torch.where(wide[:, None], everything, region & (~self.frozen | needed))
         self.full = full
 
     def _predicting(self) -> Tensor:

@@ -18,6 +18,8 @@ from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
 
 ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperature", "seed"})
+CANVAS_INPUTS = frozenset({"full", "changed"})
+"""Row inputs that only a bidirectional model's loop has."""
 SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "progress"})
 
 
@@ -39,7 +41,9 @@ def check_session(
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     known = ROW_INPUTS | SEQUENCE_INPUTS
-    known |= {f"{kind}_cache_{layer}" for kind in "kv" for layer in range(spec.layers)}
+    known |= {f"{kind}_cache_{layer}" for kind in "kvcf" for layer in range(spec.layers)}
+    if not causal:
+        known |= CANVAS_INPUTS
     needed = ("prefill", "step") if causal else ("step",)
     for name in needed:
         if name not in programs:
@@ -56,8 +60,8 @@ def check_session(
         if unknown:
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
-                f"Known: {', '.join(sorted(ROW_INPUTS | SEQUENCE_INPUTS))}, noise, script, and k_cache_l and "
-                f"v_cache_l for l < {spec.layers}."
+                f"Known: {', '.join(sorted(n for n in known if '_cache_' not in n))}, noise, script, and k_cache_l, "
+                f"v_cache_l, c_cache_l and f_cache_l for l < {spec.layers}."
             )
 
 

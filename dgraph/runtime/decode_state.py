@@ -42,10 +42,10 @@ class DecodeState(ABC):
 
     start i64[b]: position of the current block's first row; progress i32[b]: rightmost position kept in this block so
     far, start - 1 before its first step; decoded, steps i64[b]: tokens of this block, and its steps that decoded some;
-    counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; commit_rows, kept_rows i64[]: rows
-    forwarded for their keys alone (to commit a block, or to refresh what others read), and rows that reached the last
-    layers, all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left; active
-    bool[b]; broken bool[b]: the last step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
+    counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that reached
+    the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to refresh
+    what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left;
+    active bool[b]; broken bool[b]: the last step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
     decoded so far, mask tokens elsewhere.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
@@ -82,9 +82,8 @@ class DecodeState(ABC):
         return {
             "start": start,
             "progress": (start - 1).int(),
-            **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "forwards", "passes")},
+            **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "kept_rows", "forwards", "passes")},
             "commit_rows": zeros(),
-            "kept_rows": zeros(),
             "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
             "broken": torch.zeros(b, dtype=torch.bool, device=device),
         }
@@ -207,7 +206,7 @@ class DecodeState(ABC):
         self.broken = self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
 
         self.commit_rows = self.commit_rows + self._own_rows()
-        self.kept_rows = self.kept_rows + (results.kept & rows.live).sum()
+        self.kept_rows = self.kept_rows.index_add(0, rows.sequence, (results.kept & rows.live).long())
         self.forwards = self.forwards + self.active
         self.passes = self.passes + (self.active & ~masks_left)
         self.counter = self.counter + self.active

@@ -86,8 +86,12 @@ class BlockLoop:
         stats.steps += step
         stats.decoded += decoded
         stats.commit_rows += int(state.commit_rows)
-        stats.kept_rows += int(state.kept_rows)
-        stats.sequence_steps += state.counter[: len(prompts)].tolist()
+        for count, values in (
+            (stats.sequence_steps, state.counter),
+            (stats.sequence_decoded, state.total),
+            (stats.sequence_rows, state.kept_rows),
+        ):
+            count += values[: len(prompts)].tolist()
         return state
 
     def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:

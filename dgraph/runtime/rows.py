@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ class StepRows:
     sequence i64[N]; column i64[N] in the window; input_ids i64[N]; positions i64[N]; limit i32[N]; masked
     bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no
     sequence: sequence, column, input_ids, positions and limit 0, masked False.
+
+    Of a bidirectional model, else None: full bool[N]: the row's sequence takes a full step; changed bool[N]: the row's
+    token was decoded in the step before, or the step is a full one.
     """
 
     sequence: Tensor
@@ -26,6 +30,8 @@ class StepRows:
     limit: Tensor
     masked: Tensor
     cu_rows: Tensor
+    full: Tensor | None = None
+    changed: Tensor | None = None
 
     @property
     def live(self) -> Tensor:
@@ -34,13 +40,18 @@ class StepRows:
 
     def head(self, count: int) -> StepRows:
         """The first `count` rows, as views."""
-        return StepRows(
-            **{f.name: getattr(self, f.name)[: None if f.name == "cu_rows" else count] for f in fields(self)}
-        )
+        return self._each(lambda name, value: value if name == "cu_rows" else value[:count])
 
     def clone(self) -> StepRows:
         """A copy that shares no tensor."""
-        return StepRows(**{f.name: getattr(self, f.name).clone() for f in fields(self)})
+        return self._each(lambda name, value: value.clone())
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> StepRows:
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            changed[field.name] = None if value is None else change(field.name, value)
+        return StepRows(**changed)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ class GenerationStats:
         GPU
             a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
-        kept_rows: rows that went through the last layers, counted on the device.
         sequence_steps: steps of each prompt, in the order of the prompts.
+        sequence_decoded: tokens committed of each.
+        sequence_rows: rows of each that went through the last layers, counted on the device.
     """
 
     steps: int = 0
@@ -39,8 +40,14 @@ class GenerationStats:
     commit_rows: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
-    kept_rows: int = 0
     sequence_steps: list[int] = field(default_factory=list)
+    sequence_decoded: list[int] = field(default_factory=list)
+    sequence_rows: list[int] = field(default_factory=list)
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows that went through the last layers."""
+        return sum(self.sequence_rows)
 
     @property
     def rows_per_token(self) -> float:
@@ -86,6 +93,8 @@ class GenerationStats:
             "total": self.total,
             "kept_rows": self.kept_rows,
             "sequence_steps": list(self.sequence_steps),
+            "sequence_decoded": list(self.sequence_decoded),
+            "sequence_rows": list(self.sequence_rows),
         }
 
 

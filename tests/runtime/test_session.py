@@ -101,6 +101,8 @@ def test_a_batch_gives_what_its_prompts_give_one_by_one(kind: str) -> None:
     alone = [session.generate([p], max_new_tokens=21, policy=policy) for p in prompts]
     assert together.token_ids == [g.token_ids[0] for g in alone]
     assert together.stats.sequence_steps == [g.stats.steps for g in alone]
+    assert together.stats.sequence_decoded == [g.stats.decoded for g in alone]
+    assert together.stats.sequence_rows == [g.stats.kept_rows for g in alone]
     batches = session.generate(prompts, max_new_tokens=21, policy=policy, max_batch=3)
     assert batches.token_ids == together.token_ids
     for name in ("decoded", "tokens", "rows", "commit_rows", "sequence_steps", "rows_per_token"):

@@ -9,7 +9,7 @@ from tests.runtime.fake import FakeProgram, fake_spec
 
 
 def test_derived_figures() -> None:
-    stats = GenerationStats(kept_rows=16, decoded=8, tokens=6, sequence_steps=[3, 2])
+    stats = GenerationStats(sequence_rows=[10, 6], decoded=8, tokens=6, sequence_steps=[3, 2])
     stats.count_stage("prefill", 10, 16, 1.0)
     stats.count_stage("prefix", 20, 32, 0.5)
     stats.count_stage("suffix", 12, 16, 0.25)
@@ -38,6 +38,8 @@ def test_a_run_counts_stages() -> None:
     # prompt 0: positions 4..11, block 4..7 has 3 masks (2 steps), then 4 (2 steps); prompt 1: 0..7 likewise.
     assert stats.sequence_steps == [4, 4]
     assert (stats.steps, stats.decoded, stats.tokens) == (4, 14, 12)
+    assert stats.sequence_decoded == [7, 7]
+    assert sum(stats.sequence_rows) == stats.kept_rows == stats.rows["step"]
     assert stats.commit_rows == 8
     assert stats.rows == {"prefill": 4, "step": 4 * 8 + 8}
     assert stats.padded == {"prefill": 6, "step": 4 * 8 + 8 + 4 * 3}

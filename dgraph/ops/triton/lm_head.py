@@ -40,7 +40,8 @@ def kernel(
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     n, vocab = h.shape[0], weight.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
-    confidence, margin, entropy = torch.empty((3, n), dtype=torch.float32, device=h.device).unbind()
+    # An op's results may not share memory.
+    confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     buffer = torch.empty((min(n, max_num_logits), vocab), dtype=h.dtype, device=h.device)
     for first in range(0, n, max_num_logits):
         part = slice(first, min(first + max_num_logits, n))
