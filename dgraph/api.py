@@ -22,7 +22,7 @@ from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import Policy, policy_of
+from dgraph.runtime.policies import Policy, chosen_policy
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -272,7 +272,7 @@ class Optimized:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
-        chosen = _policy(policy, threshold, steps)
+        chosen = chosen_policy(policy, threshold, steps)
         taking = _sampler(sampler, temperature, top_p, top_k)
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
         if taking.needs_logits:
@@ -328,19 +328,6 @@ class Optimized:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
         return [self.model.tokenizer.encode(text) for text in texts]
-
-
-def _policy(policy: str | Policy | None, threshold: float | None, steps: int | None) -> Policy:
-    if policy is None:
-        return policy_of(threshold, steps)
-    options: dict[str, Any] = {
-        name: value for name, value in (("threshold", threshold), ("steps", steps)) if value is not None
-    }
-    if isinstance(policy, str):
-        return policy_of(policy, **options)
-    if options:
-        raise InputError(f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}.")
-    return policy
 
 
 def _sampler(sampler: Sampler | None, temperature: float, top_p: float, top_k: int) -> Sampler:

@@ -55,6 +55,23 @@ class RowPlan:
         if self.region != "block" and (self.behind or self.ahead):
             raise InputError(f"behind and ahead widen the region 'block', not {self.region!r}; leave them at 0.")
 
+    def rows_of(self, step: int, prompt: int, new: int) -> int | None:
+        """The most rows that a sequence forwards in a step, known without looking at what it has decoded.
+
+        Args:
+            step: number of the sequence's step, from 0.
+            prompt, new: its tokens, given and to decode.
+
+        Returns:
+            None if the count depends on where the sequence is in its block.
+        """
+        if self.region == "all":
+            return prompt + new
+        if self.region != "response" or self.full_steps or self.every:
+            return None
+        wide = step < self.warm_up or (self.widen and (step - self.warm_up) % self.widen == 0)
+        return prompt + new if wide else new + 1
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

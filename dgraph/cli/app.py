@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dgraph.cli import bench, cache, doctor, generate, tables, views
+from dgraph.cli import bench, cache, doctor, eval, generate, tables, views
 from dgraph.cli.compile import compile_
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.errors import DgraphError
@@ -94,7 +94,9 @@ app.command("explain")(views.explain)
 app.command("compile")(compile_)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
+app.command("eval")(eval.evaluate)
 app.command("recipes")(tables.recipes)
+app.command("policies")(tables.policies)
 app.command("passes")(tables.passes)
 app.command("models")(tables.models)
 app.command("doctor")(doctor.doctor)

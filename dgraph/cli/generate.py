@@ -27,14 +27,21 @@ def generate(
         float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default=False)] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)
+    ] = None,
     block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0 for all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     max_batch: Annotated[int | None, typer.Option(help="Prompts per batch.", show_default="all")] = None,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
     json: given.Json = False,
 ) -> None:
     """Continue prompts.
@@ -56,12 +63,16 @@ def generate(
             prompts,
             threshold=threshold,
             steps=steps,
+            policy=policy,
+            stop=stop or [],
             max_new_tokens=max_new_tokens,
             block_length=block_length,
             temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             max_batch=max_batch,
         )
-        optimized = dgraph.optimize(found, recipe, backend=backend, buckets=rows, progress=tell, **options)
+        optimized = dgraph.optimize(found, recipe, backend=backend, buckets=rows, cache=cache, progress=tell, **options)
 
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
@@ -71,8 +82,12 @@ def generate(
             max_new_tokens=max_new_tokens,
             threshold=threshold,
             steps=steps,
+            policy=policy,
             block_length=block_length,
             temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop or [],
             seed=seed,
             max_batch=max_batch,
             progress=count,
@@ -90,9 +105,13 @@ def _check(
     *,
     threshold: float | None,
     steps: int | None,
+    policy: str | None,
+    stop: list[str],
     max_new_tokens: int,
     block_length: int | None,
     temperature: float,
+    top_p: float,
+    top_k: int,
     max_batch: int | None,
 ) -> None:
     """Refuse what cannot be decoded now: compiling takes a minute and writes to a cache.
@@ -102,9 +121,12 @@ def _check(
     """
     from dgraph.errors import InputError
     from dgraph.runtime.checks import check_request
-    from dgraph.runtime.policies import policy_of
+    from dgraph.runtime.policies import chosen_policy
+    from dgraph.runtime.sampling import Sampler
+    from dgraph.runtime.stops import check_stops
 
-    policy_of(threshold, steps)
+    chosen_policy(policy, threshold, steps)
+    check_stops(stop)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")
     with warnings.catch_warnings(action="ignore"):  # generate will give it
@@ -116,6 +138,7 @@ def _check(
             temperature=temperature,
             max_batch=max_batch,
         )
+    Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
 
 
 def _print(prompts: list[str], result: Result) -> None:

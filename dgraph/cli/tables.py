@@ -1,4 +1,4 @@
-"""`dgraph recipes`, `dgraph passes`, `dgraph models`: what there is."""
+"""`dgraph recipes`, `dgraph policies`, `dgraph passes`, `dgraph models`: what there is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ def recipes(json: given.Json = False) -> None:
         print_table(
             ("recipe", "summary", "options"), [(r["recipe"], r["summary"], _options(r["options"])) for r in found]
         )
+
+
+def policies(json: given.Json = False) -> None:
+    """List the decoding rules, and the settings of them that systems publish, with their options.
+
+    \b
+    dgraph policies
+    """
+    from dgraph.runtime.policies import POLICIES, PRESETS, options_of
+
+    found: list[dict[str, Any]] = [
+        {"policy": name, "summary": _summary(rule), "options": options_of(name)} for name, rule in POLICIES.items()
+    ]
+    found += [
+        {"policy": name, "summary": f"{rule.name} as published", "options": options_of(name)}
+        for name, rule in PRESETS.items()
+    ]
+    if json:
+        print_json({"policies": found})
+    else:
+        rows = [(p["policy"], p["summary"], _options(p["options"])) for p in found]
+        print_table(("policy", "summary", "options"), rows)
 
 
 def passes(json: given.Json = False) -> None:

@@ -1,8 +1,8 @@
-"""Paged keys and values of many sequences."""
+"""Paged caches of many sequences: keys and values, and whatever else a program keeps per position."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from dgraph.spec import ModelSpec
 
 
 class KVStore:
-    """One key and one value cache [pages, page, Hkv, D] per layer, and who owns which page.
+    """One key and one value cache [pages, page, Hkv, D] per layer, further caches, and who owns which page.
 
     Position p of a sequence lives at cache[table[p // page], p % page] in every layer. Pages are handed out
     when a sequence is allocated and come back when it is freed; the caches grow when too few are free.
@@ -28,12 +28,16 @@ class KVStore:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        features: Mapping[str, tuple[int, ...]] | None = None,
     ):
+        """`features`: names of further caches, and what they hold per position."""
         if page_size < 1:
             raise InputError(f"KV store: a page holds at least 1 position, got page_size={page_size}.")
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
-        self._row = (kv_heads, head_dim)
-        self._caches = [(self._empty(0), self._empty(0)) for _ in range(layers)]
+        self._layers = layers
+        self._shapes: dict[str, tuple[int, ...]] = dict(features or {})
+        self._shapes |= {f"{kind}_cache_{layer}": (kv_heads, head_dim) for layer in range(layers) for kind in "kv"}
+        self._caches = {name: self._empty(name, 0) for name in self._shapes}
         self._pages = 0
         self._free: list[int] = []  # the lowest page last: low pages are used first
         self._owned: dict[int, list[int]] = {}
@@ -47,9 +51,14 @@ class KVStore:
         page_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        names: Iterable[str] = (),
     ) -> KVStore:
         """The store of a model. `page_size` (positions, default: the block length) is a multiple or a
         divisor of the block length, so that a block never straddles more pages than it must."""
+        # What a program caches beside keys and values, by the first letter of its name: the attention's context, and
+        # the feed-forward network's output (DyLLM).
+        kinds = {"c": (spec.heads, spec.head_dim), "f": (spec.hidden,)}
+        features = {name: kinds[name[0]] for name in sorted(names) if name[0] in kinds and name[1:7] == "_cache"}
         size = spec.block_length if page_size is None else page_size
         if size < 1 or (size % spec.block_length and spec.block_length % size):
             raise InputError(
@@ -63,6 +72,7 @@ class KVStore:
             page_size=size,
             dtype=dtype or spec.dtype,
             device=device,
+            features=features,
         )
 
     @property
@@ -78,7 +88,7 @@ class KVStore:
     @property
     def bytes(self) -> int:
         """Size of all caches in bytes."""
-        return sum(t.numel() * t.element_size() for pair in self._caches for t in pair)
+        return sum(t.numel() * t.element_size() for t in self._caches.values())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` positions."""
@@ -119,11 +129,7 @@ class KVStore:
 
     def tensors(self) -> dict[str, Tensor]:
         """The caches under the names that programs ask for: k_cache_0, v_cache_0, k_cache_1, ..."""
-        named = {}
-        for layer, (keys, values) in enumerate(self._caches):
-            named[f"k_cache_{layer}"] = keys
-            named[f"v_cache_{layer}"] = values
-        return named
+        return dict(self._caches)
 
     def gather(self, sequence: int, tokens: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Per layer, copies of the keys and values [tokens, Hkv, D] of positions 0 .. tokens-1 (default:
@@ -133,7 +139,11 @@ class KVStore:
         room = len(pages) * self.page_size
         if tokens is not None and tokens > room:
             raise DgraphError(f"KV store: sequence {sequence} has {room} positions, asked for {tokens}.")
-        return [(k[pages].flatten(0, 1)[:tokens], v[pages].flatten(0, 1)[:tokens]) for k, v in self._caches]
+
+        def rows(kind: str, layer: int) -> Tensor:
+            return self._caches[f"{kind}_cache_{layer}"][pages].flatten(0, 1)[:tokens]
+
+        return [(rows("k", layer), rows("v", layer)) for layer in range(self._layers)]
 
     def _pages_of(self, sequence: int) -> list[int]:
         if sequence not in self._owned:
@@ -147,19 +157,18 @@ class KVStore:
         if not self._owned:  # nothing to keep
             self._pages, self._free = 0, []
         kept = self._pages
-        for layer in range(len(self._caches)):
-            old = self._caches[layer]
-            if kept == 0:  # let go of the old tensors first, so that both never exist at once
-                old = self._caches[layer] = (self._empty(0), self._empty(0))
-            new = (self._empty(pages), self._empty(pages))
-            for source, target in zip(old, new, strict=True):
-                target[:kept] = source[:kept]
-            self._caches[layer] = new
+        for name in self._caches:
+            old = self._caches[name]
+            if kept == 0:  # let go of the old tensor first, so that both never exist at once
+                old = self._caches[name] = self._empty(name, 0)
+            new = self._empty(name, pages)
+            new[:kept] = old[:kept]
+            self._caches[name] = new
         # Only now: if memory ran out above, what was allocated before is still whole.
         self._free = list(range(pages - 1, kept - 1, -1)) + self._free
         self._pages = pages
 
-    def _empty(self, pages: int) -> Tensor:
+    def _empty(self, name: str, pages: int) -> Tensor:
         # Zeros, not uninitialised memory: a kernel may load positions past a row's limit and weigh them by 0,
         # and 0 * NaN would reach the result.
-        return torch.zeros(pages, self.page_size, *self._row, dtype=self.dtype, device=self.device)
+        return torch.zeros(pages, self.page_size, *self._shapes[name], dtype=self.dtype, device=self.device)

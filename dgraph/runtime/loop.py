@@ -37,6 +37,8 @@ class BlockLoop:
     advance: makes the transition of a batch from its state in front of the first step.
     plan: which rows a step of a bidirectional model forwards; None for a block-causal one.
     stride: the canvas has a multiple of so many columns, itself a multiple of the block.
+    unread: steps after each host read that go without one, where the plan says how many rows they have at most. A
+        sequence that ends meanwhile, or a step that goes wrong, is noticed that much later.
     sampler: takes tokens from logits, for programs that end in them.
     """
 
@@ -49,6 +51,7 @@ class BlockLoop:
     block: int
     advance: Callable[[DecodeState], Advance]
     stride: int
+    unread: int
     sampler: LogitsDecoder
     observer: Callable[[StepRecord], None] | None
 
@@ -70,8 +73,14 @@ class BlockLoop:
         if self.prefill is not None:
             self._prefill(self.prefill, prompts, state, caches, stats)
         advance = self.advance(state)
-        step = 0
+        step, unread = 0, 0
+        running: list[bool] = []
         while True:
+            if unread:
+                unread -= 1
+                self._step(step, self._most_rows(step, prompts, running), advance, caches, stats)
+                step += 1
+                continue
             # The one host read of a step.
             count, active, decoded, broken = advance.summary.tolist()
             if broken:
@@ -82,6 +91,9 @@ class BlockLoop:
                 break
             self._step(step, count, advance, caches, stats)
             step += 1
+            if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
+                running = advance.state.active.tolist()
+                unread = self.unread
         state = advance.state
         stats.steps += step
         stats.decoded += decoded
@@ -93,6 +105,13 @@ class BlockLoop:
         ):
             count += values[: len(prompts)].tolist()
         return state
+
+    def _most_rows(self, step: int, prompts: Sequence[Sequence[int]], running: Sequence[bool]) -> int:
+        """Rows that the running sequences forward at most in a step; 0 if only the device knows."""
+        if self.plan is None or self.rule.block_cache != "off":
+            return 0
+        counts = [self.plan.rows_of(step, len(prompt), self.max_new_tokens) for prompt in prompts]
+        return sum(count or 0 for count, goes_on in zip(counts, running, strict=False) if goes_on)
 
     def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
         b, device = len(page_table), page_table.device

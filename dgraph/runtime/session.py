@@ -58,6 +58,8 @@ class Progress:
     decoded: int
 
 
+UNREAD_STEPS = 15
+"""Where transitions are captured and nobody follows the progress, steps between host reads, if the plan allows it."""
 CANVAS_COLUMNS = 512
 """Where transitions are captured, the canvas has a multiple of so many columns."""
 
@@ -117,7 +119,8 @@ class BlockSession:
         self.pool = pool
         self._advance: tuple[Hashable, Advance] | None = None
         self._sequences = 1
-        self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device)
+        names = frozenset().union(*(program.input_names for program in programs.values()))
+        self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device, names=names)
 
     @torch.no_grad()
     def generate(
@@ -177,6 +180,7 @@ class BlockSession:
             block=block,
             advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
             stride=max(block, CANVAS_COLUMNS // block * block) if fixed else block,
+            unread=UNREAD_STEPS if fixed and progress is None else 0,
             sampler=sampler.begin(self.spec.mask_id),
             observer=observer,
         )

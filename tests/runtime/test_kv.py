@@ -96,11 +96,11 @@ def test_out_of_memory_leaves_the_store_whole(monkeypatch: pytest.MonkeyPatch) -
     fill(kv, first, 8, 3.0)
     real, calls = KVStore._empty, []
 
-    def fails(self: KVStore, pages: int) -> torch.Tensor:
+    def fails(self: KVStore, name: str, pages: int) -> torch.Tensor:
         calls.append(pages)
         if len(calls) == 3:  # in the second layer
             raise torch.OutOfMemoryError("no memory")
-        return real(self, pages)
+        return real(self, name, pages)
 
     monkeypatch.setattr(KVStore, "_empty", fails)
     with pytest.raises(torch.OutOfMemoryError):

@@ -82,6 +82,24 @@ def policy_of(rule: str | float | None = None, steps: int | None = None, **optio
     return ConfidenceThreshold(THRESHOLD if rule is None else rule)
 
 
+def chosen_policy(policy: str | Policy | None, threshold: float | None, steps: int | None) -> Policy:
+    """The policy that a caller chose: by name or as an object, or by a threshold or steps alone.
+
+    With a name, threshold and steps are options of that rule.
+
+    Raises `UnknownName` and `InputError` as `policy_of`, and for options beside an object.
+    """
+    if policy is None:
+        return policy_of(threshold, steps)
+    options: dict[str, Any] = {"threshold": threshold, "steps": steps}
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(policy, str):
+        return policy_of(policy, **options)
+    if options:
+        raise InputError(f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}.")
+    return policy
+
+
 def _named(name: str, options: dict[str, Any]) -> DecodeRule:
     if name not in POLICIES and name not in PRESETS:
         raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
@@ -129,6 +147,7 @@ __all__ = [
     "RelativeThreshold",
     "Sequential",
     "check_needs",
+    "chosen_policy",
     "edits",
     "may_wait",
     "needs_of",
