@@ -7,6 +7,7 @@ often all of them, is all that distinguishes the published caches of this kind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,6 +72,20 @@ class RowPlan:
             return None
         wide = step < self.warm_up or (self.widen and (step - self.warm_up) % self.widen == 0)
         return prompt + new if wide else new + 1
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RowPlan:
+        """The plan that `to_json` described.
+
+        Raises:
+            UnknownName: a field that plans do not have.
+            InputError: a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise UnknownName("field of a row plan", name, known)
+        return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

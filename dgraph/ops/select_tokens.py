@@ -17,7 +17,7 @@ CONTRACT = """\
 FOCUS budget and selection, per sequence; M = its masked rows, a list in row order. Rows that are not
 masked are always kept.
 Budget: K = min(|M|, ceil(alpha * max(average, 1))), the product in fp32; alpha = inf gives |M|.
-With keep > 0 instead: K = min(|M|, keep).
+With keep > 0 instead: K = min(|M|, keep). An average of inf evicts nothing in either case.
 All of M is kept unless |M| > K > 0. Else the base selection is {score >= mean + std} if that has at least
 K rows (not considered with keep > 0), otherwise the K rows of largest score; ties: lower row first. Mean
 and population standard deviation over M are accumulated in float64 in row order. To the base selection are
@@ -74,7 +74,7 @@ def reference(
 def _budget(count: Tensor, average: Tensor, alpha: float, keep: int) -> Tensor:
     """i64[b]: K per sequence."""
     if keep > 0:
-        return count.clamp(max=keep)
+        return torch.where(average.isinf(), count, count.clamp(max=keep))
     wanted = torch.ceil(average.float().clamp(min=1.0) * torch.tensor(alpha, dtype=torch.float32))
     return torch.minimum(wanted, count.float()).long()
 

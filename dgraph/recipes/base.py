@@ -112,7 +112,7 @@ class Recipe:
                 Phase(p["phase"], tuple(pass_from_json(v, passes) for v in p["passes"]), frozenset(p["optional"]))
                 for p in value["phases"]
             )
-            plan = RowPlan(**value["plan"]) if "plan" in value else None
+            plan = RowPlan.from_json(value["plan"]) if "plan" in value else None
             return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"], plan)
         except UnknownName:  # a KeyError, too
             raise

@@ -192,7 +192,9 @@ def inputs_of(
     elif constants:
         inputs["seed"] = torch.zeros(n, dtype=torch.int64, device=device)
     if keys is not None and rule.scripted and isinstance(rule.policy, Script):
-        inputs["script"], inputs["average"] = rule.policy.scores(rows, state), rule.policy.budget(state)
+        inputs["script"] = rule.policy.scores(rows, state)
+        # Where nothing may be evicted (a full step), the script does not change that.
+        inputs["average"] = torch.where(state.average.isinf(), state.average, rule.policy.budget(state))
     return inputs
 
 

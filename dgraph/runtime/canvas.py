@@ -145,7 +145,10 @@ class CanvasState(DecodeState):
     def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
         # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
         before = self.masked.scatter(1, self.columns, masked)
-        ready = ready_columns(~before, block_cache) & (self.pending | self.frozen)
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        # As in FOCUS, the last column of a block waits for no neighbour.
+        waiting = before & (positions < (self.start + self.size)[:, None])
+        ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
         moved = self._finish(settled)
         self._next_block(moved)
@@ -153,7 +156,6 @@ class CanvasState(DecodeState):
         full = (self.forwards < plan.full_steps) | (self.counter < plan.warm_up)
         if plan.every:
             full = full | (self.forwards % plan.every == 0)
-        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         everything = positions < self.end[:, None]
         if plan.region == "all":
             region = everything

@@ -45,7 +45,7 @@ class DecodeState(ABC):
     counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that reached
     the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to refresh
     what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left;
-    active bool[b]; broken bool[b]: the last step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
+    active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
     decoded so far, mask tokens elsewhere.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
@@ -203,7 +203,8 @@ class DecodeState(ABC):
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
         progressed = candidates.committable if may_wait(policy) else commit & masked
         masks_left = masked.any(dim=1)
-        self.broken = self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
+        # Kept: the host may look only some steps later.
+        self.broken = self.broken | self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
 
         self.commit_rows = self.commit_rows + self._own_rows()
         self.kept_rows = self.kept_rows.index_add(0, rows.sequence, (results.kept & rows.live).long())

@@ -26,6 +26,8 @@ from dgraph.runtime.state import StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
+UNREAD_SHARE = 8
+"""Steps go unread only behind so many times as many others."""
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 
@@ -93,7 +95,8 @@ class BlockLoop:
             step += 1
             if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
                 running = advance.state.active.tolist()
-                unread = self.unread
+                # What may be in vain stays a small share of what was done.
+                unread = min(self.unread, step // UNREAD_SHARE) if any(running) else 0
         state = advance.state
         stats.steps += step
         stats.decoded += decoded

@@ -86,7 +86,7 @@ def _select(
         count += taken.to(tl.int32)
         total += tl.where(taken, tl.load(score_ptr + i).to(tl.float64), 0.0)
     if KEEP > 0:
-        budget = tl.minimum(count, KEEP)
+        budget = tl.where(tl.load(average_ptr + s) == float("inf"), count, tl.minimum(count, KEEP))
     else:
         wanted = tl.ceil(alpha * tl.maximum(tl.load(average_ptr + s), 1.0))
         budget = tl.minimum(wanted, count.to(tl.float32)).to(tl.int32)

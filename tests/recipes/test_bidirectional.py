@@ -1,0 +1,142 @@
+"""Recipes of bidirectional models: their limits, in which they are each other bit for bit, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.api import Result
+from dgraph.errors import InputError, UnknownName
+from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
+from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.rowplan import RowPlan
+from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
+from tests.tiny import tiny_spec
+
+SPEC = tiny_spec(attention="bidirectional")
+CACHED = ("fast_dllm", "dkv_cache", "vicinity")
+
+
+def recipe(name: str, **options: Any) -> Recipe:
+    return build(RECIPES, name, SPEC, options)
+
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+# A recipe at the setting in which it is another one, and that one; the stage that has all rows of each.
+LIMITS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
+    "every step full": (("fast_dllm", {"every": 1}), ("dense", {})),
+    "every step full, prefix": (("fast_dllm", {"cache": "prefix", "every": 1}), ("dense", {})),
+    "every step full, block cache": (("fast_dllm", {"every": 1, "block_cache": "dc+"}), ("dense", {})),
+    "dkv, every step full": (("dkv_cache", {"every": 1}), ("dense", {})),
+    "vicinity of everything": (("vicinity", {"behind": 256, "ahead": 256, "warm_up": 0}), ("dense", {})),
+    "endless warm-up": (("vicinity", {"warm_up": 999}), ("dense", {})),
+    "vicinity of nothing": (("vicinity", {"behind": 0, "ahead": 0, "warm_up": 0}), ("fast_dllm", {})),
+    "alpha inf": (("focus", {"alpha": math.inf, "block_cache": "off"}), ("fast_dllm", {})),
+    "alpha inf, dc+": (("focus", {"alpha": math.inf}), ("fast_dllm", {"block_cache": "dc+"})),
+}
+
+
+@pytest.fixture(scope="module")
+def setups() -> dict[str, Setup]:
+    return {family: setup_of(family) for family in FAMILIES}
+
+
+def same_bits(got: Result, want: Result) -> None:
+    assert got.token_ids == want.token_ids
+    assert got.stats.sequence_steps == want.stats.sequence_steps
+    assert got.stats.commit_rows == want.stats.commit_rows
+    for stage in got.stats.rows.values():
+        assert stage == want.stats.rows["step"]
+    assert got.kv is not None
+    assert want.kv is not None
+    for mine, theirs in zip(got.kv, want.kv, strict=True):
+        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
+            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
+                assert torch.equal(got_kv, want_kv)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lossless_limits(setups: dict[str, Setup], family: str, limit: str) -> None:
+    runs = [setups[family].optimized(name, 16, **options) for name, options in LIMITS[limit]]
+    settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "threshold": 0.8, "keep_kv": True}
+    same_bits(*(run.generate(**settings) for run in runs))
+
+
+def test_a_lossless_limit_compiled(setups: dict[str, Setup]) -> None:
+    settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 24, "steps": 6, "keep_kv": True}
+    for limit in ("every step full", "alpha inf"):
+        runs = [setups["dream"].optimized(name, 16, "inductor", **options) for name, options in LIMITS[limit]]
+        same_bits(*(run.generate(**settings) for run in runs))
+
+
+def test_fewer_rows_than_dense(setups: dict[str, Setup]) -> None:
+    """At one token per step all of them take as many steps."""
+    for setup in setups.values():
+        rows = {
+            name: setup.optimized(name, 16, **options).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
+            for name, options in (("dense", {}), ("vicinity", {"behind": 4, "ahead": 4}), ("fast_dllm", {}))
+        }
+        focus = setup.optimized("focus", 16).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
+        counts = [r.stats.kept_rows for r in (*rows.values(), focus)]
+        assert counts == sorted(counts, reverse=True)
+        assert len(set(counts)) == 4
+
+
+# -- recipes as values --------------------------------------------------------------------------------------------
+
+
+def test_plans() -> None:
+    assert recipe("dense").plan == RowPlan("all")
+    assert recipe("focus").plan == RowPlan("block")
+    assert recipe("fast_dllm").plan == RowPlan("block")
+    assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan("suffix", every=4)
+    assert recipe("dkv_cache", every=5).plan == RowPlan("all", full_steps=2, every=5)
+    assert recipe("vicinity").plan == RowPlan("block", warm_up=4, behind=16, ahead=16)
+    assert recipe("dkv_cache").block_cache == "dc"
+    assert recipe("fast_dllm", block_cache="dc+").block_cache == "dc+"
+
+
+def test_there_is_no_prefill() -> None:
+    """The first step forwards the prompt with everything else."""
+    for name in (*CACHED, "dense", "focus"):
+        assert [phase.name for phase in recipe(name).phases] == ["step"]
+    for name in CACHED:
+        passes = recipe(name, max_num_logits=7).phase("step").passes
+        assert passes == (PackRows(), FuseProjections(), CacheKV(), ChunkLMHead(7))
+
+
+@pytest.mark.parametrize("name", [*CACHED, "dense", "focus"])
+def test_json_says_all_of_a_recipe(name: str) -> None:
+    value = recipe(name)
+    assert Recipe.from_json(json.loads(json.dumps(value.to_json(), allow_nan=False))) == value
+    assert value.to_json()["plan"] == value.plan.to_json()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_block_causal_models_are_refused(name: str) -> None:
+    message = rf"recipe '{name}' approximates the keys of a bidirectional model; those of hand are exact .*'dense' or"
+    with pytest.raises(InputError, match=message):
+        build(RECIPES, name, tiny_spec(), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("fast_dllm", {"cache": "prefx"}, UnknownName, r"unknown cache of fast_dllm 'prefx'\. Did you mean 'prefix'"),
+        ("fast_dllm", {"every": -1}, InputError, r"every must be an integer of at least 0, got -1"),
+        ("fast_dllm", {"block_cache": "on"}, InputError, r"block_cache must be one of"),
+        ("dkv_cache", {"every": 2.0}, InputError, r"every must be an integer of at least 0, got 2\.0"),
+        ("vicinity", {"behind": -3}, InputError, r"behind must be an integer of at least 0, got -3"),
+        ("vicinity", {"warm_up": True}, InputError, r"warm_up must be an integer of at least 0, got True"),
+        ("vicinity", {"ahaed": 3}, UnknownName, r"unknown option of recipe 'vicinity' 'ahaed'\. Did you mean 'ahead'"),
+    ],
+)
+def test_options_out_of_range(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        recipe(name, **options)

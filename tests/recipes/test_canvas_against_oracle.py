@@ -1,0 +1,374 @@
+"""Recipes of bidirectional models against plain PyTorch: same rows, same tokens, same caches, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.api import Optimized
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.policies import policy_of
+from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.session import BlockSession, Generation
+from dgraph.runtime.stats import StepRecord
+from tests.oracle import canvas as oracle
+from tests.oracle import dream, llada
+from tests.oracle.qwen3 import Cache
+from tests.oracle.scoring import Eviction
+from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, VOCAB, Setup, prompts_for, setup_of
+from tests.runtime.test_cudagraph import Recorder
+
+# How tokens are committed: settings of `generate`, and the oracle's words for them.
+RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "threshold": ({"threshold": 0.6}, {"threshold": 0.6}),
+    "high threshold": ({"threshold": 0.95}, {"threshold": 0.95}),
+    "steps": ({"steps": 5}, {"steps": 5}),
+    "dream": ({"policy": "dream_entropy", "steps": 5}, {"dream_steps": 5}),
+}
+
+# Recipe, its options, and the same in the oracle's words.
+CASES: dict[str, tuple[str, dict[str, Any], oracle.Method]] = {
+    "dense": ("dense", {}, oracle.vanilla),
+    "dense dc": ("dense", {"block_cache": "dc"}, oracle.dense("dc")),
+    "dense dc+": ("dense", {"block_cache": "dc+"}, oracle.dense("dc+")),
+    "prefix": ("fast_dllm", {"cache": "prefix"}, oracle.fast_dllm("prefix")),
+    "dual": ("fast_dllm", {}, oracle.fast_dllm("dual")),
+    "dual every 3": ("fast_dllm", {"every": 3}, oracle.fast_dllm("dual", 3)),
+    "dual dc": ("fast_dllm", {"block_cache": "dc"}, oracle.fast_dllm("dual", 0, "dc")),
+    "dual dc+": ("fast_dllm", {"block_cache": "dc+"}, oracle.fast_dllm("dual", 0, "dc+")),
+    "prefix dc+ every 4": (
+        "fast_dllm",
+        {"cache": "prefix", "block_cache": "dc+", "every": 4},
+        oracle.fast_dllm("prefix", 4, "dc+"),
+    ),
+    "dkv": ("dkv_cache", {}, oracle.dkv_cache(8)),
+    "dkv every 3": ("dkv_cache", {"every": 3}, oracle.dkv_cache(3)),
+    "dkv every 0": ("dkv_cache", {"every": 0}, oracle.dkv_cache(0)),
+    "vicinity": ("vicinity", {}, oracle.vicinity(16, 16, 4)),
+    "vicinity 2, 3": (
+        "vicinity",
+        {"behind": 2, "ahead": 3, "warm_up": 0, "every": 5},
+        oracle.vicinity(2, 3, 0, 5),
+    ),
+}
+
+# FOCUS: its options, and those of the eviction alone.
+FOCUS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "alpha 1.2": {"alpha": 1.2},
+    "block cache off": {"block_cache": "off"},
+    "block cache dc": {"block_cache": "dc"},
+    "importance": {"signal": "importance", "alpha": 1.8},
+    "after layer 2": {"after": 2},
+    "random": {"select": "random"},
+}
+
+
+@pytest.fixture(scope="module")
+def setups() -> dict[str, Setup]:
+    return {family: setup_of(family) for family in FAMILIES}
+
+
+def new_tokens(block: int) -> int:
+    """Two blocks and a part of one."""
+    return 2 * block + block // 2 + 1
+
+
+def steps_of(records: list[StepRecord], prompt: int, shift: int) -> list[dict[str, Any]]:
+    """What the program did with one prompt, in the oracle's terms."""
+    found = []
+    for record in records:
+        mine = record.sequence == prompt
+        if not mine.any():
+            continue
+        at = record.prompts.tolist().index(prompt)
+        positions = record.positions[mine]
+        chosen = record.committed[mine]
+        found.append(
+            {
+                "positions": positions.tolist(),
+                "limit": set(record.limit[mine].tolist()),
+                "masked": positions[record.masked[mine]].tolist(),
+                "kept": positions[record.kept[mine]].tolist(),
+                "committed": list(
+                    zip((positions[chosen] + shift).tolist(), record.token[mine][chosen].tolist(), strict=True)
+                ),
+                "average": float(record.average[at]),
+                "progress": int(record.progress_after[at]),
+                "score": None if record.score is None else record.score[mine] * record.masked[mine],
+            }
+        )
+    return found
+
+
+def traces(
+    setup: Setup,
+    prompts: Sequence[Sequence[int]],
+    block: int,
+    method: oracle.Method,
+    eviction: Callable[[int], Eviction | None],
+    **rule: Any,
+) -> list[oracle.Trace]:
+    return [
+        oracle.generate(
+            setup.weights,
+            setup.config,
+            prompt,
+            method,
+            max_new_tokens=new_tokens(block),
+            block_length=block,
+            mask_id=MASK,
+            eos_ids=setup.model.spec.eos_ids,
+            shift=setup.shift,
+            eviction=eviction(i),
+            **rule,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def check(
+    setup: Setup,
+    block: int,
+    run: Optimized,
+    rule: str,
+    method: oracle.Method,
+    eviction: Callable[[int], Eviction | None] = lambda prompt: None,
+) -> list[oracle.Trace]:
+    """Every step of a generation, and its caches at the end, are the oracle's, which is returned."""
+    prompts, records = prompts_for(block), []
+    mine, theirs = RULES[rule]
+    result = run.generate(
+        input_ids=prompts, max_new_tokens=new_tokens(block), keep_kv=True, observer=records.append, **mine
+    )
+    wanted = traces(setup, prompts, block, method, eviction, **theirs)
+    assert result.kv is not None
+    for i, trace in enumerate(wanted):
+        assert result.token_ids[i] == trace.tokens
+        steps = steps_of(records, i, setup.shift)
+        assert len(steps) == len(trace.steps) == result.stats.sequence_steps[i]
+        for got, want in zip(steps, trace.steps, strict=True):
+            assert got["positions"] == want.positions
+            assert got["limit"] == {trace.end}
+            assert got["masked"] == want.masked
+            assert got["kept"] == want.kept
+            assert got["committed"] == want.committed
+            if got["score"] is not None:
+                assert got["average"] == (math.inf if want.full else pytest.approx(want.average, rel=1e-6))
+                assert got["progress"] == want.progress
+            if want.score:
+                torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)
+        assert result.kv[i].committed == 0
+        for layer in range(LAYERS):
+            for got_kv, want_kv in zip(result.kv[i].layers[layer], trace.kv(layer), strict=True):
+                torch.testing.assert_close(got_kv, want_kv, rtol=1e-4, atol=1e-4)
+    return wanted
+
+
+def evicting(**options: Any) -> Callable[[int], Eviction]:
+    """Per prompt the eviction that a FOCUS recipe with these options has."""
+    options = {k: v for k, v in options.items() if k != "block_cache"}
+
+    def of(prompt: int) -> Eviction:
+        if options.get("select") != "random":
+            return Eviction(**options)
+        key = sequence_keys(0, torch.tensor([prompt]))
+
+        def noise(step: int, positions: list[int]) -> torch.Tensor:
+            where, when = torch.as_tensor(positions), torch.full((len(positions),), step)
+            return uniform(row_seeds(key.expand(2, len(positions)), where, when))
+
+        return Eviction(**options, noise=noise)
+
+    return of
+
+
+def check_focus(setup: Setup, block: int, run: Optimized, rule: str, options: dict[str, Any]) -> None:
+    method = oracle.fast_dllm("dual", 0, options.get("block_cache", "dc+"))
+    found = check(setup, block, run, rule, method, evicting(**options))
+    steps = [step for trace in found for step in trace.steps]
+    assert all(step.kept == step.positions for step in steps if step.full)
+    assert sum(len(step.kept) < len(step.positions) for step in steps) > 3, "nothing was evicted"
+
+
+# -- the oracle itself --------------------------------------------------------------------------------------------
+
+
+def test_the_oracles_rows_are_the_whole_models(setups: dict[str, Setup]) -> None:
+    """Against the forwards that were written for each family, over a whole sequence."""
+    tokens = [7, 8, 9, MASK, 11, MASK]
+    for family, setup in setups.items():
+        c = setup.config
+        rows = oracle.forward(setup.weights, c, tokens, range(6), 6, Cache(c, 6, torch.zeros(1)))
+        if family == "llada":
+            shape = llada.Config(c.layers, c.hidden, c.heads, c.intermediate, VOCAB, c.rope_theta, c.eps)
+            whole = llada.forward(oracle.llada_names(setup.weights, c.layers), shape, tokens)
+        else:
+            other = dream.Config(c.layers, c.hidden, c.heads, c.kv_heads, c.intermediate, VOCAB, c.rope_theta, c.eps)
+            whole = dream.forward(setup.weights, other, tokens)
+        torch.testing.assert_close(rows, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_cases_differ(setups: dict[str, Setup]) -> None:
+    """Each method forwards other rows than all the others do, and leaves other keys."""
+    for setup in setups.values():
+        rows, keys = set(), set()
+        for _, _, method in CASES.values():
+            found = traces(setup, prompts_for(16), 16, method, lambda prompt: None, steps=16)
+            rows.add(str([step.positions for trace in found for step in trace.steps]))
+            keys.add(sum(float(trace.kv(LAYERS - 1)[0].double().sum()) for trace in found))
+        assert len(rows) == len(keys) == len(CASES)
+
+
+# -- recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("family", "rule"), [("llada", "threshold"), ("llada", "dream"), ("dream", "threshold"), ("dream", "steps")]
+)
+def test_recipes(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
+    recipe, options, method = CASES[case]
+    check(setups[family], 16, setups[family].optimized(recipe, 16, **options), rule, method)
+
+
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity 2, 3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_blocks(setups: dict[str, Setup], family: str, case: str, block: int) -> None:
+    recipe, options, method = CASES[case]
+    check(setups[family], block, setups[family].optimized(recipe, block, **options), "threshold", method)
+
+
+@pytest.mark.parametrize("options", FOCUS.values(), ids=FOCUS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_focus(setups: dict[str, Setup], family: str, options: dict[str, Any]) -> None:
+    check_focus(setups[family], 16, setups[family].optimized("focus", 16, **options), "high threshold", options)
+
+
+@pytest.mark.parametrize("rule", ["steps", "dream"])
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_focus_by_other_rules(setups: dict[str, Setup], family: str, block: int, rule: str) -> None:
+    check_focus(setups[family], block, setups[family].optimized("focus", block), rule, {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_focus_with_rows_counted_on_the_device(setups: dict[str, Setup], family: str) -> None:
+    run = setups[family].optimized("focus", 16, buckets=[48, 200], count="device")
+    assert run.programs["step"].stage_names == ("step",)
+    check_focus(setups[family], 16, run, "high threshold", {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_focus_with_a_fixed_number_of_rows(setups: dict[str, Setup], family: str) -> None:
+    """A full step evicts nothing, whatever the budget: what it leaves out has no keys that others could see."""
+    check_focus(setups[family], 16, setups[family].optimized("focus", 16, keep=4), "high threshold", {"keep": 4})
+
+
+# -- how it is run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", ["hybrid", [40, 100, 400]])
+@pytest.mark.parametrize("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows(setups: dict[str, Setup], family: str, case: str, buckets: Any) -> None:
+    recipe, options, method = CASES[case]
+    run = setups[family].optimized(recipe, 16, buckets=buckets, **options)
+    check(setups[family], 16, run, "threshold", method)
+    assert sum(run.programs["step"].bucket_sizes(100)) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_of_focus(setups: dict[str, Setup], family: str) -> None:
+    check_focus(setups[family], 16, setups[family].optimized("focus", 16, buckets="hybrid"), "high threshold", {})
+
+
+@pytest.mark.parametrize(("family", "buckets"), [("llada", None), ("dream", "hybrid")])
+def test_compiled_by_inductor(setups: dict[str, Setup], family: str, buckets: Any) -> None:
+    setup = setups[family]
+    recipe, options, method = CASES["dual dc+"]
+    check(setup, 16, setup.optimized(recipe, 16, "inductor", buckets, **options), "threshold", method)
+    check_focus(setup, 16, setup.optimized("focus", 16, "inductor", buckets), "high threshold", {})
+
+
+@pytest.mark.parametrize("rule", ["high threshold", "dream"])
+@pytest.mark.parametrize("case", ["dual dc+", "dkv every 3", "vicinity", "focus"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_gives_what_each_prompt_gives_alone(
+    setups: dict[str, Setup], family: str, case: str, rule: str
+) -> None:
+    recipe, options, _ = CASES.get(case, (case, {}, None))
+    run = setups[family].optimized(recipe, 16, **options)
+    settings = {"max_new_tokens": new_tokens(16), **RULES[rule][0]}
+    together = run.generate(input_ids=prompts_for(16), **settings)
+    alone = [run.generate(input_ids=[p], **settings) for p in prompts_for(16)]
+    assert together.token_ids == [r.token_ids[0] for r in alone]
+    assert together.stats.sequence_steps == [r.stats.sequence_steps[0] for r in alone]
+    assert together.stats.kept_rows == sum(r.stats.kept_rows for r in alone)
+    assert together.token_ids == run.generate(input_ids=prompts_for(16), max_batch=2, **settings).token_ids
+
+
+@pytest.mark.parametrize("case", ["dense", "dense dc", "dual dc+", "dkv every 3", "vicinity", "focus"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Setup], family: str, case: str) -> None:
+    setup = setups[family]
+    name, options, _ = CASES.get(case, (case, {}, None))
+    model, recipe = setup.model, dgraph.recipe(name, setup.model.spec, **options)
+    phases = dgraph.rewrite(setup.graph, recipe)
+
+    def session(pool: GraphPool | None) -> BlockSession:
+        runner = {} if pool is None else {"runner": pool.runner}
+        programs = {
+            phase: LoweredProgram(r.graph, RegionCompiler("eager"), Buckets.of("hybrid"), **runner)
+            for phase, r in phases.items()
+        }
+        cache = recipe.block_cache
+        return BlockSession(model.spec, programs, block_cache=cache, plan=recipe.plan, pool=pool, page_size=16)
+
+    pool = GraphPool(capture=Recorder)
+    captured, plain = session(pool), session(None)
+    batches = [prompts_for(16), [[9, 8, 7], list(range(20, 61)), [11]], prompts_for(16)]
+    rules = [policy_of(0.6), policy_of("dream_entropy", 5)]
+
+    def run(of: BlockSession, prompts: list[list[int]], policy: Any) -> Generation:
+        return of.generate(prompts, max_new_tokens=new_tokens(32) // 2, policy=policy, keep_kv=True)
+
+    for policy in rules:
+        for prompts in batches:
+            got, want = run(captured, prompts, policy), run(plain, prompts, policy)
+            assert got.token_ids == want.token_ids
+            assert got.stats.sequence_steps == want.stats.sequence_steps
+            assert got.stats.sequence_rows == want.stats.sequence_rows
+            if case != "dense":  # whose rows are not counted in front of every step, but known to be at most so many
+                assert (got.stats.rows, got.stats.steps) == (want.stats.rows, want.stats.steps)
+            assert got.kv is not None
+            assert want.kv is not None
+            for mine, theirs in zip(got.kv, want.kv, strict=True):
+                for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
+                    torch.testing.assert_close(got_layer, want_layer, rtol=1e-5, atol=1e-5)
+    assert [stage for stage, _ in pool.captured].count("transition") == len(rules)
+    assert not pool.refused
+
+
+@pytest.mark.parametrize("case", ["dense", "dual dc+", "dkv", "vicinity"])
+def test_a_stop_token_ends_a_sequence_before_its_block_is_done(setups: dict[str, Setup], case: str) -> None:
+    """The first token that one sequence answers with, wherever another one has it."""
+    recipe, options, method = CASES[case]
+    for setup in setups.values():
+        free = setup.optimized(recipe, 16, **options).generate(
+            input_ids=prompts_for(16), max_new_tokens=41, threshold=0.6
+        )
+        stopping = setup.stopping_at(free.token_ids[1][0], free.token_ids[2][20])
+        found = check(stopping, 16, stopping.optimized(recipe, 16, **options), "threshold", method)
+        assert found[1].tokens == []
+        assert len(found[1].steps) < free.stats.sequence_steps[1]
+        assert all(len(trace.tokens) < 41 for trace in found[1:])

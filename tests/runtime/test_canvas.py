@@ -1,0 +1,306 @@
+"""Transitions of the canvas on cases small enough to write down."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.rowplan import RowPlan
+from dgraph.runtime import BlockSession, ConfidenceThreshold
+from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.rows import RowResults
+from tests.runtime.fake import FakeProgram, fake_spec
+
+MASK, STOP, NONE = 99, 50, -torch.inf
+DUAL = RowPlan("block")
+
+
+def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int = 4, shift: int = 0) -> CanvasState:
+    width = max(map(len, prompts)) + new + block
+    canvas = torch.full((len(prompts), width), MASK)
+    for row, prompt in zip(canvas, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return CanvasState.begin(
+        canvas,
+        torch.arange(len(prompts)),
+        torch.tensor([len(p) for p in prompts]),
+        max_new_tokens=new,
+        block=block,
+        mask_id=MASK,
+        stop_ids=torch.tensor([STOP]),
+        plan=plan,
+        shift=shift,
+    )
+
+
+def step(state: CanvasState, decode: dict[tuple[int, int], int], cache: Any = "off") -> Tensor:
+    """One step that decodes (sequence, position) -> token and offers nothing else."""
+    rows = state.rows(state.summary().tolist()[0])
+    token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
+    for (sequence, position), value in decode.items():
+        at = (rows.sequence == sequence) & (rows.positions == position - state.shift)
+        assert at.sum() == 1
+        assert rows.masked[at].all()
+        token[at], confidence[at] = value, 0.9
+    results = RowResults(token, confidence, torch.ones_like(rows.masked))
+    return state.apply(rows, results, ConfidenceThreshold(0.5), cache, True)
+
+
+def pending(state: CanvasState, sequence: int = 0) -> list[int]:
+    """Positions that the next step forwards."""
+    rows = state.rows(state.summary().tolist()[0])
+    return rows.positions[rows.sequence == sequence].tolist()
+
+
+def walk(plan: RowPlan, cache: str = "off", shift: int = 0, new: int = 10) -> list[list[int]]:
+    """What each step forwards of a prompt of 3 in blocks of 4 that decode their positions from right to left, but one
+    after the other, until the second block has two left.
+    """
+    state, found = begin([[1, 2, 3]], new, plan, shift=shift), []
+    for position in (6, 5, 4, 3, 10, 9):
+        found.append(pending(state))
+        step(state, {(0, position): 10 + position}, cache)
+    return [*found, pending(state)]
+
+
+def span(begin: int, end: int) -> list[int]:
+    return list(range(begin, end))
+
+
+ALL = span(0, 13)
+
+
+def test_the_first_step_forwards_everything() -> None:
+    state = begin([[1, 2, 3], [7]], 6)
+    assert state.summary().tolist() == [16, 2, 0, 0]
+    rows = state.rows(18)
+    assert rows.cu_rows.tolist() == [0, 9, 16]
+    assert rows.live.tolist() == [True] * 16 + [False] * 2
+    assert rows.positions.tolist() == [*span(0, 9), *span(0, 7), 0, 0]
+    assert rows.input_ids.tolist() == [1, 2, 3, *[MASK] * 6, 7, *[MASK] * 6, 0, 0]
+    assert rows.limit.tolist() == [9] * 9 + [7] * 7 + [0, 0]
+    # Masked rows are those of the first block; its columns are 4..7 of the window.
+    assert rows.masked.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
+    assert rows.column.tolist() == [0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 0]
+    assert (state.start.tolist(), state.end.tolist(), state.progress.tolist()) == ([3, 1], [9, 7], [2, 0])
+    assert state.average.tolist() == [math.inf, math.inf]
+    assert state.capacity == state.canvas.numel() == 2 * 13
+
+
+def test_a_shifted_row_predicts_the_next_position() -> None:
+    state = begin([[1, 2, 3], [7]], 6, shift=1)
+    rows = state.rows(16)
+    assert rows.masked.nonzero().flatten().tolist() == [2, 3, 4, 5, 9, 10, 11, 12]
+    assert rows.column.tolist() == [0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0]
+    committed = step(state, {(0, 3): 13, (1, 4): 24})
+    assert committed.tolist() == [[True, False, False, False], [False, False, False, True]]
+    assert state.canvas[0].tolist() == [1, 2, 3, 13, *[MASK] * 9]
+    assert state.canvas[1].tolist() == [7, MASK, MASK, MASK, 24, *[MASK] * 8]
+    # The row in front of the block rides along, its own position's among them; the last one predicts no masked one.
+    assert (pending(state, 0), pending(state, 1)) == ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4])
+    rows = state.rows(10)
+    assert rows.masked.tolist() == [False, True, True, True, False, True, True, True, False, False]
+
+
+def test_plans() -> None:
+    """The rows of each step; the fourth step ends the first block."""
+    assert walk(RowPlan("all")) == [ALL] * 7
+    assert walk(RowPlan("block")) == [ALL, *[span(3, 7)] * 3, ALL, *[span(7, 11)] * 2]
+    assert walk(RowPlan("suffix")) == [ALL, *[span(3, 13)] * 3, ALL, *[span(7, 13)] * 2]
+    assert walk(RowPlan("block", behind=1, ahead=2)) == [ALL, *[span(2, 9)] * 3, ALL, *[span(6, 13)] * 2]
+    assert walk(RowPlan("block", behind=9, ahead=1)) == [ALL, *[span(0, 8)] * 3, ALL, *[span(0, 12)] * 2]
+    assert walk(RowPlan("block", full_steps=2)) == [ALL, ALL, *[span(3, 7)] * 2, ALL, ALL, span(7, 11)]
+    assert walk(RowPlan("block", every=2)) == [ALL, span(3, 7), ALL, span(3, 7), ALL, span(7, 11), ALL]
+    assert walk(RowPlan("block", every=1)) == [ALL] * 7
+    assert walk(RowPlan("block", warm_up=3)) == [ALL] * 3 + [span(3, 7), ALL, *[span(7, 11)] * 2]
+    assert walk(RowPlan("block", warm_up=6)) == [ALL] * 6 + [span(7, 11)]
+
+
+def test_plans_of_a_shifted_model_have_one_row_more() -> None:
+    assert walk(RowPlan("block"), shift=1) == [ALL, *[span(2, 7)] * 3, ALL, *[span(6, 11)] * 2]
+    assert walk(RowPlan("suffix"), shift=1) == [ALL, *[span(2, 13)] * 3, ALL, *[span(6, 13)] * 2]
+    assert walk(RowPlan("block", behind=1, ahead=1), shift=1)[1:] == [*[span(1, 8)] * 3, ALL, *[span(5, 12)] * 2]
+
+
+def test_block_caches() -> None:
+    """A row is spared from the second step after its token was decoded."""
+    assert walk(RowPlan("block"), "dc") == [ALL, span(3, 7), [3, 4, 5], [3, 4], ALL, span(7, 11), [7, 8, 9]]
+    # Decoded from the right, every neighbour is decoded before; the block's last column needs none.
+    assert walk(RowPlan("block"), "dc+") == walk(RowPlan("block"), "dc")
+    assert walk(RowPlan("all"), "dc") == [
+        ALL,
+        span(3, 13),
+        [3, 4, 5, *span(7, 13)],
+        [3, 4, *span(7, 13)],
+        ALL,
+        span(7, 13),
+        [*span(7, 10), 11, 12],
+    ]
+    # dKV-Cache: a second full step.
+    delayed = walk(RowPlan("all", full_steps=2), "dc")
+    assert delayed[:4] == [ALL, ALL, [3, 4, 5, *span(7, 13)], [3, 4, *span(7, 13)]]
+    # A full step forgets nothing that it has itself written with decoded tokens.
+    assert walk(RowPlan("block", every=2), "dc")[2:4] == [ALL, [3, 4]]
+
+
+def test_the_delayed_cache_waits_for_the_right_neighbour() -> None:
+    state = begin([[1, 2, 3]], 4)
+    seen = []
+    for position in (4, 6, 5, 3):
+        seen.append(pending(state))
+        step(state, {(0, position): 10}, "dc+")
+    # 4 was decoded first, but is spared only once 5 has been forwarded as decoded; 6 is the last of its block.
+    assert seen == [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5]]
+    state = begin([[1, 2, 3]], 5)
+    for position in (4, 5, 6):
+        step(state, {(0, position): 10}, "dc+")
+    assert pending(state) == [3, 5, 6]
+    assert not state.frozen[0, 7], "what is behind the block is not decoded"
+
+
+def test_a_spared_row_is_forwarded_for_what_it_predicts() -> None:
+    """Row 4 has position 5 to predict, whether its own keys are cached or not."""
+    state = begin([[1, 2, 3]], 4, shift=1)
+    seen = []
+    for position in (4, 3, 6, 5):
+        seen.append(pending(state))
+        step(state, {(0, position): 10}, "dc")
+    # Row 2 is spared from when 3 is decoded, 3 from a step later, and 6 predicts a position behind the response.
+    assert seen == [[0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [3, 4, 5, 6], [4, 5, 6]]
+
+
+def test_a_block_that_its_first_step_finishes() -> None:
+    state = begin([[1, 2, 3]], 8)
+    step(state, {(0, p): 10 + p for p in range(3, 7)})
+    assert (state.start.tolist(), state.forwards.tolist(), state.counter.tolist()) == ([7], [0], [1])
+    assert (state.decoded.tolist(), state.steps.tolist(), state.progress.tolist()) == ([0], [0], [6])
+    assert pending(state) == span(0, 11)
+    assert state.average.tolist() == [math.inf]
+    step(state, {(0, p): 10 + p for p in range(7, 11)})
+    assert state.summary().tolist() == [0, 0, 8, 0]
+    assert state.canvas[0, :11].tolist() == [1, 2, 3, *span(13, 21)]
+
+
+def test_a_last_block_that_is_cut_short() -> None:
+    state = begin([[1, 2, 3]], 6)
+    step(state, {(0, p): 10 for p in range(3, 7)})
+    rows = state.rows(9)
+    assert rows.masked.nonzero().flatten().tolist() == [7, 8]
+    assert set(rows.limit.tolist()) == {9}
+    step(state, {(0, 8): 10})
+    assert pending(state) == [7, 8]
+    assert state.block_masked.tolist() == [[True, False, False, False]]
+    step(state, {(0, 7): 10})
+    assert state.summary().tolist() == [0, 0, 6, 0]
+    assert state.canvas[0, 9:].tolist() == [MASK] * 4
+
+
+def test_sequences_move_on_by_themselves() -> None:
+    """One is in a full step while the other has its block, and one that stopped has no rows."""
+    state = begin([[1, 2, 3], [7]], 8)
+    step(state, {**{(0, p): 10 for p in range(3, 7)}, (1, 1): 11, (1, 2): STOP})
+    assert (pending(state, 0), pending(state, 1)) == (span(0, 11), [])
+    assert state.active.tolist() == [True, False]
+    assert state.average.tolist()[0] == math.inf
+    state = begin([[1, 2, 3], [7]], 8)
+    step(state, {**{(0, p): 10 for p in range(3, 7)}, (1, 2): STOP})
+    assert (pending(state, 0), pending(state, 1)) == (span(0, 11), span(1, 5))  # a mask stands before the stop token
+    assert state.full.tolist() == [True, False]
+    assert state.average.tolist() == [math.inf, 1.0]
+    rows = state.rows(15)
+    assert rows.cu_rows.tolist() == [0, 11, 15]
+    assert rows.limit.tolist() == [11] * 11 + [9] * 4
+    assert rows.column[11:].tolist() == [4, 5, 6, 7]
+    step(state, {(0, 7): 20, (1, 1): 11})
+    assert (pending(state, 0), pending(state, 1)) == (span(7, 11), [])
+    assert state.canvas[1, :5].tolist() == [7, 11, STOP, MASK, MASK]
+    assert state.counter.tolist() == [2, 2]
+
+
+def test_a_stop_token_of_the_prompt_is_none() -> None:
+    state = begin([[STOP, STOP]], 4)
+    step(state, {(0, 2): 10})
+    assert state.active.tolist() == [True]
+    step(state, {(0, 3): STOP})
+    assert state.active.tolist() == [False]
+
+
+def test_rows_forwarded_for_their_keys_alone() -> None:
+    """All that are neither of the block nor, in a shifted model, the row in front of it."""
+    state = begin([[1, 2, 3]], 10)
+    counts = []
+    for position in (3, 4):
+        step(state, {(0, position): 10})
+        counts.append(int(state.commit_rows))
+    assert counts == [9, 9]
+    state = begin([[1, 2, 3]], 10, RowPlan("block", behind=2, ahead=3), shift=1)
+    for position in (3, 4):
+        step(state, {(0, position): 10})
+        counts.append(int(state.commit_rows))
+    assert counts[2:] == [8, 8 + 5]
+    assert state.kept_rows.tolist() == [13 + 10]
+
+
+def test_average_and_progress() -> None:
+    state = begin([[1, 2, 3]], 8)
+    rows = state.rows(11)
+    results = RowResults(torch.full((11,), -1), torch.full((11,), NONE), torch.ones(11, dtype=torch.bool))
+    results.token[3:6], results.confidence[3:6] = 10, 0.9
+    state.apply(rows, results, ConfidenceThreshold(0.5), "off", True, progress=torch.tensor([10], dtype=torch.int32))
+    assert (state.average.tolist(), state.progress.tolist()) == ([3.0], [10])
+    step(state, {(0, 6): 10})
+    assert state.progress.tolist() == [6]
+
+
+def test_a_copy_shares_nothing() -> None:
+    state = begin([[1, 2, 3]], 8)
+    copy = state.clone()
+    step(state, {(0, 3): 10}, "dc")
+    assert pending(copy) == span(0, 11)
+    assert copy.canvas[0, 3] == MASK
+    assert (copy.plan, copy.size, copy.shift) == (state.plan, state.size, state.shift)
+
+
+# -- sessions -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_session_refuses() -> None:
+    both = {"prefill": FakeProgram("prefill"), "step": FakeProgram("step")}
+    with pytest.raises(InputError, match=r"fake: RowPlan\(region='block', .*are final once a block is committed"):
+        BlockSession(fake_spec(4), both, plan=DUAL)
+    with pytest.raises(InputError, match=r"fake: a block-causal model commits .*got logit_shift=1, expected 0"):
+        BlockSession(fake_spec(4, logit_shift=1), both)
+    with pytest.raises(InputError, match="needs 'step' of a model whose attention is bidirectional; 'step' is missing"):
+        BlockSession(fake_spec(4, attention="bidirectional"), {"prefill": both["prefill"]})
+
+
+def test_a_session_without_a_plan_forwards_everything() -> None:
+    session = BlockSession(fake_spec(4, attention="bidirectional"), {"step": FakeProgram("step")})
+    assert session.plan == RowPlan("all")
+    rows: list[int] = []
+    session.generate(
+        [[1, 2], [4, 5, 6]],
+        max_new_tokens=5,
+        policy=ConfidenceThreshold(0.5),
+        observer=lambda r: rows.append(len(r.kept)),
+    )
+    assert rows[0] == 7 + 8
+    assert set(rows) <= {15, 8, 7}
+
+
+@pytest.mark.parametrize(("block", "page"), [(4, 4), (4, 2), (16, 4)])
+def test_room_for_a_sequence_as_long_as_the_model_allows(block: int, page: int) -> None:
+    """Its last position is no multiple of the block or of the page."""
+    spec = fake_spec(block, attention="bidirectional", max_positions=19, eos_ids=())
+    session = BlockSession(spec, {"step": FakeProgram("step")}, page_size=page)
+    found = session.generate([[1, 2, 4]], max_new_tokens=16, policy=ConfidenceThreshold(0.9), keep_kv=True)
+    assert len(found.token_ids[0]) == 16
+    assert found.kv is not None
+    assert [len(k) for k, _ in found.kv[0].layers] == [19, 19]
+    with pytest.raises(InputError, match=r"take 20 positions, more than the 19 of fake; ask for at most 16 new"):
+        session.generate([[1, 2, 4]], max_new_tokens=17, policy=ConfidenceThreshold(0.9))

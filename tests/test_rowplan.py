@@ -1,0 +1,53 @@
+"""Row plans as values: what they accept, and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.rowplan import REGIONS, RowPlan
+
+
+def test_a_plan_is_a_value() -> None:
+    assert RowPlan() == RowPlan("all", full_steps=1, every=0, warm_up=0, behind=0, ahead=0)
+    assert hash(RowPlan("block", behind=2)) == hash(RowPlan("block", behind=2))
+    assert RowPlan("block") != RowPlan("block", ahead=1)
+    with pytest.raises(FrozenInstanceError):
+        RowPlan().every = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "plan", [*map(RowPlan, REGIONS), RowPlan("block", 2, 3, 4, behind=5, ahead=6), RowPlan(full_steps=0, warm_up=1)]
+)
+def test_json_says_all_of_a_plan(plan: RowPlan) -> None:
+    assert RowPlan(**json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize("name", ["full_steps", "every", "warm_up", "behind", "ahead"])
+@pytest.mark.parametrize("value", [-1, 1.0, "2", None, True])
+def test_counts_are_integers(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"{name} must be an integer of at least 0, got {value!r}"):
+        RowPlan("block", **{name: value})
+
+
+@pytest.mark.parametrize("region", ["blok", "", None, 3])
+def test_an_unknown_region(region: Any) -> None:
+    with pytest.raises(UnknownName, match="unknown region") as caught:
+        RowPlan(region)
+    assert ("Did you mean 'block'" in str(caught.value)) == (region == "blok")
+
+
+@pytest.mark.parametrize("region", [r for r in REGIONS if r != "block"])
+@pytest.mark.parametrize("side", ["behind", "ahead"])
+def test_only_a_block_has_a_vicinity(region: str, side: str) -> None:
+    with pytest.raises(InputError, match=rf"behind and ahead widen the region 'block', not '{region}'"):
+        RowPlan(region, **{side: 1})
+
+
+def test_the_first_step_is_a_full_one() -> None:
+    with pytest.raises(InputError, match="the first step of a response must be a full one"):
+        RowPlan(full_steps=0)
