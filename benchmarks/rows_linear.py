@@ -4,8 +4,8 @@
 
 The shapes are those of SDAR-8B and LLaDA-8B, with room for 4096 rows. Every time is a call inside a CUDA graph; calls
 in a row take different weights, so that none is found in the L2 cache. `--plans` compiles many plans side by side in
-processes of their own, checks each there against float64, times those that are right, and says which is best for few
-rows and which for many. A plan that does not compile, is wrong or does not end is reported and left out.
+processes of their own, checks each there against float64, times those that are right, and ranks them by number of
+rows: few, some and many. A plan that does not compile, is wrong or does not end is reported and left out.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ from benchmarks.kernels import copy_bandwidth, milliseconds, random
 from benchmarks.tables import Cell, Report
 
 CAPACITY = 4096
-COUNTS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+COUNTS = (16, 64, 65, 128, 256, 512, 768, 1024, 2048, 4096)
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 12288))
 """d_in, d_out: q|k|v, out, gate|up and down of SDAR-8B; q|k|v of LLaDA-8B, whose others are the same."""
-FEW, MANY = (16, 64, 128, 256), (128, 256, 512, 1024, 2048, 4096)
-"""Counts at which plans for few rows and plans for many rows are timed."""
+FEW, SOME, MANY = (16, 64, 128), (65, 128, 256, 512, 768), (768, 1024, 2048, 4096)
+"""Counts at which plans for few rows, for some and for many are timed."""
 COLD = 250e6
 PROCESSES, PATIENCE = 10, 100
 """Processes that compile plans, and seconds that one may take for all of its plans."""
 
 
 def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Plans by name, and the counts at which each is timed."""
+    """Plans by name, and the counts at which each is timed: the default, and tiles on their own."""
     from dgraph.ops.triton.rows_linear import Plan, Tiles
 
     found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (Plan(), COUNTS)}
-    for tiles, options in (
-        ((128, 128, 64, 4), {}),
+    for sizes, options in (
+        ((64, 128, 128, 4), {}),
+        ((64, 128, 128, 4), {"splits": 4}),
+        ((64, 128, 64, 8), {}),
+        ((64, 64, 128, 6), {}),
+        ((64, 64, 128, 6), {"splits": 1}),
+        ((64, 64, 64, 6), {"warps": 4, "programs": 2}),
+        ((64, 64, 128, 3), {"warps": 4, "programs": 2}),
+    ):
+        found[_name("few", sizes, options)] = (Plan((Tiles(*sizes, weight_first=True),), **options), FEW)
+    for sizes, options in (
         ((128, 128, 64, 6), {}),
         ((128, 128, 64, 6), {"splits": 1}),
-        ((128, 128, 64, 6), {"splits": 4}),
-        ((128, 128, 128, 3), {}),
-        ((128, 64, 64, 8), {}),
+        ((128, 128, 64, 6), {"splits": 2}),
+        ((128, 128, 128, 3), {"splits": 4}),
         ((128, 64, 64, 8), {"splits": 1}),
-        ((128, 64, 128, 4), {}),
-        ((128, 256, 64, 4), {}),
-        ((64, 128, 128, 4), {}),
-        ((64, 64, 128, 6), {"splits": 1}),
-        ((128, 128, 64, 4), {"bulk": False, "many": Tiles(128, 256, 64, 3)}),
-        ((64, 64, 128, 3), {"warps": 4, "programs": 2, "many": Tiles(128, 128, 64, 3)}),
-        ((64, 64, 64, 6), {"warps": 4, "programs": 2, "splits": 1, "many": Tiles(128, 128, 64, 3)}),
-    ):
-        found[_name("few", tiles, options)] = (Plan(Tiles(*tiles), **options), FEW)
-    for tiles, options in (
-        ((128, 256, 64, 4), {}),
-        ((128, 256, 64, 3), {}),
-        ((128, 256, 128, 2), {}),
-        ((256, 128, 64, 4), {}),
-        ((128, 128, 64, 4), {}),
-        ((128, 128, 64, 6), {}),
-        ((128, 128, 64, 3), {"warps": 4, "programs": 2}),
-        ((128, 64, 64, 4), {"warps": 4, "programs": 2}),
-        ((64, 128, 64, 4), {"warps": 4, "programs": 2}),
-        ((64, 256, 64, 4), {"warps": 4}),
-        ((128, 256, 64, 4), {"splits": 1}),
+        ((128, 64, 64, 8), {"splits": 2}),
+        ((128, 64, 128, 4), {"splits": 4}),
+        ((64, 128, 128, 4), {"splits": 1}),
+        ((64, 128, 128, 4), {"splits": 4}),
+        ((64, 64, 128, 6), {"splits": 2}),
+        ((64, 64, 64, 6), {"warps": 4, "programs": 2, "splits": 1}),
         ((128, 256, 64, 4), {"splits": 4}),
-        ((128, 256, 64, 4), {"group": 4}),
+        ((256, 128, 64, 4), {}),
+    ):
+        found[_name("some", sizes, options)] = (Plan((Tiles(*sizes),), **options), SOME)
+    for sizes, options in (
+        ((128, 256, 64, 4), {}),
+        ((128, 256, 64, 4), {"splits": 1}),
         ((128, 256, 64, 4), {"group": 16}),
+        ((256, 128, 64, 4), {}),
+        ((128, 128, 64, 6), {}),
         ((128, 256, 64, 3), {"bulk": False}),
     ):
-        found[_name("many", tiles, options)] = (Plan(None, Tiles(*tiles), **options), MANY)
+        found[_name("many", sizes, options)] = (Plan((Tiles(*sizes),), **options), MANY)
     return found
 
 
-def _name(kind: str, tiles: Sequence[int], options: dict[str, Any]) -> str:
-    return " ".join([kind, "x".join(map(str, tiles)), *(f"{k}={v}" for k, v in options.items() if k != "many")])
+def _name(kind: str, sizes: Sequence[int], options: dict[str, Any]) -> str:
+    return " ".join([kind, "x".join(map(str, sizes)), *(f"{k}={v}" for k, v in options.items())])
 
 
 def run(plan: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
@@ -222,8 +222,8 @@ def search(report: Report, bandwidth: float, until: float) -> None:
     report.table("the best plan of each", [*columns, "plan"], lines)
     report.data["times"] = [[*key, took] for key, took in times.items()]
     report.data["linear"] = [[*key, took] for key, took in base.items()]
-    for title, counts in (("up to 64 rows", (16, 64)), ("128", (128,)), ("256", (256,)), ("512", (512,)),
-                          ("1024 rows and more", (1024, 2048, 4096))):  # fmt: skip
+    for title, counts in (("up to 64 rows", (16, 64)), ("65", (65,)), ("128", (128,)), ("256", (256,)), ("512", (512,)),
+                          ("768", (768,)), ("1024 rows and more", (1024, 2048, 4096))):  # fmt: skip
         _rank(report, title, counts, times, base)
 
 

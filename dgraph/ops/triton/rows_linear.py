@@ -1,9 +1,12 @@
 """dgraph::rows_linear on CUDA.
 
-One persistent kernel, one program per multiprocessor. Each reads the number of live rows and derives its own
-work from it: whole tiles in rounds, and what is left of the last round divided evenly over all programs, so that a
-few tiles keep a whole device busy. A program may begin or end such a share inside a tile; its sums then go to a
-workspace, and a second kernel adds the shares of a tile up, in order.
+One persistent kernel, one program per multiprocessor. Each reads the number of live rows, picks the tiles that a plan
+has for so many, and derives its own work: whole tiles in rounds, and of the last round, where the tiles left would
+keep less than half of the device busy, one share of a tile. The shares of a tile are of one size, so that a program
+writes one set of sums at most. They go to a workspace, and a second kernel adds the shares of a tile up, in order.
+
+Shares of an even cut, where a tile ends within a share, would keep every program busy; but their sums are twice as
+many, and took more time than the idle programs do.
 
 Few rows are bound by the reading of the weight. They take tiles as narrow as they are few, in which the weight is
 the left factor, because the matrix units have a least height but no least width.
@@ -12,7 +15,7 @@ the left factor, because the matrix units have a least height but no least width
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,22 +26,29 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgraph.ops.rows_linear import check_sizes
 from dgraph.ops.triton.paged_attention import multiprocessors
 
+ANY = 2**31 - 1
+"""A largest row count that is none."""
+
 
 @dataclass(frozen=True)
 class Tiles:
     """Sizes of the tiles that one range of row counts takes.
 
     Attributes:
-        rows: of a tile; for few rows the widest tile.
+        rows: of a tile.
         columns: of a tile: rows of the weight.
         depth: inner values per iteration.
         stages: iterations in flight.
+        up_to: the largest row count that takes these tiles.
+        weight_first: the weight is the left factor, and a tile is 16 or 32 or ... rows wide where that many do.
     """
 
     rows: int
     columns: int
     depth: int
     stages: int
+    up_to: int = ANY
+    weight_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,27 +56,55 @@ class Plan:
     """Sizes of one launch.
 
     Attributes:
-        few: tiles for up to `few.rows` rows, as wide as these are; None to take `many` always.
-        many: tiles for more rows.
+        tiles: by rising row count; the last are for any number of rows above the others'.
         warps: of the product.
         splits: shares of a tile at most; 1 divides none.
         group: tiles over rows that run side by side on one part of the weight.
         bulk: load with the bulk copy engine where layout and device allow.
         programs: per multiprocessor.
+
+    Raises:
+        ValueError: the tiles are out of order, leave out large row counts, or make too many cases.
     """
 
-    few: Tiles | None = Tiles(64, 128, 64, 6)
-    many: Tiles = Tiles(128, 256, 64, 4)
+    tiles: tuple[Tiles, ...] = (
+        Tiles(64, 128, 128, 4, up_to=64, weight_first=True),
+        Tiles(128, 128, 64, 6, up_to=768),
+        Tiles(128, 256, 64, 4),
+    )
     warps: int = 8
     splits: int = 8
     group: int = 8
     bulk: bool = True
     programs: int = 1
 
+    def __post_init__(self) -> None:
+        ends = [tiles.up_to for tiles in self.tiles]
+        if ends != sorted(set(ends)) or ends[-1:] != [ANY] or len(self.cases()) > MOST_CASES:
+            raise ValueError(
+                f"a plan for rows_linear must have tiles up to rising row counts, the last up to any, that make at "
+                f"most {MOST_CASES} cases; got {ends} and {len(self.cases())}."
+            )
 
-WIDE = Plan(Tiles(64, 64, 32, 2), Tiles(64, 64, 32, 2), warps=4, bulk=False)
+    def cases(self) -> tuple[tuple[int, int, Tiles], ...]:
+        """What the kernel chooses from: above how many rows, up to how many, and tiles of exactly that width."""
+        found: list[tuple[int, int, Tiles]] = []
+        above = 0
+        for tiles in self.tiles:
+            narrow = [rows for rows in WIDTHS if above < rows < min(tiles.rows, tiles.up_to)]
+            for rows in narrow if tiles.weight_first else []:
+                found.append((above, rows, replace(tiles, rows=rows)))
+                above = rows
+            found.append((above, tiles.up_to, tiles))
+            above = tiles.up_to
+        return tuple(found)
+
+
+WIDTHS = (16, 32, 64)
+MOST_CASES = 6
+"""At most: the kernel has parameters for the blocks of so many."""
+WIDE = Plan((Tiles(64, 64, 32, 2, up_to=64, weight_first=True), Tiles(64, 64, 32, 2)), warps=4, bulk=False)
 """For fp32, whose products run outside of the matrix units and take many registers."""
-LEAST_ROWS = 16
 SOME = 4
 """Rows of a tile whose shares one program of the second kernel adds up at a time."""
 
@@ -81,22 +119,21 @@ def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, plan
     if plan is None:
         plan = Plan() if x.element_size() == 2 else WIDE
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    few, many = plan.few or Tiles(0, 16, 16, 1), plan.many
-    programs = plan.programs * multiprocessors(x.device)
+    cases, programs = plan.cases(), plan.programs * multiprocessors(x.device)
     part = out
     if plan.splits > 1:
-        largest = max(few.rows * few.columns, many.rows * many.columns)
-        part = torch.empty((2 * programs, largest), dtype=torch.float32, device=x.device)
+        largest = max(tiles.rows * tiles.columns for tiles in plan.tiles)
+        part = torch.empty((programs, largest), dtype=torch.float32, device=x.device)
     bulk = plan.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
-    widths = [rows if rows <= few.rows else LEAST_ROWS for rows in (16, 32, 64, 128)]
-    blocks: list[Tensor | TensorDescriptor] = [x] * 5 + [weight] * 2
+    blocks: list[Tensor | TensorDescriptor] = [x] * MOST_CASES + [weight] * MOST_CASES
     if bulk:
-        blocks = [_blocks(x, rows, few.depth) for rows in widths] + [_blocks(x, many.rows, many.depth)]
-        blocks += [_blocks(weight, few.columns, few.depth), _blocks(weight, many.columns, many.depth)]
-    sizes = (
-        few.rows, few.columns, few.depth, few.stages, many.rows, many.columns, many.depth, many.stages,
-        plan.group, programs, plan.splits, bias is not None,
+        used = [tiles for _, _, tiles in cases] + [cases[-1][2]] * (MOST_CASES - len(cases))
+        blocks = [_blocks(x, tiles.rows, tiles.depth) for tiles in used]
+        blocks += [_blocks(weight, tiles.columns, tiles.depth) for tiles in used]
+    choices = tuple(
+        (above, up_to, t.rows, t.columns, t.depth, t.stages, t.weight_first) for above, up_to, t in cases
     )  # fmt: skip
+    sizes = choices, plan.group, programs, plan.splits, bias is not None
     b, given = cu_rows.shape[0] - 1, bias if bias is not None else weight
     _multiply[(programs,)](
         x, weight, given, out, part, cu_rows, *blocks, b, n, d_out, d_in, x.stride(0), weight.stride(0),
@@ -125,19 +162,13 @@ def _live_rows(cu_ptr, b, n):
 @triton.jit
 def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
               PROGRAMS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Tiles over rows and in all, iterations of each, tiles that are whole, iterations of a share of the others.
-
-    Share i holds the iterations [i * share, (i + 1) * share) of the tiles that are not whole, end to end.
-    """
+    """Tiles over rows and in all, iterations of each, tiles that are whole, shares of each other, iterations of one."""
     across = tl.cdiv(rows, ROWS)
     tiles, deep = across * tl.cdiv(d_out, COLUMNS), tl.maximum(tl.cdiv(d_in, DEPTH), 1)
-    if SPLITS == 1:
-        left = tiles * 0
-    else:  # a last round that is nearly full is left as it is
-        left = tiles % PROGRAMS
-        left = tl.where(5 * left >= 4 * PROGRAMS, 0, left)
-    share = tl.cdiv(left * deep, tl.maximum(tl.minimum(left * SPLITS, PROGRAMS), 1))
-    return across, tiles, deep, tiles - left, tl.maximum(share, 1)
+    left = tiles % PROGRAMS
+    share = tl.cdiv(deep, tl.maximum(tl.minimum(PROGRAMS // tl.maximum(left, 1), SPLITS), 1))
+    shares = tl.cdiv(deep, share)  # none of them is empty
+    return across, tiles, deep, tl.where(shares > 1, tiles - left, tiles), shares, share
 
 
 @triton.jit
@@ -175,18 +206,14 @@ def _tiles(
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of one program: its whole ones, and then its share of the others."""
-    across, tiles, deep, whole, share = _division(rows, d_out, d_in, ROWS, COLUMNS, DEPTH, PROGRAMS, SPLITS)
+    """The tiles of one program: its whole ones, and then its share of another."""
+    across, tiles, deep, whole, shares, share = _division(rows, d_out, d_in, ROWS, COLUMNS, DEPTH, PROGRAMS, SPLITS)
     program = tl.program_id(0)
     mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
-    begin = tl.minimum(program * share, (tiles - whole) * deep)
-    end = tl.minimum(begin + share, (tiles - whole) * deep)
-    pieces = tl.cdiv(end, deep) - begin // deep
-    for i in tl.range(0, mine + tl.where(begin < end, pieces, 0)):
-        other = begin // deep + i - mine
-        tile = tl.where(i < mine, program + i * PROGRAMS, whole + other)
-        first = tl.where(i < mine, 0, tl.maximum(begin - other * deep, 0))
-        last = tl.where(i < mine, deep, tl.minimum(end - other * deep, deep))
+    for i in tl.range(0, mine + (program < (tiles - whole) * shares).to(tl.int32)):
+        tile = tl.where(i < mine, program + i * PROGRAMS, whole + program // shares)
+        first = tl.where(i < mine, 0, program % shares * share)
+        last = tl.where(i < mine, deep, tl.minimum(first + share, deep))
         r, c = _place(tile, across, tiles, GROUP)
         acc = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
         for k in tl.range(first * DEPTH, last * DEPTH, DEPTH, num_stages=STAGES):
@@ -201,50 +228,26 @@ def _tiles(
         if last - first == deep:
             _store(out_ptr, bias_ptr, found, r * ROWS + row, c * COLUMNS + column, rows, d_out, BIAS)
         else:
-            # The end of a tile that another began, or the beginning of one that another ends.
-            slot = (2 * program + (first == 0).to(tl.int32)).to(tl.int64)
-            at = row[:, None] * COLUMNS + column[None, :]
-            tl.store(part_ptr + slot * (ROWS * COLUMNS) + at, found, mask=(r * ROWS + row < rows)[:, None])
+            at = program.to(tl.int64) * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+            tl.store(part_ptr + at, found, mask=(r * ROWS + row < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["b", "n"])
 def _multiply(
-    x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, cu_ptr, x_16, x_32, x_64, x_128, x_many, w_few, w_many,
+    x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, cu_ptr, x_0, x_1, x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, w_4, w_5,
     b, n, d_out, d_in, x_row, w_row,
-    FEW: tl.constexpr, FEW_COLUMNS: tl.constexpr, FEW_DEPTH: tl.constexpr, FEW_STAGES: tl.constexpr,
-    MANY: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CASES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+    BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The product, in the tiles of the one case that holds: above and up to how many rows, then sizes of `Tiles`."""
     rows = _live_rows(cu_ptr, b, n)
-    if rows > FEW:
-        _tiles(
-            x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_many, w_many, rows, n, d_out, d_in, x_row, w_row,
-            MANY, COLUMNS, DEPTH, STAGES, False, GROUP, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
-        )  # fmt: skip
-    elif rows > 64:
-        if FEW >= 128:
+    x_blocks, w_blocks = (x_0, x_1, x_2, x_3, x_4, x_5), (w_0, w_1, w_2, w_3, w_4, w_5)
+    for i in tl.static_range(len(CASES)):
+        if (rows > CASES[i][0]) & (rows <= CASES[i][1]):
             _tiles(
-                x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_128, w_few, rows, n, d_out, d_in, x_row, w_row,
-                128, FEW_COLUMNS, FEW_DEPTH, FEW_STAGES, True, 1, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
-            )  # fmt: skip
-    elif rows > 32:
-        if FEW >= 64:
-            _tiles(
-                x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_64, w_few, rows, n, d_out, d_in, x_row, w_row,
-                64, FEW_COLUMNS, FEW_DEPTH, FEW_STAGES, True, 1, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
-            )  # fmt: skip
-    elif rows > 16:
-        if FEW >= 32:
-            _tiles(
-                x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_32, w_few, rows, n, d_out, d_in, x_row, w_row,
-                32, FEW_COLUMNS, FEW_DEPTH, FEW_STAGES, True, 1, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
-            )  # fmt: skip
-    elif rows > 0:  # noqa: SIM102
-        if FEW >= 16:
-            _tiles(
-                x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_16, w_few, rows, n, d_out, d_in, x_row, w_row,
-                16, FEW_COLUMNS, FEW_DEPTH, FEW_STAGES, True, 1, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
+                x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, x_blocks[i], w_blocks[i], rows, n, d_out, d_in, x_row, w_row,
+                CASES[i][2], CASES[i][3], CASES[i][4], CASES[i][5], CASES[i][6],
+                GROUP, PROGRAMS, SPLITS, BIAS, BULK, PRECISION,
             )  # fmt: skip
 
 
@@ -254,57 +257,32 @@ def _sums(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    across, tiles, deep, whole, share = _division(rows, d_out, d_in, ROWS, COLUMNS, DEPTH, PROGRAMS, SPLITS)
+    across, tiles, _, whole, shares, _ = _division(rows, d_out, d_in, ROWS, COLUMNS, DEPTH, PROGRAMS, SPLITS)
     row, column = tl.arange(0, SOME), tl.arange(0, COLUMNS)
     for i in range(tl.program_id(0), (tiles - whole) * (ROWS // SOME), tl.num_programs(0)):
         tile, inside = i // (ROWS // SOME), i % (ROWS // SOME) * SOME
-        first, last = tile * deep // share, (tile * deep + deep - 1) // share
         r, c = _place(whole + tile, across, tiles, GROUP)
-        if (first < last) & (r * ROWS + inside < rows):
+        if r * ROWS + inside < rows:
             at = (inside + row)[:, None] * COLUMNS + column[None, :]
             live = (r * ROWS + inside + row < rows)[:, None]
             acc = tl.zeros([SOME, COLUMNS], tl.float32)
-            for j in tl.static_range(SPLITS + 1):
-                slot = (2 * (first + j) + (1 if j == 0 else 0)).to(tl.int64)
-                acc += tl.load(
-                    part_ptr + slot * (ROWS * COLUMNS) + at, mask=live & (first + j <= last), other=0.0
-                )  # fmt: skip
+            for j in tl.static_range(SPLITS):
+                slot = (tile * shares + j).to(tl.int64)
+                acc += tl.load(part_ptr + slot * (ROWS * COLUMNS) + at, mask=live & (j < shares), other=0.0)
             _store(out_ptr, bias_ptr, acc, r * ROWS + inside + row, c * COLUMNS + column, rows, d_out, BIAS)
 
 
 @triton.jit(do_not_specialize=["b", "n"])
 def _add_up(
     part_ptr, bias_ptr, out_ptr, cu_ptr, b, n, d_out, d_in,
-    FEW: tl.constexpr, FEW_COLUMNS: tl.constexpr, FEW_DEPTH: tl.constexpr, FEW_STAGES: tl.constexpr,
-    MANY: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, SOME: tl.constexpr,
+    CASES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """Tiles that several programs shared: the sum of the shares in order, from the workspace."""
     rows = _live_rows(cu_ptr, b, n)
-    if rows > FEW:
-        _sums(
-            part_ptr, bias_ptr, out_ptr, rows, d_out, d_in,
-            MANY, COLUMNS, DEPTH, GROUP, PROGRAMS, SPLITS, BIAS, SOME,
-        )  # fmt: skip
-    elif rows > 0:
-        # A few rows: one tile over them, whose height is that of the product's.
-        if rows > 64:
+    for i in tl.static_range(len(CASES)):
+        if (rows > CASES[i][0]) & (rows <= CASES[i][1]):
             _sums(
                 part_ptr, bias_ptr, out_ptr, rows, d_out, d_in,
-                128, FEW_COLUMNS, FEW_DEPTH, 1, PROGRAMS, SPLITS, BIAS, SOME,
-            )  # fmt: skip
-        elif rows > 32:
-            _sums(
-                part_ptr, bias_ptr, out_ptr, rows, d_out, d_in,
-                64, FEW_COLUMNS, FEW_DEPTH, 1, PROGRAMS, SPLITS, BIAS, SOME,
-            )  # fmt: skip
-        elif rows > 16:
-            _sums(
-                part_ptr, bias_ptr, out_ptr, rows, d_out, d_in,
-                32, FEW_COLUMNS, FEW_DEPTH, 1, PROGRAMS, SPLITS, BIAS, SOME,
-            )  # fmt: skip
-        else:
-            _sums(
-                part_ptr, bias_ptr, out_ptr, rows, d_out, d_in,
-                16, FEW_COLUMNS, FEW_DEPTH, 1, PROGRAMS, SPLITS, BIAS, SOME,
+                CASES[i][2], CASES[i][3], CASES[i][4], GROUP, PROGRAMS, SPLITS, BIAS, SOME,
             )  # fmt: skip
