@@ -74,10 +74,10 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
             f"{sampler} needs whole logits, but the step program keeps none (it ends in dgraph::lm_head); give the "
             f"session a program 'logits', or leave these settings at their defaults."
         )
-    if sampler.cfg_scale > 0:
+    if sampler.cfg_scale > 0 and "kept" in outputs:
         raise InputError(
-            f"cfg_scale={sampler.cfg_scale} needs a second forward without the prompt, which block-causal decoding "
-            f"does not run; leave it at 0."
+            f"cfg_scale={sampler.cfg_scale} compares logits with and without the prompt row by row, but this recipe "
+            f"evicts rows, in the two not the same; use a recipe that evicts none, or leave cfg_scale at 0."
         )
     statistics = {"margin", "entropy"} if logits else {"margin", "entropy"} & outputs
     check_needs(policy, {"noise", "forwards", "editable", "passes"} | statistics)

@@ -8,7 +8,7 @@ read more, and so does decoding logits here (see `BlockLoop._decide`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decode_state import DecodeState
-from dgraph.runtime.rows import prefill_chunks, prefill_rows
+from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
 from dgraph.runtime.sampling import LogitsDecoder, RowContext
 from dgraph.runtime.state import StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -64,23 +64,25 @@ class BlockLoop:
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
         report: Callable[[tuple[int, int]], None] | None,
+        unconditional: Tensor | None = None,
     ) -> DecodeState:
         """Decode `prompts` and return their final state; adds to `stats`.
 
         first: index of the first prompt among all of the call. caches: page_table and the caches by name,
         all on the device that decodes; a page table with more rows than prompts pads the batch with sequences
-        that have no rows. report: gets (finished sequences, decoded tokens) after every step.
+        that have no rows. report: gets (finished sequences, decoded tokens) after every step. unconditional: a
+        second page table, with which every program runs once more without the prompts' tokens, for guidance.
         """
         state = self._begin(prompts, first, caches["page_table"])
         if self.prefill is not None:
-            self._prefill(self.prefill, prompts, state, caches, stats)
+            self._prefill(self.prefill, prompts, state, caches, stats, unconditional)
         advance = self.advance(state)
         step, unread = 0, 0
         running: list[bool] = []
         while True:
             if unread:
                 unread -= 1
-                self._step(step, self._most_rows(step, prompts, running), advance, caches, stats)
+                self._step(step, self._most_rows(step, prompts, running), advance, caches, stats, unconditional)
                 step += 1
                 continue
             # The one host read of a step.
@@ -91,7 +93,7 @@ class BlockLoop:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            self._step(step, count, advance, caches, stats)
+            self._step(step, count, advance, caches, stats, unconditional)
             step += 1
             if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
                 running = advance.state.active.tolist()
@@ -144,6 +146,7 @@ class BlockLoop:
         state: DecodeState,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
+        unconditional: Tensor | None,
     ) -> None:
         lengths = [len(p) // self.block * self.block for p in prompts]
         lengths += [0] * (len(state.start) - len(prompts))
@@ -151,16 +154,42 @@ class BlockLoop:
             count = sum(end) - sum(begin)
             bounds = torch.tensor([begin, end], device=state.start.device)
             rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
-            result = program({**caches, **inputs_of(rows, state, self.rule, None)}, count)
+            inputs = {**caches, **inputs_of(rows, state, self.rule, None)}
+            result = program(inputs, count)
+            if unconditional is not None:
+                program(self._without_prompt(inputs, rows, state, unconditional), count)
             stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
 
+    def _without_prompt(
+        self, inputs: Mapping[str, Tensor], rows: StepRows, state: DecodeState, page_table: Tensor
+    ) -> dict[str, Tensor]:
+        """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
+        given = rows.positions < state.prompt_end[rows.sequence]
+        return {
+            **inputs,
+            "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
+            "page_table": page_table,
+        }
+
     def _step(
-        self, number: int, count: int, advance: Advance, caches: Mapping[str, Tensor], stats: GenerationStats
+        self,
+        number: int,
+        count: int,
+        advance: Advance,
+        caches: Mapping[str, Tensor],
+        stats: GenerationStats,
+        unconditional: Tensor | None,
     ) -> None:
-        result = self.step({**caches, **advance.inputs}, count)
+        inputs = {**caches, **advance.inputs}
+        result, other = self.step(inputs, count), None
+        if unconditional is not None:
+            # Outputs last until the next call.
+            result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
+            twin = self._without_prompt(inputs, advance.rows, advance.state, unconditional)
+            other = self.step(twin, count).outputs["logits"]
         for stage in zip(self.step.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
-        outputs = self._decide(advance, result.outputs)
+        outputs = self._decide(advance, result.outputs, other)
         if self.observer is None:
             advance(outputs)
             return
@@ -171,7 +200,9 @@ class BlockLoop:
         assert decision is not None
         self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said))
 
-    def _decide(self, advance: Advance, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _decide(
+        self, advance: Advance, outputs: Mapping[str, Tensor], unconditional: Tensor | None
+    ) -> Mapping[str, Tensor]:
         """Outputs with a token per row and how sure it is, which a program may leave to the runtime as logits."""
         if "token" in outputs and "confidence" in outputs:
             return outputs
@@ -197,6 +228,7 @@ class BlockLoop:
             seed=advance.inputs["seed"][at],
             tokens=state.canvas,
             block=self.block,
+            unconditional=None if unconditional is None else unconditional[entry],
         )
         found = self.sampler.decode(logits[entry], context)._asdict()
         decided = {}

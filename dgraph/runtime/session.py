@@ -191,17 +191,21 @@ class BlockSession:
         width = max_batch or max(1, len(ids))
         for first in range(0, len(ids), width):
             batch = ids[first : first + width]
-            handles = self.kv.allocate([-(-(len(p) + max_new_tokens) // block) * block for p in batch])
+            guided = sampler.cfg_scale > 0
+            positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
+            both = self.kv.allocate(positions * (2 if guided else 1))
+            handles, twins = both[: len(batch)], both[len(batch) :]
             try:
                 report = progress and partial(_report, progress, stats.decoded, first, len(ids))
-                table = self.kv.page_table(handles, *self._table_shape(len(batch)) if fixed else ())
-                caches = {"page_table": table, **self.kv.tensors()}
-                state = loop.run(batch, first, caches, stats, report)
+                shape = self._table_shape(len(batch)) if fixed else ()
+                caches = {"page_table": self.kv.page_table(handles, *shape), **self.kv.tensors()}
+                unconditional = self.kv.page_table(twins, *shape) if guided else None
+                state = loop.run(batch, first, caches, stats, report, unconditional)
                 token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
                 if keep_kv:
                     kept += self._kv_of(handles, state)
             finally:
-                for handle in reversed(handles):
+                for handle in reversed(both):
                     self.kv.free(handle)
         stats.tokens = sum(map(len, token_ids))
         stats.finish(time.perf_counter() - began)
