@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ import dgraph
 from benchmarks.full_forward import seconds_per_step
 from benchmarks.tables import Report
 from dgraph.api import Optimized
+from dgraph.families import Model
+from dgraph.graph import Graph
 from dgraph.models.shapes import random_model
+from dgraph.passes import Effect, Pass, base
+from dgraph.passes.salience import finder, flags_of
 from dgraph.runtime.stats import GenerationStats
+from dgraph.shapes import InputSpec
 
 # Salient rows of 256 at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}
@@ -39,6 +45,42 @@ def shares(shape: str, layers: int) -> tuple[float, ...]:
         part = min(max(at - low, 0.0), 1.0)
         found.append((known[low] * (1 - part) + known[low + 1] * part) / ROWS)
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class ScriptSalience(Pass):
+    """Let a fixed share of the rows of each layer be salient, drawn anew in each step; what finds them still runs.
+
+    Attributes:
+        share: of each layer.
+    """
+
+    share: tuple[float, ...] = ()
+
+    effect = Effect.APPROXIMATE
+    summary = "salient rows by share instead of by cosine, to measure speed"
+    signature = frozenset({"noise"})
+
+    def run(self, graph: Graph, report: base.Report) -> None:
+        noise, full = graph.add_input(InputSpec("noise", torch.float32, ("N",))), graph.input("full")
+        for layer, share in enumerate(self.share):
+            found = finder(graph, layer)
+            if found is None:
+                continue
+            flags = flags_of(found)
+            drawn = graph.call(torch.ops.aten.lt.Scalar, (noise, share), before=flags.next, by=report.name, like=flags)
+            chosen = graph.call(
+                torch.ops.aten.logical_or.default, (drawn, full), before=drawn.next, by=report.name, like=flags
+            )
+            graph.redirect(flags, chosen, behind=chosen)
+            report.did(f"{share:.3f} of the rows", layer)
+
+
+def scripted(model: Model, share: tuple[float, ...], **options: Any) -> dgraph.Recipe:
+    """The recipe dyllm with salient rows by share."""
+    recipe = dgraph.recipe("dyllm", model.spec, **options)
+    phases = tuple(replace(phase, passes=(*phase.passes, ScriptSalience(share))) for phase in recipe.phases)
+    return replace(recipe, phases=phases)
 
 
 def decode(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> tuple[float, GenerationStats]:
@@ -60,6 +102,7 @@ def main() -> None:
     parser.add_argument("--per-step", type=int, nargs="+", default=[1, 4], help="tokens per step")
     parser.add_argument("--tau", type=float, default=0.99)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--arms", type=int, default=3, help="only the first so many")
     parser.add_argument("--full-steps", type=int, default=6, help="timed steps of the original loop")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -78,16 +121,15 @@ def main() -> None:
     original = seconds_per_step(model, canvas, args.tokens, args.full_steps)
     print(f"original loop: {1e3 * original:.1f} ms per step", flush=True)
 
-    scripted = shares(args.shape, model.spec.layers)
-    arms: list[tuple[str, str, dict[str, Any]]] = [
-        ("fast_dllm dual", "fast_dllm", {}),
-        (f"dyllm, tau {args.tau}", "dyllm", {"tau": args.tau}),
-        ("dyllm, shares of Table 4", "dyllm", {"share": scripted}),
+    arms = [
+        ("dyllm, shares of Table 4", scripted(model, shares(args.shape, model.spec.layers))),
+        ("fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)),
+        (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau)),
     ]
     report = Report(f"DyLLM at the {args.shape} shape")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
-    for label, recipe, options in arms:
-        program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine", **options)
+    for label, recipe in arms[: args.arms]:
+        program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine")
         for per_step in args.per_step:
             steps = args.block // per_step
             decode(program, prompts.tolist(), args.tokens, steps)  # captures

@@ -244,9 +244,9 @@ class Graph:
         """
         node, wanted = self.input(name), self.row_set(like)
         while self.row_set(node) != wanted:
-            compact = next(
-                (c for c in self.find("compact") if self.row_set(args_of(c)[0][0]) == self.row_set(node)), None
-            )
+            gathers = (c for c in self.find("compact") if self.row_set(args_of(c)[0][0]) == self.row_set(node))
+            # Rows that are moved within their row set are not carried on.
+            compact = next((c for c in gathers if self.symbols.row_set(c.meta["val"][0]) != self.row_set(node)), None)
             if compact is None:
                 raise VerifyError(f"input {name!r} has rows {self.row_set(node)}; nothing carries them to {wanted}.")
             node = self._carry(node, compact, by)

@@ -20,6 +20,8 @@ from dgraph.ops import op_of
 from dgraph.shapes import Evaluator, InputSpec
 from dgraph.torch_private import OpOverload
 
+_READ = {"paged_attention": (1, 2), "partial_attention": (1, 2), "feature_read": (0,)}
+"""Caches that an op reads, as numbers of its arguments."""
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -175,14 +177,14 @@ def _writes(graph: Graph) -> Iterable[str]:
                     yield f"{where(node)} writes {value}; expected a run-time input"
                     continue
                 written.add(value)
-        if op.name == "paged_attention":
-            for cache in args_of(node)[1:3]:
+        if op.name in _READ:
+            for cache in (args_of(node)[i] for i in _READ[op.name]):
                 if (
                     isinstance(cache, Node)
                     and cache not in written
                     and any((o := op_of(u.target)) is not None and o.mutates for u in cache.users)
                 ):
-                    yield f"{where(node)} reads {cache.name} in front of its write; expected kv_write first"
+                    yield f"{where(node)} reads {cache.name} in front of its write; expected the write first"
 
 
 def _weights(graph: Graph) -> Iterable[str]:

@@ -124,8 +124,6 @@ def shape_of(
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if block is not None:
         changes["block_length"] = block
-    if name in shapes.SHAPES and shapes.SHAPES[name][0].facts.get("attention", "block_causal") != "block_causal":
-        changes |= {"attention": "block_causal", "logit_shift": 0}  # decoded in blocks, as if it had been trained so
     return shapes.random_model(name, device, dtype, **changes)
 
 

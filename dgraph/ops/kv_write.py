@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.registry import Op, Sample, define, register
-from dgraph.ops.rows import sequence_of
+from dgraph.ops.rows import slots_of
 
 CONTRACT = """\
 Position p of sequence s lives at cache[page_table[s, p // page], p % page].
@@ -31,18 +30,10 @@ def reference(
     page_table: Tensor,
     cu_rows: Tensor,
 ) -> None:
-    live = int(cu_rows[-1])
-    if not live:
-        return
-    page, position = k_cache.shape[1], positions[:live]
-    pages = page_table[sequence_of(cu_rows, live), position // page].long()
-    if bool((pages < 0).any()):
-        raise InputError(
-            "dgraph::kv_write: a row's position lies in a page that its sequence does not have (its "
-            "page_table entry is negative). Assign pages for every position of a step before running it."
-        )
-    k_cache[pages, position % page] = k[:live]
-    v_cache[pages, position % page] = v[:live]
+    slots = slots_of("kv_write", positions, page_table, cu_rows, k_cache.shape[1])
+    live = slots[0].shape[0]
+    k_cache[slots] = k[:live]
+    v_cache[slots] = v[:live]
 
 
 def fake(

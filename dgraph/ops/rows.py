@@ -39,6 +39,22 @@ def sequence_of(cu_rows: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(cu_rows[1:].contiguous(), index, right=True)
 
 
+def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Where the live rows' positions lie in a paged cache: i64[live] pages, and i64[live] places within them.
+
+    Raises:
+        InputError: a row's page is not assigned; the message names `op`.
+    """
+    live = min(int(cu_rows[-1]), positions.shape[0])
+    pages = page_table[sequence_of(cu_rows, live), positions[:live] // page].long()
+    if bool((pages < 0).any()):
+        raise InputError(
+            f"dgraph::{op}: a row's position lies in a page that its sequence does not have (its "
+            "page_table entry is negative). Assign pages for every position of a step before running it."
+        )
+    return pages, positions[:live] % page
+
+
 def offsets_of(flags: Tensor, cu_rows: Tensor) -> Tensor:
     """i64[b+1]: row offsets of the rows that are flagged, from bool[N] and the offsets of all rows."""
     running = F.pad(flags.cumsum(0), (1, 0))

@@ -8,12 +8,25 @@ from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_projections import FuseProjections
+from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.manager import run_passes
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.pack_rows import PackRows
+from dgraph.passes.partial_attention import PartialAttention
 
 PASSES: dict[str, type[Pass]] = {
-    cls.__name__: cls for cls in (PackRows, FuseProjections, CacheKV, EvictTokens, ChunkLMHead, CountRows, OnlyKV)
+    cls.__name__: cls
+    for cls in (
+        PackRows,
+        FuseProjections,
+        CacheKV,
+        EvictTokens,
+        GateFFN,
+        PartialAttention,
+        ChunkLMHead,
+        CountRows,
+        OnlyKV,
+    )
 }
 """Every pass that comes with dgraph, by name, in the order in which recipes use them."""
 
@@ -25,8 +38,10 @@ __all__ = [
     "Effect",
     "EvictTokens",
     "FuseProjections",
+    "GateFFN",
     "OnlyKV",
     "PackRows",
+    "PartialAttention",
     "Pass",
     "Report",
     "run_passes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dgraph.recipes.base import Builder, Phase, Recipe, build, check_recipe, options_of
 from dgraph.recipes.bidirectional import dkv_cache, fast_dllm, vicinity
 from dgraph.recipes.dense import dense
+from dgraph.recipes.dyllm import dyllm
 from dgraph.recipes.focus import focus
 
 RECIPES: dict[str, Builder] = {
@@ -13,6 +14,7 @@ RECIPES: dict[str, Builder] = {
     "fast_dllm": fast_dllm,
     "dkv_cache": dkv_cache,
     "vicinity": vicinity,
+    "dyllm": dyllm,
 }
 """Every recipe's builder by name."""
 

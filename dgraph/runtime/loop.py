@@ -77,12 +77,14 @@ class BlockLoop:
         if self.prefill is not None:
             self._prefill(self.prefill, prompts, state, caches, stats, unconditional)
         advance = self.advance(state)
+        salient: list[Tensor] = []
         step, unread = 0, 0
         running: list[bool] = []
         while True:
             if unread:
                 unread -= 1
-                self._step(step, self._most_rows(step, prompts, running), advance, caches, stats, unconditional)
+                rows = self._most_rows(step, prompts, running)
+                self._step(step, rows, advance, caches, stats, salient, unconditional)
                 step += 1
                 continue
             # The one host read of a step.
@@ -93,7 +95,7 @@ class BlockLoop:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            self._step(step, count, advance, caches, stats, unconditional)
+            self._step(step, count, advance, caches, stats, salient, unconditional)
             step += 1
             if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
                 running = advance.state.active.tolist()
@@ -101,6 +103,8 @@ class BlockLoop:
                 unread = min(self.unread, step // UNREAD_SHARE) if any(running) else 0
         state = advance.state
         stats.steps += step
+        if salient:
+            stats.salient += torch.stack(salient).tolist()
         stats.decoded += decoded
         stats.commit_rows += int(state.commit_rows)
         for count, values in (
@@ -178,6 +182,7 @@ class BlockLoop:
         advance: Advance,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
+        salient: list[Tensor],
         unconditional: Tensor | None,
     ) -> None:
         inputs = {**caches, **advance.inputs}
@@ -189,6 +194,8 @@ class BlockLoop:
             other = self.step(twin, count).outputs["logits"]
         for stage in zip(self.step.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
+        if "salient" in result.outputs:
+            salient.append(result.outputs["salient"].clone())  # counts stay on the device until the end
         outputs = self._decide(advance, result.outputs, other)
         if self.observer is None:
             advance(outputs)

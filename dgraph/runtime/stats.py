@@ -27,6 +27,8 @@ class GenerationStats:
         GPU
             a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
+        salient: per step of the decode loop, the salient rows of each layer that has a gate (DyLLM, figure 5 and
+            table 4), all rows in a full step; empty where nothing is gated.
         sequence_steps: steps of each prompt, in the order of the prompts.
         sequence_decoded: tokens committed of each.
         sequence_rows: rows of each that went through the last layers, counted on the device.
@@ -40,6 +42,7 @@ class GenerationStats:
     commit_rows: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
+    salient: list[list[int]] = field(default_factory=list)
     sequence_steps: list[int] = field(default_factory=list)
     sequence_decoded: list[int] = field(default_factory=list)
     sequence_rows: list[int] = field(default_factory=list)
@@ -92,6 +95,7 @@ class GenerationStats:
             "seconds": dict(self.seconds),
             "total": self.total,
             "kept_rows": self.kept_rows,
+            "salient": [list(counts) for counts in self.salient],
             "sequence_steps": list(self.sequence_steps),
             "sequence_decoded": list(self.sequence_decoded),
             "sequence_rows": list(self.sequence_rows),

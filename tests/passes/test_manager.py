@@ -221,6 +221,8 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "FuseProjections": Effect.REASSOCIATES,
         "CacheKV": Effect.REASSOCIATES,
         "EvictTokens": Effect.APPROXIMATE,
+        "GateFFN": Effect.APPROXIMATE,
+        "PartialAttention": Effect.APPROXIMATE,
         "CountRows": Effect.REASSOCIATES,
         "ChunkLMHead": Effect.REASSOCIATES,
         "OnlyKV": Effect.EXACT,

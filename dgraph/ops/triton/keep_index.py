@@ -34,7 +34,7 @@ def kernel(keep: Tensor, cu_rows: Tensor, capacity: int, block: int = 256) -> tu
 
 
 @triton.jit
-def _kept_before(keep_ptr, row, WIDE: tl.constexpr):
+def kept_before(keep_ptr, row, WIDE: tl.constexpr):
     found = 0
     for first in range(0, row, WIDE):
         other = first + tl.arange(0, WIDE)
@@ -49,14 +49,14 @@ def _list_kept(
     tile = tl.program_id(0)
     if tile >= tiles:
         s = tile - tiles
-        found = _kept_before(keep_ptr, tl.load(cu_ptr + s), WIDE)
+        found = kept_before(keep_ptr, tl.load(cu_ptr + s), WIDE)
         tl.store(offsets_ptr + s, found.to(offsets_ptr.dtype.element_ty))
         return
     live = tl.load(cu_ptr + b)
     at = tile * BLOCK + tl.arange(0, BLOCK)
-    before = _kept_before(keep_ptr, tl.minimum(tile * BLOCK, live), WIDE)
+    before = kept_before(keep_ptr, tl.minimum(tile * BLOCK, live), WIDE)
     flag = (tl.load(keep_ptr + at, mask=at < live, other=0) != 0) & (at < live)
     place = before + tl.cumsum(flag.to(tl.int32), 0) - 1
     tl.store(index_ptr + place, at.to(tl.int64), mask=flag & (place < capacity))
-    total = _kept_before(keep_ptr, live, WIDE)
+    total = kept_before(keep_ptr, live, WIDE)
     tl.store(index_ptr + at, tl.full([BLOCK], -1, tl.int64), mask=(at >= total) & (at < capacity))

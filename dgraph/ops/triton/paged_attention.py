@@ -80,7 +80,7 @@ def plan_for(
     return Plan(block_m, block_n, splits, warps, stages, bulk)
 
 
-def _blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+def blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
     """Each cache as a matrix [positions, Hkv * D] for the bulk copy engine; None if it cannot be read as one."""
     pages, page, heads, d = k_cache.shape
     if k_cache.device.type == "cuda" and torch.cuda.get_device_capability(k_cache.device) < (9, 0):
@@ -127,7 +127,7 @@ def kernel(
     q, page_table = dense_rows(q), dense_rows(page_table)
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
-    blocks = _blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
+    blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
     part, mass = out, out
     if splits > 1:
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
@@ -149,7 +149,7 @@ def kernel(
 
 
 @triton.jit
-def _load_keys(
+def load_keys(
     k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +226,7 @@ def _attend(
             k = k_blocks.load([slot, head * D]).T
             v = v_blocks.load([slot, head * D])
         else:
-            k, v = _load_keys(
+            k, v = load_keys(
                 k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
             )
         score = tl.dot(q, k, input_precision=PRECISION)
@@ -237,7 +237,7 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     for key in tl.range(plain, last, BLOCK_N, num_stages=1):
-        k, v = _load_keys(
+        k, v = load_keys(
             k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
         )
         score = tl.dot(q, k, input_precision=PRECISION)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgraph.errors import InputError
+
 MOST_OFFSETS = 512
 
 
@@ -25,23 +27,37 @@ def dense_rows(x: Tensor) -> Tensor:
     return x
 
 
+def check_slots(op: str, **caches: Tensor) -> None:
+    """The values of a slot must be contiguous in each cache [pages, page, ...]."""
+    for name, cache in caches.items():
+        expected = 1
+        for size, stride in zip(reversed(cache.shape[2:]), reversed(cache.stride()[2:]), strict=True):
+            if size != 1 and stride != expected:
+                raise InputError(
+                    f"dgraph::{op}: a slot of {name} {list(cache.shape)} must be contiguous, got strides "
+                    f"{cache.stride()}. Allocate the cache in that layout."
+                )
+            expected *= size
+
+
 def offsets_block(b: int) -> int:
     """Offsets that `sequence_at` compares at once, for b sequences."""
     return power_of_two(b + 1, 16, MOST_OFFSETS)
 
 
 @triton.jit
-def sequence_at(cu_ptr, b, at, EVERY: tl.constexpr, BLOCK: tl.constexpr):
-    """The last i in [0, b] with cu[i] // EVERY + i <= at, where i = b stands for the padding rows.
+def sequence_at(cu_ptr, b, at, EVERY: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr = 1):
+    """The last i in [0, b] with cu[i] // EVERY + OWN * i <= at, where i = b stands for the padding rows.
 
     With tiles of EVERY rows, sequence i owns the tiles from cu[i] // EVERY + i on, and that is always enough
-    of them; so b + 1 + rows // EVERY tiles cover any division of the rows into sequences.
+    of them; so b + 1 + rows // EVERY tiles cover any division of the rows into sequences. Every OWN above 1
+    gives each sequence one tile more.
     """
     found = -1
     for first in range(0, b + 1, BLOCK):
         i = first + tl.arange(0, BLOCK)
         start = tl.load(cu_ptr + i, mask=i <= b, other=0)
-        found += tl.sum(((start // EVERY + i <= at) & (i <= b)).to(tl.int32))
+        found += tl.sum(((start // EVERY + OWN * i <= at) & (i <= b)).to(tl.int32))
     return found
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dgraph.ops import OPS
+from dgraph.ops import OPS, paged_attention
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops.drift import nearby
+from dgraph.ops.rows import sequence_of, slots_of
 
 Call = tuple[Any, ...]
 
@@ -148,6 +150,67 @@ def writing(counts: Sequence[int], starts: Sequence[int], *, page: int = 16, hea
     return qkv[:, 3 * heads : 4 * heads], qkv[:, 4 * heads :], *caches, positions, table, cu_rows_of(counts)
 
 
+def partial(
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    share: float = 0.3,
+    full: Sequence[int] = (),
+    tau: float = 0.97,
+    page: int = 8,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 16,
+    padding: int = 3,
+    seed: int = 0,
+) -> Call:
+    """Rows at any positions of each sequence, `share` of them changed; the sequences in `full` take a full step.
+
+    Limits vary within each sequence, and not every row sees every changed key.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q, k_cache, v_cache, table, cu_rows, limit, scale = attention(
+        counts, lengths, page=page, heads=heads, d=d, padding=0, seed=seed
+    )
+    n, orders = len(q), [torch.randperm(length, generator=generator) for length in lengths]
+    positions = torch.cat([order[:count].sort().values for order, count in zip(orders, counts, strict=True)])
+    context = paged_attention.reference(q, k_cache, v_cache, table, cu_rows, limit, scale)
+    c_cache = torch.full((*k_cache.shape[:2], *q.shape[1:]), torch.nan)
+    c_cache[slots_of("partial", positions, table, cu_rows, page)] = nearby(context, generator)
+    chosen = (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
+    index = torch.cat([chosen, chosen.new_full((n - len(chosen),), -1)])
+    dv = torch.randn(n, heads[1], d, generator=generator) * 0.5
+    dv[len(chosen) :] = torch.nan
+    dense = torch.isin(sequence_of(cu_rows, n), torch.tensor(full, dtype=torch.int64))
+    cu_changed = torch.searchsorted(chosen, cu_rows.long()).int()
+    padded = [pad_rows(x, padding) for x in (q, dv, dense, positions, limit)]
+    index = torch.cat([index, index.new_full((padding,), -1)])
+    rest = (table, cu_rows, padded[4], scale, tau)
+    return padded[0], k_cache, v_cache, padded[1], index, cu_changed, c_cache, *padded[2:4], *rest
+
+
+def drifting(
+    counts: Sequence[int], starts: Sequence[int], *, heads: int = 3, d: int = 20, page: int = 16, seed: int = 0
+) -> Call:
+    """Contexts that are views, near to what the cache holds and far from it; one sequence is full."""
+    generator = torch.Generator().manual_seed(seed)
+    table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
+    cu_rows, positions = cu_rows_of(counts), positions_of(counts, starts)
+    context = torch.randn(sum(counts), 2 * heads, d, generator=generator)[:, heads:]
+    cache = torch.full((pages, page, heads, d), torch.nan)
+    cache[slots_of("drifting", positions, table, cu_rows, page)] = nearby(context, generator)
+    full = sequence_of(cu_rows, sum(counts)) == len(counts) - 1
+    return *(x if x is cache else pad_rows(x, 3) for x in (context, cache, full, positions)), table, cu_rows, 0.97
+
+
+def features(counts: Sequence[int], starts: Sequence[int], *, width: int = 40, page: int = 16, seed: int = 0) -> Call:
+    """Values that are views, and a cache: a call of feature_write, and without the values one of feature_read."""
+    generator = torch.Generator().manual_seed(seed)
+    table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
+    values = pad_rows(torch.randn(sum(counts), 2 * width, generator=generator), 3)[:, width:]
+    cache = torch.randn(pages, page, width, generator=generator)
+    return values, cache, pad_rows(positions_of(counts, starts), 3), table, cu_rows_of(counts)
+
+
 def heading(
     rows: int, *, vocab: int = 700, d: int = 24, chunk: int = 8, heat: float = 0.9, bias: bool = True, seed: int = 0
 ) -> Call:
@@ -193,6 +256,24 @@ LARGER: list[tuple[str, str, Call]] = [
     ("compact", "many values", gathering(40, 25)),
     ("kv_write", "more sequences than fit in a block of offsets", writing(MANY, MANY)),
     ("kv_write", "views", writing((7, 0, 33, 2), (0, 0, 15, 63))),
+    ("kv_update", "views", writing((7, 0, 33, 2), (0, 0, 15, 63), page=4)),
+    ("drift", "more sequences than fit in a block of offsets", drifting(MANY, MANY)),
+    ("drift", "rows longer than a block", drifting((5, 0, 9), (3, 0, 60), heads=9, d=500)),
+    ("feature_write", "views", features((7, 0, 33, 2), (0, 0, 15, 63))),
+    ("feature_write", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)),
+    ("feature_read", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)[1:]),
+    ("partial_attention", "ragged, one full", partial((9, 0, 1, 17, 4), (40, 0, 5, 90, 33), full=(3,))),
+    ("partial_attention", "none changed", partial((9, 4), (30, 20), share=-1.0, padding=0)),
+    ("partial_attention", "all changed", partial((9, 4), (30, 20), share=1.1)),
+    (
+        "partial_attention",
+        "all full, one head each",
+        partial((3, 2), (19, 64), full=(0, 1), page=4, heads=(2, 2), d=10),
+    ),
+    ("partial_attention", "tau above 1, page of 1", partial((5, 2), (9, 12), tau=1.5, page=1)),
+    ("partial_attention", "many rows of few sequences", partial((70, 3), (96, 9), heads=(4, 1), page=64, share=0.6)),
+    ("partial_attention", "a group of seven", partial((20, 5), (130, 31), heads=(14, 2), page=128, seed=3)),
+    ("partial_attention", "more sequences than fit in a block of offsets", partial(MANY, MANY, heads=(1, 1), d=8)),
     ("list_kept", "many rows", keeping((300, 0, 41, 259), -1)[:2]),
     *(
         ("rows_linear", f"{rows} of 150 rows", product(rows, 150, 96, 200, bias=rows % 2 == 0))

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from dgraph.ops import KERNELS, OPS, Sample
+from dgraph.ops.drift import cosine
 from dgraph.ops.lm_head import decode_logits, gumbel
+from dgraph.ops.rows import slots_of
 from tests.ops.triton.problems import (
     LARGER,
     attention,
     compare,
+    drifting,
     expected,
+    features,
     flat,
     gathering,
     heading,
@@ -21,6 +25,7 @@ from tests.ops.triton.problems import (
     keeping,
     moved,
     mutated,
+    partial,
     product,
     selection,
     settled,
@@ -70,6 +75,54 @@ def test_attention_at_the_sizes_of_models(rows: int, keys: int, d: int, page: in
     want = expected("paged_attention", moved(args, "cpu", torch.float32))
     got = OPS["paged_attention"].overload(*moved(args, "cuda"))
     compare([got], want, 2e-2 if dtype == torch.bfloat16 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads", "share", "full"),
+    [
+        (256, 400, (32, 32), 0.02, ()),
+        (150, 320, (32, 8), 0.3, (0,)),
+        (130, 256, (28, 4), 0.9, ()),
+        (7, 300, (32, 32), 0.3, (0, 1, 3, 4)),
+        (200, 310, (12, 12), -1.0, ()),
+        (40, 90, (8, 8), 1.1, ()),
+    ],
+)
+def test_partial_attention_at_the_sizes_of_models(
+    rows: int, keys: int, heads: tuple[int, int], share: float, full: tuple[int, ...], page: int, dtype: torch.dtype
+) -> None:
+    counts, lengths = (rows, rows // 2, 0, 1, rows), (keys, keys // 2, 0, 33, keys + 1)
+    args = moved(
+        partial(counts, lengths, share=share, full=full, page=page, heads=heads, d=128, seed=rows), "cpu", dtype
+    )
+    want = expected("partial_attention", moved(args, "cpu", torch.float32))
+    there = moved(args, "cuda")
+    context, salient = OPS["partial_attention"].overload(*there)
+    compare([context, *mutated("partial_attention", there)], want[::2], 2e-5 if dtype == torch.float32 else 2e-2)
+    # Who is salient follows from the context as it came out, unless the cosine is tau up to rounding.
+    before, dense, positions, table, cu_rows = args[6:11]
+    live = int(cu_rows[-1])
+    found = cosine(context[:live].cpu(), before[slots_of("test", positions, table, cu_rows, page)])
+    assert ((found - args[-1]).abs() < 1e-4).sum() < 3
+    wrong = salient[:live].cpu() != (dense[:live] | (found < args[-1]))
+    assert not (wrong & ((found - args[-1]).abs() > 1e-5)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_caches_of_rows_in_half_precision(dtype: torch.dtype) -> None:
+    calls = {
+        "kv_update": writing((7, 0, 33, 2), (0, 0, 15, 63)),
+        "drift": drifting((40, 0, 9), (3, 0, 60), heads=32, d=128),
+        "feature_write": features((7, 0, 33, 2), (0, 0, 15, 63), width=4096),
+        "feature_read": features((7, 0, 33, 2), (0, 0, 15, 63), width=4096)[1:],
+    }
+    for name, args in calls.items():
+        halved = moved(args, "cpu", dtype)
+        there = moved(halved, "cuda")
+        result = OPS[name].overload(*there)
+        compare(flat(result) + mutated(name, there), expected(name, halved), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -130,6 +183,17 @@ PAIRS = [
     ("keep_index", [keeping(c, 70, seed=c[0]) for c in ((32, 5, 20), (0, 30, 27))]),
     ("compact", [gathering(40, 25, seed=seed) for seed in (0, 1)]),
     ("kv_write", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("kv_update", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("drift", [drifting(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("feature_write", [features(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("feature_read", [features(c, (5, 5, 5), seed=c[0])[1:] for c in ((20, 0, 9), (0, 9, 20))]),
+    (
+        "partial_attention",
+        [
+            partial(c, [2 * n for n in c], share=share, full=full, seed=c[0])
+            for c, share, full in (((40, 0, 19, 9), 0.2, (3,)), ((9, 40, 0, 19), 0.9, ()))
+        ],
+    ),
     ("list_kept", [keeping(c, 70, seed=c[0])[:2] for c in ((32, 5, 20), (0, 30, 27))]),
     ("rows_linear", [product(rows, 150, 96, 200) for rows in (30, 140)]),
     ("lm_head", [heading(21, seed=seed) for seed in (0, 1)]),

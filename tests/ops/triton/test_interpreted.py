@@ -24,6 +24,7 @@ from tests.ops.triton.problems import (
     importance,
     keeping,
     mutated,
+    partial,
     product,
     selection,
     settled,
@@ -71,6 +72,40 @@ def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interp
     want = expected("paged_attention", tuple(args))
     args[5] = torch.where(args[5] == 32, 10_000, args[5])
     compare(results(interpreted, "paged_attention", tuple(args)), want)
+
+
+@pytest.mark.parametrize(("block_m", "least", "few"), [(16, 0, 0), (32, 16, 0), (64, 0, 32), (64, 16, 32)])
+@pytest.mark.parametrize(("block_n", "splits", "bulk"), [(8, 1, True), (16, 3, False), (32, 2, True)])
+def test_partial_attention_in_any_tiles_and_shares(
+    interpreted: Interpreter, block_m: int, least: int, few: int, block_n: int, splits: int, bulk: bool
+) -> None:
+    from dgraph.ops.triton import paged_attention, partial_attention
+
+    exact = paged_attention.Plan(block_m, 16, splits, 4, 1, bulk)
+    plan = partial_attention.Plan(exact, block_n, 1, least, few, changes=16)
+    for share, full in ((0.3, ()), (0.6, (3,)), (1.1, (0,)), (-1.0, (0,))):
+        args = partial((18, 0, 5, 9), (70, 0, 12, 33), share=share, full=full, page=16, heads=(2, 1))
+        got = results(interpreted, "partial_attention", args, plan=plan)
+        compare(got, expected("partial_attention", args))
+
+
+def test_rows_of_one_sequence_may_be_full_next_to_others(interpreted: Interpreter) -> None:
+    args = list(partial((18, 7), (70, 33), padding=0))
+    args[7] = torch.arange(25) % 4 == 0
+    compare(results(interpreted, "partial_attention", tuple(args)), expected("partial_attention", tuple(args)))
+
+
+def test_partial_attention_with_a_negative_scale(interpreted: Interpreter) -> None:
+    args = list(partial((9, 7), (30, 33)))
+    args[12] = -args[12]
+    compare(results(interpreted, "partial_attention", tuple(args)), expected("partial_attention", tuple(args)))
+
+
+def test_a_cache_without_contiguous_slots_is_refused(interpreted: Interpreter) -> None:
+    args = list(partial((3,), (9,)))
+    args[6] = args[6].transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(InputError, match=r"a slot of c_cache .* must be contiguous"):
+        interpreted("partial_attention", tuple(args))
 
 
 def test_lists_of_any_length_give_the_same_importance(interpreted: Interpreter) -> None:
@@ -138,16 +173,36 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
             interpreted(name, args)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33, 70, 100])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32, 33, 48, 49, 70, 100])
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_product_in_any_tiles_and_shares(interpreted: Interpreter, rows: int, bulk: bool, splits: int) -> None:
     from dgraph.ops.triton.rows_linear import Plan, Tiles
 
     args = product(rows, 100, 144, 112, bias=rows == 33)
-    for few, many in ((Tiles(32, 16, 16, 1), Tiles(16, 32, 32, 1)), (None, Tiles(32, 16, 16, 1))):
-        plan = Plan(few, many, warps=4, splits=splits, group=2, bulk=bulk)
+    few, some = Tiles(32, 32, 16, 1, up_to=32, weight_first=True), Tiles(16, 64, 16, 1, up_to=48)
+    for tiles in (
+        (few, some, Tiles(64, 64, 32, 1)),
+        (Tiles(32, 128, 16, 1, weight_first=True),),
+        (Tiles(128, 64, 16, 1),),
+    ):
+        plan = Plan(tiles, warps=4, splits=splits, group=2, bulk=bulk)
         compare(results(interpreted, "rows_linear", args, plan=plan), expected("rows_linear", args))
+
+
+def test_the_cases_of_a_product_follow_each_other() -> None:
+    from dgraph.ops.triton.rows_linear import ANY, Plan, Tiles
+
+    cases = [(above, up_to, tiles.rows, tiles.columns) for above, up_to, tiles in Plan().cases()]
+    assert cases == [(0, 16, 16, 128), (16, 32, 32, 128), (32, 64, 64, 128), (64, 768, 128, 128), (768, ANY, 128, 256)]
+    for tiles in (
+        (),
+        (Tiles(64, 64, 32, 2, up_to=64),),
+        (Tiles(64, 64, 32, 2), Tiles(64, 64, 32, 2)),
+        tuple(Tiles(16, 16, 16, 1, up_to=up_to) for up_to in (*range(6), ANY)),
+    ):
+        with pytest.raises(ValueError, match="rising row counts, the last up to any"):
+            Plan(tiles)
 
 
 def test_a_product_of_sizes_that_do_not_fit_is_refused(interpreted: Interpreter) -> None:

@@ -1,0 +1,66 @@
+"""dgraph::feature_write: store one vector per row in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.rows import slots_of
+
+CONTRACT = """\
+Position p of sequence s lives at cache[page_table[s, p // page], p % page].
+Writes values [K, F] of every live row to cache [pages, page, F], of the same dtype; returns nothing.
+positions i64[K]; page_table i32[b, P]; cu_rows i32[b+1], the offsets of these K rows.
+Padding rows write nothing and may hold anything; the rows of a step address distinct slots, so the order of the
+writes does not matter. A row whose page is not assigned (a negative entry) is an error in the reference and
+undefined in a kernel."""
+
+
+def reference(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
+    slots = slots_of("feature_write", positions, page_table, cu_rows, cache.shape[1])
+    cache[slots] = values[: slots[0].shape[0]]
+
+
+def fake(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
+    return None
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, counts, starts, page, width in (
+        ("one sequence", (4,), (0,), 4, 16),
+        ("ragged, an empty sequence, across pages", (5, 0, 7, 1), (3, 9, 14, 31), 8, 20),
+        ("no rows", (0, 0), (0, 0), 4, 8),
+        ("page of one position, odd width", (3, 2), (2, 0), 1, 13),
+    ):
+        table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
+        values = torch.randn(sum(counts), width, generator=generator)
+        cache = torch.randn(pages, page, width, generator=generator)
+        rest = (table, cu_rows_of(counts))
+        positions = positions_of(counts, starts)
+        yield Sample(
+            name,
+            (values, cache.clone(), positions, *rest),
+            (pad_rows(values, 3), cache, pad_rows(positions, 3), *rest),
+        )
+
+
+OP = register(
+    Op(
+        name="feature_write",
+        overload=define(
+            "feature_write",
+            "(Tensor values, Tensor(a!) cache, Tensor positions, Tensor page_table, Tensor cu_rows) -> ()",
+            reference,
+            fake,
+            mutates=("cache",),
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+        mutates=("cache",),
+    )
+)

@@ -1,0 +1,181 @@
+"""GateFFN: DyLLM, a feed-forward network that runs on salient rows only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
+from dgraph.passes import salience
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.shapes import InputSpec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GateFFN(Pass):
+    """Run each layer's feed-forward network (its norm included) on the rows whose attention context has turned; the
+    others take what it gave them when it last ran (DyLLM, section 4; algorithm 3, lines 11 to 14).
+
+    A row is salient if the cosine between its context and that of the step before is below tau, or in a full step. The
+    salient rows move to the front of as many as there were (row i of the one is not row i of the other), linear layers
+    run on as many as there are, and nobody reads their number on the host. New inputs: `full` bool[N], and per layer l
+    `c_cache_l` [pages, page, heads, head_dim] and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers],
+    the number of salient rows.
+
+        before  %14 = dgraph.paged_attention(%12, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
+                %18 = dgraph.rms_norm(%17, post_attention_layernorm.weight, 1e-06)              f32[N, 64]
+                %24 = linear(%23, mlp.down_proj.weight)                                         f32[N, 64]
+                %25 = add(%17, %24)                                                             f32[N, 64]
+        after   %14 = dgraph.paged_attention(%12, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
+                %15 = dgraph.drift(%14, c_cache, full, positions, page_table, cu_rows, 0.99)    bool[N]
+                %16, %17 = dgraph.list_kept(%15, cu_rows)                                       (i64[N], i32[b+1])
+                %21, %22 = dgraph.compact([%20, positions], %16)                                (f32[N, 64], i64[N])
+                %23 = dgraph.rms_norm(%21, post_attention_layernorm.weight, 1e-06)              f32[N, 64]
+                %29 = dgraph.rows_linear(%28, mlp.down_proj.weight, None, %17)                  f32[N, 64]
+                dgraph.feature_write(%29, f_cache, %22, page_table, %17)
+                %30 = dgraph.feature_read(f_cache, positions, page_table, cu_rows)              f32[N, 64]
+                %31 = add(%20, %30)                                                             f32[N, 64]
+
+    Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it behind
+    CacheKV. Approximate; with tau above 1 every row is salient and the program is the dense one.
+
+    Attributes:
+        tau: the cosine below which a row is salient; one number, or one for each layer.
+    """
+
+    tau: float | tuple[float, ...] = 0.99
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has turned (DyLLM)"
+    signature: ClassVar[frozenset[str]] = salience.INPUTS | {"f_cache_*"}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tau", salience.checked(self.tau))
+
+    def run(self, graph: Graph, report: Report) -> None:
+        for node in graph.find("attention") + graph.find("packed_attention"):
+            report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
+        for attention in graph.find("paged_attention") + graph.find("partial_attention"):
+            found = _feed_forward(graph, attention)
+            if isinstance(found, str):
+                report.skip(found, attention)
+                continue
+            self._gate(graph, attention, found, report)
+        if report.applied:
+            salience.count_salient(graph, report.name)
+            graph.sweep()
+
+    def _gate(self, graph: Graph, attention: Node, found: _FeedForward, report: Report) -> None:
+        by, layer = report.name, attention.meta["layer"]
+        place = _Place.of(graph, attention)
+        flags = self._flags(graph, attention, place, by)
+        rows = salience.listed(graph, flags, place.cu_rows, flags.next, by)
+        first = found.nodes[0]
+        gathered = graph.call(OPS["compact"], ([found.stream, place.positions], rows.index), before=first, by=by)
+        stream, positions = graph.parts(gathered, 2, by)
+        moved = salience.move(graph, found.nodes, {found.stream: stream}, rows, found.residual, by)
+        width, value = int(found.result.meta["val"].shape[1]), found.result.meta["val"]
+        cache = graph.add_input(InputSpec(f"f_cache_{layer}", value.dtype, ("pages", "page", width)))
+        write = (moved[found.result], cache, positions, place.page_table, rows.cu_rows)
+        graph.call(OPS["feature_write"], write, before=found.residual, by=by, like=found.result)
+        read = (cache, place.positions, place.page_table, place.cu_rows)
+        kept = graph.call(OPS["feature_read"], read, before=found.residual, by=by, like=found.result)
+        found.residual.replace_input_with(found.result, kept)
+        report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", layer)
+
+    def _flags(self, graph: Graph, attention: Node, place: _Place, by: str) -> Node:
+        """The salient rows of the layer, from PartialAttention or found here."""
+        layer = attention.meta["layer"]
+        tau = salience.tau_of(self.tau, layer, graph.spec.layers)
+        if (there := salience.finder(graph, layer)) is not None:
+            if args_of(there)[-1] != tau:
+                raise InputError(
+                    f"tau is {tau:g} in layer {layer}, but {op_name(there.target)} finds its salient rows with "
+                    f"{args_of(there)[-1]:g}; give both passes the same tau."
+                )
+            return salience.flags_of(there)
+        graph.add_input(salience.FULL)
+        full = graph.on_rows_of("full", attention, by)
+        cache = salience.context_cache(graph, attention)
+        args = (attention, cache, full, place.positions, place.page_table, place.cu_rows, tau)
+        return graph.call(OPS["drift"], args, before=attention.next, by=by, like=attention)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of a layer are."""
+
+    positions: Node
+    page_table: Node
+    cu_rows: Node
+
+    @classmethod
+    def of(cls, graph: Graph, attention: Node) -> _Place:
+        args = args_of(attention)
+        if attention.target is OPS["partial_attention"].overload:
+            return cls(args[8], args[9], args[10])
+        return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[3], args[4])
+
+
+@dataclass(frozen=True)
+class _FeedForward:
+    """What a layer adds last to its residual stream.
+
+    Attributes:
+        stream: the residual stream that it reads.
+        nodes: its calls, in order.
+        result: the last of them.
+        residual: where it is added to the stream.
+    """
+
+    stream: Node
+    nodes: tuple[Node, ...]
+    result: Node
+    residual: Node
+
+
+def _feed_forward(graph: Graph, attention: Node) -> _FeedForward | str:
+    """The feed-forward network behind an attention, or why there is none that can be gated."""
+    layer = attention.meta["layer"]
+    if layer is None:
+        return "an attention outside the layers has no feed-forward network"
+    if graph.find("feature_read", layer):
+        return "the layer is gated already"
+    ends = [
+        n
+        for n in graph.calls
+        if n.meta["layer"] == layer
+        and n.target is aten.add.Tensor
+        and graph.row_set(n) is not None
+        and any(u.meta["layer"] != layer for u in n.users)
+    ]
+    if len(ends) != 1:
+        return f"{len(ends)} sums leave the layer; expected one, of residual stream and feed-forward network"
+    residual = ends[0]
+    if not all(isinstance(arg, Node) for arg in args_of(residual)) or residual.kwargs:
+        return f"the layer ends in {residual.name}, which is not a plain sum of two values"
+    for stream, result in (args_of(residual), args_of(residual)[::-1]):
+        above = salience.ancestors([result], stop=[stream])
+        if stream in above and stream is not result:
+            break
+    else:
+        return "the layer ends in a sum of two values of which neither is computed from the other"
+    if attention not in salience.ancestors([stream]):
+        return "what the layer adds last does not read its attention"
+    behind: dict[Node, None] = {}
+    for node in graph.calls:
+        if node in above and node is not stream and any(a is stream or a in behind for a in node.all_input_nodes):
+            behind[node] = None
+    for node in behind:
+        for arg in node.all_input_nodes:
+            if arg is not stream and arg not in behind and not salience.of_weights(arg):
+                return f"the feed-forward network also reads {arg.name}, beside the residual stream"
+    return salience.obstacle(behind) or _FeedForward(stream, tuple(behind), result, residual)

@@ -1,0 +1,221 @@
+"""PartialAttention: DyLLM, attention of which only the changed part is computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
+from dgraph.passes import salience
+from dgraph.passes.base import Effect, Pass, Report
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PartialAttention(Pass):
+    """Project keys and values of the rows only that were salient in the layer before, attend exactly for these, and add
+    to the context of the others what the changed values contribute (DyLLM, section 4; algorithms 3 and 4).
+
+    Layer 0 starts from the input `changed` bool[N], the rows whose token was decoded in the step before. Queries are
+    projected for all rows. A row whose keys and values are not projected keeps those of the cache. A row is salient if
+    the cosine between its new context and that of the step before is below tau, or in a full step, in which every row
+    is exact. New inputs: `full`, `changed` bool[N], and `c_cache_l` [pages, page, heads, head_dim] per layer l. New
+    output: `salient` i32[layers], the number of salient rows.
+
+        before  %3 = linear(%1, self_attn.k_proj.weight)                                        f32[N, 32]
+                %4 = linear(%1, self_attn.v_proj.weight)                                        f32[N, 32]
+                dgraph.kv_write(%13, %9, k_cache, v_cache, positions, page_table, cu_rows)
+                %14 = dgraph.paged_attention(%12, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
+        after   %5, %6, %7, %8 = dgraph.compact([%1, %3, %4, positions], layers[-1].%27)
+                %9 = dgraph.rows_linear(%5, self_attn.k_proj.weight, None, layers[-1].%28)      f32[N, 32]
+                %12 = dgraph.rows_linear(%5, self_attn.v_proj.weight, None, layers[-1].%28)     f32[N, 32]
+                %14 = dgraph.kv_update(%11, %13, k_cache, v_cache, %8, page_table, layers[-1].%28)
+                %15, %16 = dgraph.partial_attention(%4, k_cache, v_cache, %14, layers[-1].%27, ..., 0.25, 0.99)
+
+    A projection that FuseProjections (or the model) made for queries, keys and values together is taken apart again:
+    queries, and keys with values, each over a view of the weight. Run it behind CacheKV, with GateFFN in either order;
+    both have the same tau.
+
+    Approximate; with tau above 1 every row is salient and exact, and the program is the dense one.
+
+    Attributes:
+        tau: the cosine below which a row is salient; one number, or one for each layer.
+    """
+
+    tau: float | tuple[float, ...] = 0.99
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "keys and values of salient rows only, attention updated by what they changed (DyLLM)"
+    signature: ClassVar[frozenset[str]] = salience.INPUTS | {salience.CHANGED.name}
+    changes_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tau", salience.checked(self.tau))
+
+    def run(self, graph: Graph, report: Report) -> None:
+        for node in graph.find("attention") + graph.find("packed_attention"):
+            report.skip("this attention reads no cache, so there is nothing to update; run CacheKV first", node)
+        for attention in graph.find("paged_attention"):
+            if reason := _obstacle(graph, attention) or _take_apart(graph, attention, report.name):
+                report.skip(reason, attention)
+                continue
+            self._update(graph, attention, report)
+        if report.applied:
+            salience.count_salient(graph, report.name)
+            graph.sweep()
+
+    def _update(self, graph: Graph, attention: Node, report: Report) -> None:
+        by, layer = report.name, attention.meta["layer"]
+        (write,) = graph.find("kv_write", layer)
+        nodes, gathered = _projections(graph, attention, write)
+        k, v, k_cache, v_cache, positions, page_table, cu_rows = args_of(write)
+        changed = self._changed(graph, layer, cu_rows, by)
+        values = [*gathered, positions]
+        compact = graph.call(OPS["compact"], (values, changed.index), before=write, by=by)
+        instead = dict(zip(values, graph.parts(compact, len(values), by), strict=True))
+        new = salience.move(graph, nodes, instead, changed, write, by)
+        update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows)
+        dv = graph.call(OPS["kv_update"], update, before=write, by=by)
+        graph.fx.erase_node(write)
+
+        q, *_, limit, scale = args_of(attention)
+        tau = salience.tau_of(self.tau, layer, graph.spec.layers)
+        graph.add_input(salience.FULL)
+        full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
+        args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table, cu_rows)
+        partial = graph.call(OPS["partial_attention"], (*args, limit, scale, tau), before=attention, by=by)
+        context, salient = graph.parts(partial, 2, by)
+        for drift in graph.find("drift", layer):
+            if args_of(drift)[-1] != tau:
+                raise InputError(
+                    f"tau is {tau:g} in layer {layer}, but {op_name(drift.target)} finds its salient rows with "
+                    f"{args_of(drift)[-1]:g}; give both passes the same tau."
+                )
+            graph.replace(drift, salient)
+        graph.replace(attention, context)
+        report.did(f"{len(nodes)} calls for keys and values on salient rows, attention updated", layer)
+
+    def _changed(self, graph: Graph, layer: int, cu_rows: Node, by: str) -> salience.Listed:
+        """The rows of which the layer's keys and values are projected."""
+        found = salience.finder(graph, layer - 1) if layer else None
+        if found is None:  # in front of the layers, so that the first reads like the others
+            flags = graph.add_input(salience.CHANGED)
+            return salience.listed(graph, flags, cu_rows, graph.calls[0], by, like=graph.output)
+        flags = salience.flags_of(found)
+        return salience.listed(graph, flags, cu_rows, flags.next, by)
+
+
+def _obstacle(graph: Graph, attention: Node) -> str | None:
+    """Why an attention cannot be updated, or None."""
+    layer = attention.meta["layer"]
+    writes = graph.find("kv_write", layer) if layer is not None else []
+    if len(writes) != 1:
+        return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
+    rows = graph.row_set(attention)
+    if graph.row_set(args_of(writes[0])[0]) != rows:
+        return "rows are evicted between the layer's keys and its attention"
+    if layer:
+        found = salience.finder(graph, layer - 1)
+        if found is None:
+            return f"nothing finds the salient rows of layer {layer - 1}"
+        if graph.row_set(salience.flags_of(found)) != rows:
+            return f"rows are evicted between layers {layer - 1} and {layer}"
+    nodes, _ = _projections(graph, attention, writes[0])
+    for node in nodes:
+        for user in node.users:
+            if user not in nodes and user is not writes[0]:
+                return f"{op_name(user.target)} also reads {node.name}, for all rows"
+    return salience.obstacle(nodes)
+
+
+def _projections(graph: Graph, attention: Node, write: Node) -> tuple[list[Node], list[Node]]:
+    """The layer's calls that make keys and values and no queries, and the values over rows that they read."""
+    of_q, of_kv = _makers(graph, attention, args_of(attention)[:1]), _makers(graph, write, args_of(write)[:2])
+    nodes = [n for n in of_kv if n not in of_q]
+    read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes)
+    return nodes, [a for a in read if not salience.of_weights(a) and _over_rows(graph, a)]
+
+
+def _over_rows(graph: Graph, node: Node) -> bool:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return graph.symbols.row_set(first) is not None
+
+
+def _makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
+    """The calls of the reader's layer that values are computed by, in order."""
+    layer = reader.meta["layer"]
+    others = [n for n in graph.nodes if n.meta["layer"] != layer or n.op != "call_function"]
+    found = salience.ancestors(values, stop=others) - set(others)
+    return [n for n in graph.calls if n in found]
+
+
+def _take_apart(graph: Graph, attention: Node, by: str) -> str | None:
+    """Make one projection of queries and one of keys and values out of one of all three; why that is not possible."""
+    (write,) = graph.find("kv_write", attention.meta["layer"])
+    of_q, of_kv = _makers(graph, attention, args_of(attention)[:1]), _makers(graph, write, args_of(write)[:2])
+    shared = [n for n in of_q if n in of_kv and n.target is aten.linear.default]
+    if not shared:
+        return None
+    whole = shared[-1]
+    reshape = _only_user(whole, aten.reshape.default)
+    split = _only_user(reshape or whole, aten.split_with_sizes.default)
+    if len(shared) > 1 or split is None or "weight" not in args_of(whole)[1].meta:
+        return f"queries, keys and values share {whole.name}, which is no weight over all three that is split at once"
+    _, sizes, dim = args_of(split)
+    pieces = {args_of(u)[1]: u for u in split.users}
+    of_queries = [i for i, piece in pieces.items() if piece in of_q]
+    if any(pieces[i] in of_kv for i in of_queries) or sorted(of_queries) != list(range(len(of_queries))) or dim != 1:
+        return f"queries are not the first part of {whole.name}"
+    cut = len(of_queries)
+    per = int(args_of(whole)[1].meta["val"].shape[0]) // sum(sizes)  # rows of the weight for one unit of a size
+    for part in (range(cut), range(cut, len(sizes))):
+        value = _part_of(graph, whole, sizes, part, per, by)
+        mine = sizes[part.start : part.stop]
+        if reshape is not None:
+            shape = [-1, sum(mine), *args_of(reshape)[1][2:]]
+            value = graph.call(aten.reshape.default, (value, shape), before=whole, by=by, like=reshape)
+        values: Sequence[Node] = (value,)
+        if len(part) > 1:
+            again = graph.call(aten.split_with_sizes.default, (value, mine, 1), before=whole, by=by, like=split)
+            values = graph.parts(again, len(part), by)
+        for i, piece in zip(part, values, strict=True):
+            if i in pieces:
+                graph.replace(pieces[i], piece)
+    for node in filter(None, (split, reshape, whole)):
+        graph.fx.erase_node(node)
+    return None
+
+
+def _only_user(node: Node, target: object) -> Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def _part_of(graph: Graph, whole: Node, sizes: Sequence[int], part: range, per: int, by: str) -> Node:
+    """A linear layer over a run of another one's output rows, whose weights are views."""
+    x, *weights = args_of(whole)
+    start, end = sum(sizes[: part.start]) * per, sum(sizes[: part.stop]) * per
+    views, names = [], []
+    for weight in weights:
+        if weight is None:
+            continue
+        path, _, kind = weight.meta["weight"].rpartition(".")
+        head, _, last = path.rpartition(".")
+        each = last.split("+")
+        mine = "+".join(each[part.start : part.stop]) if len(each) == len(sizes) else f"{last}[{start}:{end}]"
+        name = ".".join(filter(None, (head, mine, kind)))
+        names.append(mine)
+        views.append(graph.add_weight(name, graph.tensors[weight.meta["weight"]].detach()[start:end]))
+    linear = graph.call(aten.linear.default, (x, *views), before=whole, by=by)
+    linear.meta.update(role=f"{whole.meta['role'].rpartition('.')[0]}.{names[0]}".lstrip("."))
+    linear.meta["source"] = whole.meta.get("source", "")
+    return linear

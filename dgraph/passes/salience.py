@@ -1,0 +1,178 @@
+"""What GateFFN and PartialAttention share: thresholds, lists of salient rows, and computations moved to such rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS, op_of
+from dgraph.shapes import InputSpec
+
+aten = torch.ops.aten
+
+FULL = InputSpec("full", torch.bool, ("N",))
+CHANGED = InputSpec("changed", torch.bool, ("N",))
+SALIENT = "salient"
+"""The output that counts the salient rows of each layer."""
+INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*"})
+"""Names that either pass may add."""
+
+ROW_WISE = ("experts",)
+"""Opaque ops that act row by row; inline ones do anyway."""
+
+
+def checked(tau: Any) -> float | tuple[float, ...]:
+    """A threshold, or one per layer, as numbers; JSON gives a list.
+
+    Raises:
+        InputError: something else.
+    """
+    several = tuple(tau) if isinstance(tau, (list, tuple)) else (tau,)
+    if not several or any(type(t) not in (int, float) or not math.isfinite(t) for t in several):
+        raise InputError(f"tau must be a number, or one for each layer (the paper uses 0.99 to 0.9975), got {tau!r}.")
+    return several if isinstance(tau, (list, tuple)) else tau
+
+
+def tau_of(tau: float | tuple[float, ...], layer: int, layers: int) -> float:
+    """The threshold of a layer.
+
+    Raises:
+        InputError: there is not one for each layer.
+    """
+    if not isinstance(tau, tuple):
+        return float(tau)
+    if len(tau) != layers:
+        raise InputError(f"tau has {len(tau)} values, but the model {layers} layers; give one for each layer, or one.")
+    return float(tau[layer])
+
+
+def context_cache(graph: Graph, attention: Node) -> Node:
+    """The input that keeps the context of an attention, by layer."""
+    heads, dim = (int(s) for s in attention.meta["val"].shape[1:])
+    shape = ("pages", "page", heads, dim)
+    return graph.add_input(InputSpec(f"c_cache_{attention.meta['layer']}", attention.meta["val"].dtype, shape))
+
+
+def finder(graph: Graph, layer: int) -> Node | None:
+    """What finds the salient rows of a layer: partial_attention or drift; None if nothing does."""
+    return next(iter(graph.find("partial_attention", layer) + graph.find("drift", layer)), None)
+
+
+def flags_of(found: Node) -> Node:
+    """The salient rows as flags, of what `finder` found."""
+    op = op_of(found.target)
+    assert op is not None
+    return found if op.name == "drift" else next(u for u in found.users if args_of(u)[1] == 1)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Flagged rows as a list: `index` i64[N], -1 behind the last; `cu_rows` i32[b+1], how many of each sequence."""
+
+    index: Node
+    cu_rows: Node
+
+
+def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like: Node | None = None) -> Listed:
+    """The list of flagged rows: the one that is there, or a new one in front of a node."""
+    for user in flags.users:
+        if (op := op_of(user.target)) is not None and op.name == "list_kept":
+            parts = {args_of(part)[1]: part for part in user.users}
+            for i in {0, 1} - parts.keys():  # nobody has read it yet
+                parts[i] = graph.call(operator.getitem, (user, i), before=user.next, by=by, like=user)
+            return Listed(parts[0], parts[1])
+    kept = graph.call(OPS["list_kept"], (flags, cu_rows), before=before, by=by, like=like)
+    return Listed(*graph.parts(kept, 2, by))
+
+
+def count_salient(graph: Graph, by: str) -> None:
+    """Let the output `salient` i32[L] say how many rows are salient in each layer that finds them, in order."""
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return graph.call(target, args, kwargs, before=graph.output, by=by, like=graph.output)
+
+    found = [flags_of(f) for layer in range(graph.spec.layers) if (f := finder(graph, layer)) is not None]
+    sums = []
+    for _, flags in itertools.groupby(found, graph.row_set):  # an eviction leaves later layers fewer rows
+        stacked = add(aten.stack.default, list(flags))
+        sums.append(add(aten.sum.dim_IntList, stacked, [1], dtype=torch.int32))
+    counts = sums[0] if len(sums) == 1 else add(aten.cat.default, sums)
+    graph.set_outputs({**graph.results(), SALIENT: counts})
+
+
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """Everything that nodes are computed from, themselves included; not past `stop`."""
+    found: set[Node] = set()
+    ends, todo = set(stop), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def of_weights(node: Node) -> bool:
+    """Whether a value is computed from weights alone."""
+    return all("input" not in n.meta for n in ancestors([node]))
+
+
+def obstacle(nodes: Iterable[Node]) -> str | None:
+    """Why these calls cannot run on some of their rows, or None."""
+    for node in nodes:
+        op = op_of(node.target)
+        if op is not None and not op.inline and op.name not in ROW_WISE:
+            return f"{op_name(node.target)} is not known to act row by row"
+    return None
+
+
+def move(
+    graph: Graph, nodes: Sequence[Node], instead: Mapping[Node, Node], rows: Listed, before: Node, by: str
+) -> dict[Node, Node]:
+    """The calls `nodes` again, in order, on the listed rows, in front of a node.
+
+    Linear layers run on as many rows as are listed. A row behind them is routed to no expert. The projection that
+    decides which experts run stays as it is: its sums keep their order, or near ties would be decided anew.
+
+    Args:
+        instead: what to read for the values that are gathered already.
+
+    Returns:
+        `instead` and the new node of each old one.
+    """
+    new = dict(instead)
+    for node in nodes:
+        args: tuple[Any, ...] = torch.fx.map_arg(args_of(node), lambda n: new.get(n, n))
+        target: Any = node.target
+        made_by = node.meta["by"]
+        if target is aten.linear.default and node.meta["val"].dim() == 2 and not routes(node):
+            target, made_by = OPS["rows_linear"], by
+            args = (args[0], args[1], args[2] if len(args) > 2 else None, rows.cu_rows)
+        elif target is OPS["experts"].overload:
+            args = (args[0], _nowhere(graph, args[1], rows.index, node, before, by), *args[2:])
+        copy = graph.call(target, args, node.kwargs, before=before, by=made_by, like=node)
+        copy.meta["source"] = node.meta.get("source", "")
+        new[node] = copy
+    return new
+
+
+def routes(node: Node) -> bool:
+    """Whether a projection decides which experts run."""
+    return any((op := op_of(user.target)) is not None and op.name == "route" for user in node.users)
+
+
+def _nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
+    """`choice`, with expert -1 for the rows behind the listed ones."""
+    behind = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
+    behind = graph.call(aten.unsqueeze.default, (behind, 1), before=before, by=by, like=like)
+    return graph.call(aten.masked_fill.Scalar, (choice, behind, -1), before=before, by=by, like=like)
