@@ -2,14 +2,14 @@
 
     python -m benchmarks.focus_quality --prompts 50 --markdown out.md --json out.json --plot figure4.png
 
-One model, one capture; every arm decodes the same held-out prompts: tasks with an exact answer, and open text. Rows per
-token counts the rows that went through the layers behind the eviction (all layers for dense), commits included.
+Every arm decodes the same held-out prompts: tasks with an exact answer, and open text. Figures are those of
+`dgraph eval`; rows per token counts the rows that went through the layers behind the eviction (all layers for dense),
+commits included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ from torch import Tensor
 
 import dgraph
 from benchmarks.tables import Report
-from dgraph.api import Optimized, Result
-from dgraph.families import embedded
-from dgraph.models.training.tasks import Example, matches
+from dgraph.api import Optimized
+from dgraph.evaluate.arms import Choice, expand
+from dgraph.evaluate.questions import OPEN, Question, choose, stored
+from dgraph.evaluate.results import Keys, Store
+from dgraph.evaluate.run import Evaluation
 from dgraph.runtime.stats import StepRecord
 
 TASKS = ("math", "needle", "sort", "follow")
@@ -61,36 +63,47 @@ SIGNALS = (
 
 
 class Bench:
-    """The model, its prompts, and one way to run an arm."""
+    """The model, its prompts, and ways to run an arm."""
 
     def __init__(self, name: str, prompts: int, tokens: int, backend: str, device: str):
         self.model = dgraph.load(name, torch.float32, device)
-        lines = (embedded()[name].folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-        examples = [Example(**json.loads(line)) for line in lines]
-        self.tasks = [e for task in TASKS for e in [x for x in examples if x.task == task][:prompts]]
-        self.text = [e for e in examples if e.task == "text"][:prompts]
+        self.tasks, self.text = choose(stored(name), TASKS, prompts), choose(stored(name), [OPEN], prompts)
         self.tokens, self.backend = tokens, backend
+        self.store = Store()
 
     def optimize(self, arm: Arm) -> Optimized:
         """The arm's program."""
         return dgraph.optimize(self.model, arm.recipe, backend=self.backend, **arm.options)
 
-    def run(self, program: Optimized, examples: Sequence[Example], threshold: float, **settings: Any) -> Result:
-        """Decode prompts of one kind."""
-        prompts = [e.prompt for e in examples]
-        return program.generate(prompts, max_new_tokens=self.tokens, threshold=threshold, max_batch=100, **settings)
+    def observe(
+        self, program: Optimized, questions: Sequence[Question], observer: Callable[[StepRecord], None]
+    ) -> None:
+        """Decode prompts of one kind at threshold 0.9 under the eyes of an observer."""
+        prompts = [q.prompt for q in questions]
+        program.generate(prompts, max_new_tokens=self.tokens, threshold=0.9, max_batch=100, observer=observer)
 
-    def quality(self, program: Optimized, threshold: float) -> list[str | int | float]:
-        """Exact match in percent, then steps per prompt, tokens per step and rows per token on tasks and on text."""
-        tasks = self.run(program, self.tasks, threshold)
-        text = self.run(program, self.text, threshold)
-        assert tasks.texts is not None
-        right = sum(matches(e, t) for e, t in zip(self.tasks, tasks.texts, strict=True))
-        cells: list[str | int | float] = [100.0 * right / len(self.tasks)]
-        for stats in (tasks.stats, text.stats):
-            steps = sum(stats.sequence_steps) / len(stats.sequence_steps)
-            cells += [steps, stats.tokens_per_step, stats.rows_per_token]
-        return cells
+    def quality(self, arm: Arm, thresholds: Sequence[float]) -> Iterator[list[str | int | float]]:
+        """Per threshold: exact match in percent, then steps, tokens per step, rows per token on tasks and on text."""
+        sweep = {"threshold": thresholds}
+        arms, references = expand(self.model.spec, [Choice(arm.recipe, arm.options)], [Choice("")], sweep)
+        evaluation = Evaluation(
+            self.model,
+            arms,
+            references,
+            [*self.tasks, *self.text],
+            self.store,
+            Keys(self.model.name, {}),
+            self.tokens,
+            max_batch=100,
+            backend=self.backend,
+        )
+        evaluation.run()
+        for one in arms:
+            scores = [evaluation.score(one, *TASKS), evaluation.score(one, OPEN)]
+            cells: list[str | int | float] = [100.0 * (scores[0].exact_match or 0.0)]
+            for score in scores:
+                cells += [score.steps_per_prompt, score.tokens_per_step, score.rows_per_token]
+            yield cells
 
 
 COLUMNS = ("EM %", *(f"{kind} {what}" for kind in ("tasks", "text") for what in ("steps", "tokens/step", "rows/token")))
@@ -99,10 +112,8 @@ COLUMNS = ("EM %", *(f"{kind} {what}" for kind in ("tasks", "text") for what in 
 def tables_4_to_6(bench: Bench, report: Report) -> None:
     """Every arm at every threshold."""
     for arm in ARMS:
-        program = bench.optimize(arm)
-        for threshold in THRESHOLDS:
-            label = f"{arm.label}, threshold {threshold}"
-            _collect(report, "tables 4 to 6", [label, *bench.quality(program, threshold)])
+        for threshold, cells in zip(THRESHOLDS, bench.quality(arm, THRESHOLDS), strict=True):
+            _collect(report, "tables 4 to 6", [f"{arm.label}, threshold {threshold}", *cells])
     _flush(report, "tables 4 to 6", "Dense, delayed cache and FOCUS (the paper's Tables 4 to 6)")
 
 
@@ -111,9 +122,10 @@ def table_3(bench: Bench, report: Report) -> None:
     for keep in (2, 4, 8):
         arms = [("random", "delta")] + [(s, signal) for signal in ("delta", "importance") for s in ("top", "bottom")]
         for select, signal in arms:
-            program = bench.optimize(Arm("", "focus", {"keep": keep, "select": select, "signal": signal}))
+            arm = Arm("", "focus", {"keep": keep, "select": select, "signal": signal})
             label = f"K = {keep}, {select}" + ("" if select == "random" else f" by {signal}")
-            _collect(report, "table 3", [label, *bench.quality(program, 0.9)])
+            for cells in bench.quality(arm, [0.9]):
+                _collect(report, "table 3", [label, *cells])
     _flush(report, "table 3", "A fixed number of kept rows at threshold 0.9 (the paper's Table 3)")
 
 
@@ -124,9 +136,9 @@ def figure_4(bench: Bench, report: Report) -> None:
     """
     for label, options in SIGNALS:
         program = bench.optimize(Arm("", "focus", {"alpha": float("inf"), "block_cache": "off", **options}))
-        for kind, examples in (("tasks", bench.tasks), ("text", bench.text)):
+        for kind, questions in (("tasks", bench.tasks), ("text", bench.text)):
             counter = Quintiles(program.spec.eos_ids)
-            bench.run(program, examples, 0.9, observer=counter)
+            bench.observe(program, questions, counter)
             _collect(report, "figure 4", [f"{label}, {kind}", *counter.shares(), counter.rows])
     columns = [f"Q{i + 1}" for i in range(QUINTILES)]
     _flush(

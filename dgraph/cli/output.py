@@ -90,7 +90,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print_text("\n".join(plain_table(titles, rows, indent="")))
         return
     shown = Table(*titles, box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.columns[0].style = "bold"
+    shown.columns[0].style, shown.columns[0].overflow = "bold", "fold"
     for row in rows:
         shown.add_row(*row)
     OUT.print(shown, soft_wrap=False)

@@ -1,0 +1,309 @@
+"""`dgraph eval`: quality, steps and rows of recipes and decoding rules on prompts with answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import ERR, complain, print_json, print_table, print_text, status
+from dgraph.errors import InputError, UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dgraph.evaluate.arms import Choice
+    from dgraph.evaluate.questions import Question
+    from dgraph.evaluate.run import Evaluation, State
+    from dgraph.families import Embedded, Model
+
+NEW_TOKENS = 128
+NONE = "none"
+CHOICE = "NAME[:KEY=VALUE,...]"
+
+
+def evaluate(
+    model: given.Model,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", metavar=CHOICE, help="May be repeated.", show_default="focus"),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of every recipe that has it."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar=CHOICE, help="A decoding rule; may be repeated.", show_default=False)
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default=False)] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2,...", help="An option of a recipe or rule; may be repeated: all combinations."),
+    ] = None,
+    against: Annotated[
+        str, typer.Option(metavar=CHOICE, help="The recipe whose responses others should give; none for none.")
+    ] = "dense",
+    data: Annotated[
+        Path | None, typer.Option(help="A JSONL file of prompt and answer, instead of the model's own prompts.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.", show_default="all")] = None,
+    count: Annotated[int | None, typer.Option(help="Prompts of each task.", show_default="all, 50 with --seed")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw fresh held-out prompts of the model's tasks.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Length limit of a response.", show_default=f"its tasks', or {NEW_TOKENS}"),
+    ] = None,
+    block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
+    max_batch: Annotated[int, typer.Option(help="Prompts per batch; results are written after each.")] = 16,
+    out: Annotated[
+        Path | None, typer.Option(help="Write results here as they come, and start from those that it has.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw quality against rows per token into this file.")] = None,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    buckets: given.Buckets = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    json: given.Json = False,
+) -> None:
+    """Measure exact match by task, steps, rows per token, and agreement with the dense model.
+
+    Every recipe runs under every rule. With --out a run that was interrupted goes on where it stopped, and one that
+    is complete prints at once.
+
+    \b
+    dgraph eval tiny_sdar --recipe focus --sweep alpha=1.2,1.5,1.8 --count 20 --out results.jsonl --plot plot.png
+    dgraph eval tiny_llada -r dense -r fast_dllm:cache=prefix -r fast_dllm --policy llada2.0 --policy factor
+    dgraph eval ./SDAR-8B-Chat-b32 --data gsm8k.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
+    """
+    import dgraph.evaluate.report as written
+
+    recipes, rules, sweeps, reference = _choices(recipe, option, policy, threshold, steps, sweep, against)
+    for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    for name, path in (("--out", out), ("--plot", plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InputError(f"{name} {path} cannot be written: there is no folder {path.parent}.")
+    questions = _questions(model, data, task or [], count, seed)
+    if plot is not None:
+        written.check(questions)
+    with status("loading"):
+        evaluation = _evaluation(
+            model,
+            (recipes, rules, sweeps, reference),
+            questions,
+            out=out,
+            max_new_tokens=max_new_tokens,
+            block_length=block_length,
+            max_batch=max_batch,
+            backend=backend,
+            buckets=given.bucket_list(buckets),
+            dtype=dtype,
+            device=device,
+        )
+    try:
+        with _progress() as tell:
+            evaluation.run(tell)
+    finally:  # after Ctrl-C: what there is
+        _show(evaluation, json)
+    if len(evaluation.failed) == len(evaluation.arms):
+        raise InputError("no arm could be run.")
+    if plot is not None:
+        written.plot(evaluation, plot, f"{evaluation.model.name}: {len(questions)} prompts")
+
+
+def _choices(
+    recipe: Sequence[str] | None,
+    option: Sequence[str] | None,
+    policy: Sequence[str] | None,
+    threshold: float | None,
+    steps: int | None,
+    sweep: Sequence[str] | None,
+    against: str,
+) -> tuple[list[Choice], list[Choice], dict[str, list[Any]], Choice | None]:
+    """Recipes, rules, sweeps and the recipe to compare with, as the command line says them.
+
+    Raises:
+        UnknownName, InputError: a name, an option or a value that does not exist.
+    """
+    from dgraph.evaluate.arms import Choice
+    from dgraph.recipes import RECIPES, options_of
+    from dgraph.runtime.policies import options_of as rule_options
+
+    def recipe_choice(text: str) -> Choice:
+        name, options = _split(text)
+        return Choice(name, given.recipe_options(name, options))
+
+    def rule_choice(text: str) -> Choice:
+        name, options = _split(text)
+        return Choice(name, _rule_values(name, rule_options(name), options))
+
+    short = {key: value for key, value in (("threshold", threshold), ("steps", steps)) if value is not None}
+    recipes = [recipe_choice(text) for text in recipe or ["focus"]]
+    shared = given.shared_options([r.name for r in recipes], option)
+    recipes = [
+        Choice(r.name, {**{k: v for k, v in shared.items() if k in options_of(RECIPES[r.name])}, **r.options})
+        for r in recipes
+    ]
+    rules = [rule_choice(text) for text in policy or ()] or [Choice("")]
+    rules = [Choice(rule.name, {**short, **rule.options}) for rule in rules]
+    sweeps: dict[str, list[Any]] = {}
+    for text in sweep or ():
+        key, equals, values = text.partition("=")
+        if not equals or not all(values.split(",")):
+            raise InputError(f"--sweep takes KEY=V1,V2,..., got {text!r}.")
+        sweeps[key] = [_swept(key, value, recipes, rules) for value in values.split(",")]
+    return recipes, rules, sweeps, None if against == NONE else recipe_choice(against)
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """NAME:KEY=VALUE,... as a name and its options."""
+    name, colon, options = text.partition(":")
+    return name, options.split(",") if colon else []
+
+
+def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choice]) -> Any:
+    """A value of a swept option, as the type of the recipe's or rule's own value of it."""
+    from dgraph.evaluate.arms import SHORT
+    from dgraph.recipes import RECIPES, options_of
+    from dgraph.runtime.policies import options_of as rule_options
+
+    names = [r.name for r in recipes]
+    if any(key in options_of(RECIPES[name]) for name in names):
+        return given.shared_options(names, [f"{key}={value}"])[key]
+    known: dict[str, Any] = {}
+    for rule in rules:
+        known |= rule_options(rule.name) if rule.name else dict(zip(SHORT, (0.9, 1), strict=True))
+    if key not in known:
+        raise UnknownName("option to sweep", key, {*known, *(o for n in names for o in options_of(RECIPES[n]))})
+    return _rule_values("", known, [f"{key}={value}"])[key]
+
+
+def _rule_values(name: str, defaults: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Options of a rule; one whose default is None takes a number."""
+    typed = {key: value for key, value in defaults.items() if value is not None}
+    numbers = {key: 0 if key == "steps" else 0.0 for key, value in defaults.items() if value is None}
+    return given.read_options(f"option of decode policy {name!r}", {**typed, **numbers}, texts)
+
+
+def _questions(model: str, data: Path | None, tasks: list[str], count: int | None, seed: int | None) -> list[Question]:
+    from dgraph.evaluate import questions
+
+    if data is not None and seed is not None:
+        raise InputError("--seed draws prompts of the model's tasks; leave it out beside --data.")
+    if data is not None:
+        return questions.choose(questions.read_questions(data), tasks, count)
+    if seed is not None:
+        return questions.drawn(model, tasks, 50 if count is None else count, seed)
+    _known(model)
+    return questions.choose(questions.stored(model), tasks, count)
+
+
+def _known(model: str) -> Embedded | None:
+    """The embedded model of that name; None for a folder.
+
+    Raises:
+        UnknownName: neither.
+    """
+    from dgraph.families import embedded
+
+    known = embedded()
+    if model not in known and "/" not in model and not Path(model).is_dir():
+        raise UnknownName("model", model, known)
+    return known.get(model)
+
+
+def _evaluation(
+    name: str,
+    choices: tuple[list[Choice], list[Choice], dict[str, list[Any]], Choice | None],
+    questions: list[Question],
+    *,
+    out: Path | None,
+    max_new_tokens: int | None,
+    block_length: int | None,
+    max_batch: int,
+    backend: str,
+    buckets: str | list[int] | None,
+    dtype: str | None,
+    device: str | None,
+) -> Evaluation:
+    """The evaluation, with everything that can be refused refused."""
+    import dgraph
+    from dgraph.evaluate.arms import expand
+    from dgraph.evaluate.results import Keys, Store, fingerprint
+    from dgraph.evaluate.run import Evaluation
+    from dgraph.lowering.buckets import Buckets
+    from dgraph.lowering.regions import RegionCompiler
+
+    RegionCompiler(backend)
+    if buckets is not None:
+        Buckets.of(buckets)
+    store = Store(out)
+    where = given.torch_device(device)
+    found: Model = dgraph.load(name, given.torch_dtype(dtype), where)
+    arms, references = expand(found.spec, *choices)
+    if max_new_tokens is None:
+        known = _known(name)
+        max_new_tokens = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS
+    setting = {
+        "max_new_tokens": max_new_tokens,
+        "block_length": block_length or found.spec.block_length,
+        "dtype": str(found.spec.dtype),
+        "device": "cpu" if where is None else where.type,
+        "backend": backend,
+    }
+    evaluation = Evaluation(
+        found,
+        arms,
+        references,
+        questions,
+        store,
+        Keys(fingerprint(found, name), setting),
+        max_new_tokens,
+        block_length,
+        max_batch,
+        backend,
+        buckets,
+    )
+    evaluation.check()
+    return evaluation
+
+
+def _show(evaluation: Evaluation, json: bool) -> None:
+    import dgraph.evaluate.report as written
+
+    if json:
+        facts = {"model": evaluation.model.name, "weights": evaluation.keys.weights, **evaluation.keys.setting}
+        print_json({**facts, **evaluation.to_json()})
+    else:
+        for i, (titles, rows) in enumerate(written.tables(evaluation)):
+            if i:
+                print_text("")
+            print_table(titles, rows)
+    for label, reason in evaluation.failed.items():
+        complain(f"{label} could not be run: {reason}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[State], None]]:
+    """A bar over the responses of all arms with what is being done, while stderr is a terminal."""
+    if not ERR.is_terminal:
+        yield lambda state: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=ERR, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda state: bar.update(
+            task, total=state.total, completed=state.done, description=f"{state.arm}: {state.what}"
+        )

@@ -1,0 +1,148 @@
+"""Arms: a recipe and a decoding rule, and how sweeps make many of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import options_of as recipe_options
+from dgraph.runtime.policies import DecodeRule, policy_of
+from dgraph.runtime.policies import options_of as rule_options
+from dgraph.spec import ModelSpec
+
+SHORT = ("threshold", "steps")
+"""Options of a rule without a name: one of them (see `policy_of`)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe or a rule by name, with options; a rule's name may be "" (see `policy_of`)."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.name, *(f"{key}={_text(value)}" for key, value in self.options.items())]))
+
+    def without(self, key: str | None) -> Choice:
+        """The same without an option."""
+        return Choice(self.name, {k: v for k, v in self.options.items() if k != key})
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of a table.
+
+    Attributes:
+        recipe, rule: as they were asked for.
+        built, policy: the recipe and the rule as values; equal ones make equal arms.
+        swept: the swept options that this arm has, and their values.
+    """
+
+    recipe: Choice = field(compare=False)
+    rule: Choice = field(compare=False)
+    built: Recipe
+    policy: DecodeRule
+    swept: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Recipe and rule in words."""
+        return f"{self.recipe}; {self.rule_label}"
+
+    @property
+    def rule_label(self) -> str:
+        """The rule in words."""
+        return str(self.rule) or str(Choice("", {"threshold": self.rule_json()["threshold"]}))
+
+    def rule_json(self) -> dict[str, Any]:
+        """The rule as plain values, every option included."""
+        return {"rule": self.policy.name, **asdict(self.policy)}
+
+    def line(self, key: str | None) -> str:
+        """The label without a swept option: what it has in common with the other arms of that sweep."""
+        rule = self.rule.without(key)
+        shown = str(rule) if rule.options or rule.name or key in self.rule.options else self.rule_label
+        return "; ".join(filter(None, [str(self.recipe.without(key)), shown]))
+
+
+def expand(
+    spec: ModelSpec,
+    recipes: Sequence[Choice],
+    rules: Sequence[Choice],
+    sweeps: Mapping[str, Sequence[Any]],
+    against: Choice | None = None,
+) -> tuple[list[Arm], dict[Arm, Arm]]:
+    """Every recipe under every rule, at every combination of swept options that they have.
+
+    Args:
+        spec: of the model.
+        recipes, rules: what is combined.
+        sweeps: values by option of a recipe or of a rule. One that a recipe or rule has not leaves it alone.
+        against: the recipe that others are compared with, each under its own rule; None for no comparison.
+
+    Returns:
+        The arms, equal ones once, with those compared with in front of their first use; and what each is compared with.
+
+    Raises:
+        UnknownName: a recipe, rule or option that does not exist, or a sweep that concerns none of them.
+        InputError: a value out of range.
+    """
+    for key in sweeps:
+        known = {name for choice in recipes for name in _known(choice, of_rule=False)}
+        known |= {name for choice in rules for name in _known(choice, of_rule=True)}
+        if key not in known:
+            raise UnknownName("option to sweep", key, known)
+    arms: dict[Arm, Arm] = {}
+    references: dict[Arm, Arm] = {}
+    for recipe, rule in itertools.product(recipes, rules):
+        mine = [key for key in sweeps if key in {*_known(recipe, of_rule=False), *_known(rule, of_rule=True)}]
+        for values in itertools.product(*(sweeps[key] for key in mine)):
+            swept = dict(zip(mine, values, strict=True))
+            own = {k: v for k, v in swept.items() if k in _known(recipe, of_rule=False)}
+            others = {k: v for k, v in swept.items() if k not in own}
+            chosen = Choice(rule.name, {**_yielding(rule, others), **others})
+            arm = _arm(spec, Choice(recipe.name, {**recipe.options, **own}), chosen, swept)
+            if against is not None:
+                reference = _arm(spec, against, chosen, others)
+                arms.setdefault(reference, reference)
+                references[arm] = reference
+            arms[arm] = arm  # in the place, but not in the words, of an equal one that came as a reference
+    return list(arms.values()), references
+
+
+def _arm(spec: ModelSpec, recipe: Choice, rule: Choice, swept: Mapping[str, Any]) -> Arm:
+    policy = policy_of(rule.name, **rule.options) if rule.name else policy_of(_one(rule), rule.options.get("steps"))
+    if not isinstance(policy, DecodeRule):
+        raise InputError(f"{policy!r} cannot be told from others; give a rule by name.")
+    return Arm(recipe, rule, build(RECIPES, recipe.name, spec, dict(recipe.options)), policy, swept)
+
+
+def _one(rule: Choice) -> float | None:
+    for option in rule.options:
+        if option not in SHORT:
+            raise UnknownName("option of a rule without a name", option, SHORT)
+    return rule.options.get("threshold")
+
+
+def _yielding(rule: Choice, swept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a rule that a sweep leaves; without a name, threshold and steps exclude each other."""
+    return {} if not rule.name and set(swept) & set(SHORT) else rule.options
+
+
+def _known(choice: Choice, of_rule: bool) -> Sequence[str]:
+    """Names of the options that it can have."""
+    if of_rule:
+        return tuple(rule_options(choice.name)) if choice.name else SHORT
+    if choice.name not in RECIPES:
+        raise UnknownName("recipe", choice.name, RECIPES)
+    builder: Callable[..., Recipe] = RECIPES[choice.name]
+    return tuple(recipe_options(builder))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

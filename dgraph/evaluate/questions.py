@@ -1,0 +1,128 @@
+"""What a model is asked: prompts with one right answer, from a file, an embedded model, or freshly drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.families import Embedded, embedded
+
+MARKER = "####"
+"""What stands in front of the final answer, where an answer shows its steps (as in GSM8K)."""
+OPEN = "text"
+"""The task of stored prompts that go on as open text: nothing is right or wrong there."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt of a task and its right answer; None where there is none, and only steps, rows and agreement count."""
+
+    task: str
+    prompt: str
+    answer: str | None
+
+
+def right(answer: str, text: str) -> bool:
+    """Exact match: what follows the last '####' where the answer has one, the whole text otherwise.
+
+    White space around both is left out. A text without the '####' that the answer has is wrong.
+    """
+    _, marker, final = answer.rpartition(MARKER)
+    _, found, got = text.rpartition(MARKER) if marker else ("", "", text)
+    return found == marker and got.strip() == final.strip()
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """Questions of a JSONL file: an object per line with prompt, answer (or reference) and, optionally, task.
+
+    A line without an answer is not scored. The task is "data" where none is named.
+
+    Raises:
+        InputError: the file cannot be read, a line is no such object, or there are none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--data {path} cannot be read: {error}.") from None
+    found = [_question(f"{path}, line {i + 1}", line) for i, line in enumerate(lines) if line.strip()]
+    if not found:
+        raise InputError(f'{path} has no questions; give an object {{"prompt": ..., "answer": ...}} per line.')
+    return found
+
+
+def stored(model: str) -> list[Question]:
+    """The held-out prompts that an embedded model comes with; open text has no answer.
+
+    Raises:
+        InputError: it comes with none.
+    """
+    file = _exam_of(model).folder / "held_out.jsonl"
+    return [Question(q.task, q.prompt, None if q.task == OPEN else q.answer) for q in read_questions(file)]
+
+
+def drawn(model: str, tasks: Sequence[str], count: int, seed: int) -> list[Question]:
+    """Fresh held-out prompts of an embedded model's tasks, `count` of each; no tasks stand for all of them.
+
+    Raises:
+        InputError: a model without tasks, or a task with fewer prompts.
+        UnknownName: a task that it has not.
+    """
+    exam = _exam_of(model).exam
+    if exam is None:
+        raise InputError(f"{model} has no tasks to draw from; give its stored prompts (no --seed) or --data FILE.")
+    _check_tasks(tasks, exam.names)
+    try:
+        return [Question(t, *pair) for t in tasks or exam.names for pair in exam.draw(t, count, seed)]
+    except ValueError as error:
+        raise InputError(f"{error}.") from None
+
+
+def choose(questions: Iterable[Question], tasks: Sequence[str], count: int | None) -> list[Question]:
+    """The first `count` (None: all) of each named task, in the order of the names; a prompt counts once per task.
+
+    No names stand for all tasks, without open text if there are others.
+
+    Raises:
+        UnknownName: a task without questions.
+    """
+    by_task: dict[str, dict[str, Question]] = {}
+    for question in questions:
+        by_task.setdefault(question.task, {}).setdefault(question.prompt, question)
+    _check_tasks(tasks, by_task)
+    scored = [task for task, found in by_task.items() if any(q.answer is not None for q in found.values())]
+    return [q for task in dict.fromkeys(tasks or scored or by_task) for q in list(by_task[task].values())[:count]]
+
+
+def _check_tasks(tasks: Sequence[str], known: Iterable[str]) -> None:
+    names = list(known)
+    for task in tasks:
+        if task not in names:
+            raise UnknownName("task", task, names)
+
+
+def _exam_of(model: str) -> Embedded:
+    found = embedded().get(model)
+    if found is None or not (found.folder / "held_out.jsonl").is_file():
+        raise InputError(f"{model} comes with no held-out prompts; give --data FILE.jsonl with prompts and answers.")
+    return found
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where} is no JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: expected an object {{"prompt": ..., "answer": ...}}, got {line[:60]!r}.')
+    prompt, task = value.get("prompt"), value.get("task", "data")
+    answer = value.get("answer", value.get("reference"))
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"{where}: prompt must be a text of at least one character, got {prompt!r}.")
+    for name, text in (("answer", answer), ("task", task)):
+        if text is not None and not isinstance(text, str):
+            raise InputError(f"{where}: {name} must be a text, got {text!r}.")
+    return Question(task or "data", prompt, answer)

@@ -1,0 +1,165 @@
+"""Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgraph.errors import InputError
+from dgraph.evaluate.arms import Arm
+from dgraph.families import Model, embedded
+
+FORMAT = 1
+"""Raised when a record of before no longer says what one of today says."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an arm made of a prompt.
+
+    Attributes:
+        key: of everything that the result depends on; see `Keys`.
+        arm, task, prompt: for readers of the file.
+        right: whether the answer is right; None without one. Scores are taken from `text` anew.
+        text, token_ids: the response.
+        steps: forward passes of this prompt.
+        decoded: tokens committed, end padding included.
+        rows: of this prompt through the last layers.
+        seconds: of the batch that it was decoded in, divided by its prompts.
+    """
+
+    key: str
+    arm: str
+    task: str
+    prompt: str
+    right: bool | None
+    text: str
+    token_ids: list[int]
+    steps: int
+    decoded: int
+    rows: int
+    seconds: float
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Result:
+        """The record that was written.
+
+        Raises:
+            KeyError, TypeError: an entry is missing or of another type.
+        """
+        result = cls(**{f.name: value[f.name] for f in fields(cls)})
+        numbers = (*result.token_ids, result.steps, result.decoded, result.rows)
+        if not isinstance(result.text, str) or not all(type(n) is int for n in numbers):
+            raise TypeError("an entry of another type")
+        return result
+
+
+def fingerprint(model: Model, name: str) -> str:
+    """What tells a model's weights from others: SHA-256 of its config and its weight files.
+
+    name: what the model was loaded by, an embedded model or a folder.
+    """
+    known = embedded()
+    folder = known[name].folder if name in known else Path(name)
+    digest = hashlib.sha256(model.spec.family.encode())
+    for path in sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name == "config.json"):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Makes the keys of results: a hash of all that a response depends on, the answer aside.
+
+    Attributes:
+        weights: see `fingerprint`.
+        setting: what else is the same for all arms: length limit, block length, dtype, backend, ...
+    """
+
+    weights: str
+    setting: Mapping[str, Any]
+    _arms: dict[Arm, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, arm: Arm, prompt: str) -> str:
+        """The key of an arm's response to a prompt."""
+        if arm not in self._arms:
+            value = {
+                "format": FORMAT,
+                "weights": self.weights,
+                "setting": dict(self.setting),
+                "torch": torch.__version__,
+                "recipe": arm.built.to_json(),
+                "rule": arm.rule_json(),
+            }
+            self._arms[arm] = json.dumps(value, sort_keys=True)
+        return hashlib.sha256(f"{self._arms[arm]}\n{prompt}".encode()).hexdigest()[:32]
+
+
+class Store:
+    """Results by key, in memory and (with a path) in a file.
+
+    Raises:
+        InputError: the file cannot be read or written, or is none of these.
+    """
+
+    def __init__(self, path: str | Path | None = None):
+        self.path = None if path is None else Path(path)
+        self._found: dict[str, Result] = {}
+        self._torn = False
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: str) -> Result | None:
+        """The result of that key."""
+        return self._found.get(key)
+
+    def add(self, results: Iterable[Result]) -> None:
+        """Keep results whose keys are new, and write them to the file at once."""
+        new = {result.key: result for result in results if result.key not in self._found}
+        self._found |= new
+        if self.path is None or not new:
+            return
+        lines = "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in new.values())
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(("\n" if self._torn else "") + lines)
+        except OSError as error:
+            raise InputError(f"--out {self.path} cannot be written: {error}.") from None
+        self._torn = False
+
+    def _read(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InputError(f"--out {path} cannot be read: {error}.") from None
+        self._torn = bool(text) and not text.endswith("\n")
+        damaged = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                result = Result.from_json(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                damaged.append(number)
+            else:
+                self._found[result.key] = result
+        cut_short = self._torn and len(damaged) == 1  # by a crash in the first write
+        if damaged and not self._found and not cut_short:
+            raise InputError(f"--out {path} holds no results of an evaluation; name another file.")
+        if damaged:
+            shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+            warnings.warn(
+                f"{path}: {len(damaged)} damaged line(s) left out ({shown}); what they held is decoded again.",
+                stacklevel=4,
+            )

@@ -1,0 +1,178 @@
+"""The run: every arm answers every question, from where the results that are there leave off."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dgraph.api import Optimized, optimize
+from dgraph.errors import DgraphError, InputError
+from dgraph.evaluate.arms import Arm
+from dgraph.evaluate.questions import Question, right
+from dgraph.evaluate.results import Keys, Result, Store
+from dgraph.evaluate.scores import Score
+from dgraph.families import Model
+from dgraph.runtime.checks import check_request
+from dgraph.runtime.session import Progress
+
+
+@dataclass(frozen=True)
+class State:
+    """How far an evaluation is: the arm at work, what is being done, and responses there are of all."""
+
+    arm: str
+    what: str
+    done: int
+    total: int
+
+
+@dataclass
+class Evaluation:
+    """Arms, questions and the results so far.
+
+    Decoding is greedy. A rule that draws has its draws by place in the batch, so batches are always the same parts of
+    the questions.
+
+    Attributes:
+        model: what is evaluated; with a tokenizer.
+        arms: in the order in which they are shown.
+        references: per arm the one that it is compared with.
+        questions: what every arm answers.
+        store: where results go, and where those of an earlier run are.
+        keys: see `Keys`.
+        max_new_tokens, block_length: as for `Optimized.generate`.
+        max_batch: prompts that are decoded together; results are written after each batch.
+        backend, buckets: as for `optimize`.
+        failed: per arm why it could not be run (to the end).
+    """
+
+    model: Model
+    arms: Sequence[Arm]
+    references: Mapping[Arm, Arm]
+    questions: Sequence[Question]
+    store: Store
+    keys: Keys
+    max_new_tokens: int
+    block_length: int | None = None
+    max_batch: int = 16
+    backend: str = "inductor"
+    buckets: str | Sequence[int] | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what cannot be decoded before anything is compiled.
+
+        Raises:
+            InputError: as `Optimized.generate` would raise it.
+        """
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise InputError(f"{self.model.name} has no tokenizer.json, so it cannot read a prompt; add one.")
+        with warnings.catch_warnings(action="ignore"):  # decoding will give them
+            check_request(
+                self.model.spec,
+                [tokenizer.encode(q.prompt) for q in self.questions],
+                max_new_tokens=self.max_new_tokens,
+                block_length=self.block_length or self.model.spec.block_length,
+                temperature=0.0,
+                max_batch=self.max_batch,
+            )
+
+    def run(self, tell: Callable[[State], None] | None = None) -> None:
+        """Decode what is missing; equal recipes one after the other, so that each is compiled once.
+
+        An arm that cannot be run is noted in `failed`, and the others go on.
+        """
+        total, done = len(self.arms) * len(self.questions), sum(len(self.found(arm)) for arm in self.arms)
+        for group in self._by_recipe():
+            program: Optimized | None = None
+            for arm in group:
+
+                def say(what: str, more: int = 0, arm: Arm = arm) -> None:
+                    if tell is not None:
+                        tell(State(arm.label, what, min(total, done + more), total))  # noqa: B023
+
+                try:
+                    for batch in self._missing(arm):
+                        if program is None:
+                            program = optimize(
+                                self.model, arm.built, backend=self.backend, buckets=self.buckets, progress=say
+                            )
+                        found = sum(self.store.get(self.keys.of(arm, q.prompt)) is not None for q in batch)
+                        self.store.add(self._decode(program, arm, batch, say))
+                        done += len(batch) - found
+                except (DgraphError, RuntimeError) as error:  # running out of memory is a result, too
+                    if not isinstance(error, DgraphError) and "out of memory" not in str(error):
+                        raise
+                    self.failed[arm.label] = str(error).partition("\n")[0]
+
+    def found(self, arm: Arm) -> list[tuple[Question, Result]]:
+        """The questions that an arm has answered, with its results."""
+        results = ((q, self.store.get(self.keys.of(arm, q.prompt))) for q in self.questions)
+        return [(question, result) for question, result in results if result is not None]
+
+    def score(self, arm: Arm, *tasks: str) -> Score:
+        """Figures of an arm so far, over the named tasks; without names over all."""
+        reference = self.references.get(arm)
+        other = None
+        if reference is not None and reference != arm:
+            other = {question.prompt: result for question, result in self.found(reference)}
+        return Score.of([pair for pair in self.found(arm) if not tasks or pair[0].task in tasks], other)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks, in the order of the questions."""
+        return list(dict.fromkeys(q.task for q in self.questions))
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of every arm, by task, too."""
+        arms = []
+        for arm in self.arms:
+            reference = self.references.get(arm)
+            arms.append(
+                {
+                    "label": arm.label,
+                    "recipe": {"recipe": arm.recipe.name, "options": dict(arm.recipe.options)},
+                    "rule": arm.rule_json(),
+                    "swept": dict(arm.swept),
+                    "against": reference.label if reference is not None and reference != arm else None,
+                    **self.score(arm).to_json(),
+                    "tasks": {task: self.score(arm, task).to_json() for task in self.tasks},
+                }
+            )
+        return {"arms": arms, "failed": dict(self.failed)}
+
+    def _by_recipe(self) -> Iterator[list[Arm]]:
+        for built in dict.fromkeys(arm.built for arm in self.arms):
+            yield [arm for arm in self.arms if arm.built == built]
+
+    def _missing(self, arm: Arm) -> Iterator[Sequence[Question]]:
+        for first in range(0, len(self.questions), self.max_batch):
+            batch = self.questions[first : first + self.max_batch]
+            if any(self.store.get(self.keys.of(arm, q.prompt)) is None for q in batch):
+                yield batch
+
+    def _decode(
+        self, program: Optimized, arm: Arm, batch: Sequence[Question], say: Callable[[str, int], None]
+    ) -> list[Result]:
+        def count(progress: Progress) -> None:
+            say(f"{progress.decoded} tokens", progress.finished)
+
+        result = program.generate(
+            [q.prompt for q in batch],
+            max_new_tokens=self.max_new_tokens,
+            policy=arm.policy,
+            block_length=self.block_length,
+            progress=count,
+        )
+        assert result.texts is not None
+        stats = result.stats
+        counts = zip(stats.sequence_steps, stats.sequence_decoded, stats.sequence_rows, strict=True)
+        found = []
+        for question, text, ids, numbers in zip(batch, result.texts, result.token_ids, counts, strict=True):
+            mark = None if question.answer is None else right(question.answer, text)
+            seen = (arm.label, question.task, question.prompt, mark, text, ids)
+            found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
+        return found

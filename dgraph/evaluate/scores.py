@@ -1,0 +1,148 @@
+"""Figures of an arm: exact match with an interval, steps, rows, agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dgraph.evaluate.questions import Question, right
+from dgraph.evaluate.results import Result
+
+Z95 = 1.959963984540054
+"""The normal quantile of a 95 % interval."""
+
+
+def wilson(hits: int, count: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval of a share: (low, high) in [0, 1]; all of it where nothing was counted."""
+    if not count:
+        return 0.0, 1.0
+    share, spread = hits / count, z * z / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    # At the ends the interval reaches them; rounding would stop short.
+    return (0.0 if hits == 0 else centre - half), (1.0 if hits == count else centre + half)
+
+
+def equal_tokens(ids: Sequence[int], reference: Sequence[int]) -> tuple[int, int]:
+    """Places where two responses have the same token, and the length of the longer one."""
+    return sum(a == b for a, b in zip(ids, reference, strict=False)), max(len(ids), len(reference))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far responses are those of another arm.
+
+    Attributes:
+        prompts: that both arms answered.
+        identical: of these, how many with the same ids.
+        equal, tokens: places with the same token, and places, over all of them.
+    """
+
+    prompts: int
+    identical: int
+    equal: int
+    tokens: int
+
+    @property
+    def identical_share(self) -> float:
+        """Share of prompts with the same response."""
+        return self.identical / self.prompts
+
+    @property
+    def equal_share(self) -> float:
+        """Share of equal tokens; responses that are all empty agree."""
+        return self.equal / self.tokens if self.tokens else 1.0
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Result, Result]]) -> Agreement | None:
+        """Of (result, result of the other arm); None without any."""
+        found = [(a.token_ids, b.token_ids) for a, b in pairs]
+        if not found:
+            return None
+        counts = [equal_tokens(a, b) for a, b in found]
+        identical = sum(a == b for a, b in found)
+        return cls(len(found), identical, sum(c[0] for c in counts), sum(c[1] for c in counts))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "prompts": self.prompts,
+            "identical_prompts": self.identical_share,
+            "equal_tokens": self.equal_share,
+        }
+
+
+@dataclass(frozen=True)
+class Score:
+    """Figures over some prompts.
+
+    Attributes:
+        prompts: how many were decoded.
+        scored, hits: those that have an answer, and those of them that are right.
+        steps, decoded, rows: sums over the prompts; see `Result`.
+        seconds: for information: prompts share a batch, and the machine other work.
+        agreement: with the arm that it is compared with; None for none.
+    """
+
+    prompts: int
+    scored: int
+    hits: int
+    steps: int
+    decoded: int
+    rows: int
+    seconds: float
+    agreement: Agreement | None = None
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[Question, Result]], reference: Mapping[str, Result] | None = None) -> Score:
+        """Of questions and results; reference: results of another arm by prompt."""
+        results = [result for _, result in found]
+        marks = [right(q.answer, r.text) for q, r in found if q.answer is not None]
+        pairs = [(r, reference[r.prompt]) for r in results if r.prompt in reference] if reference is not None else []
+        return cls(
+            prompts=len(results),
+            scored=len(marks),
+            hits=sum(marks),
+            steps=sum(r.steps for r in results),
+            decoded=sum(r.decoded for r in results),
+            rows=sum(r.rows for r in results),
+            seconds=sum(r.seconds for r in results),
+            agreement=Agreement.of(pairs),
+        )
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of right answers; None where nothing has one."""
+        return self.hits / self.scored if self.scored else None
+
+    @property
+    def steps_per_prompt(self) -> float:
+        """Forward passes of a prompt, on average."""
+        return self.steps / self.prompts if self.prompts else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """As in `GenerationStats`: tokens committed per sequence and step."""
+        return self.decoded / self.steps if self.steps else 0.0
+
+    @property
+    def rows_per_token(self) -> float:
+        """As in `GenerationStats`: rows through the last layers per committed token."""
+        return self.rows / self.decoded if self.decoded else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the derived figures included."""
+        return {
+            "prompts": self.prompts,
+            "scored": self.scored,
+            "right": self.hits,
+            "exact_match": self.exact_match,
+            "interval_95": list(wilson(self.hits, self.scored)) if self.scored else None,
+            "steps_per_prompt": self.steps_per_prompt,
+            "tokens_per_step": self.tokens_per_step,
+            "rows_per_token": self.rows_per_token,
+            "agreement": self.agreement and self.agreement.to_json(),
+            "seconds": self.seconds,
+        }

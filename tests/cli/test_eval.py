@@ -1,0 +1,195 @@
+"""`dgraph eval`: tables, JSON, files and plot; resuming; what it refuses; what is left after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dgraph
+from dgraph.evaluate import run as runs
+from dgraph.evaluate.run import Evaluation
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import refused
+from tests.evaluate import programs
+
+SMALL = ("--backend", "eager", "--max-new-tokens", 12)
+
+
+@pytest.fixture(autouse=True)
+def tests_share_models_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dgraph, "load", programs.load)
+    monkeypatch.setattr(runs, "optimize", programs.optimize)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = [{"task": task, "prompt": f"w3 w{i}", "answer": "w9"} for i in range(5) for task in ("one", "two")]
+    file = tmp_path_factory.mktemp("data") / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = ("eval", folder, "--data", data, "--count", 4, *SMALL, "--sweep", "alpha=1.2,1.8", "--out", "r.jsonl")
+    result = run(*command, "--plot", "plot.png")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    rows = [line for line in result.stdout.splitlines() if line.startswith(("dense", "focus"))]
+    assert [row.split("  ")[0] for row in rows] == 2 * [
+        "dense; threshold=0.9",
+        "focus, alpha=1.2; threshold=0.9",
+        "focus, alpha=1.8; threshold=0.9",
+    ]
+    assert "EM % (95 %)" in result.stdout
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    results = (tmp_path / "r.jsonl").read_text()
+    assert results.count("\n") == 3 * 4, "the tasks here have the same prompts, so they share results"
+    assert run(*command).stdout == result.stdout
+    assert (tmp_path / "r.jsonl").read_text() == results
+    found = json.loads(run(*command, "--json").stdout)
+    assert found["max_new_tokens"] == 12
+    dense, focus = found["arms"][:2]
+    assert (dense["prompts"], dense["scored"], set(dense["tasks"])) == (8, 8, {"one", "two"})
+    assert (dense["against"], focus["against"]) == (None, "dense; threshold=0.9")
+    assert focus["recipe"] == {"recipe": "focus", "options": {"alpha": 1.2}}
+    assert focus["agreement"]["prompts"] == 8
+
+
+def test_a_damaged_line_is_decoded_again(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
+    command = ("eval", folder, "--data", data, *SMALL, "-r", "dense", "--against", "none", "--out", "r.jsonl", "--json")
+    whole = run(*command)
+    file = tmp_path / "r.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], lines[1][:40] + "\n", *lines[2:]]))
+    again = run(*command)
+    assert again.exit_code == 0
+    assert "warning: r.jsonl: 1 damaged line(s) left out (2); what they held is decoded again." in again.stderr
+    figures = [json.loads(result.stdout)["arms"][0]["tasks"]["one"] for result in (whole, again)]
+    assert {**figures[0], "seconds": 0} == {**figures[1], "seconds": 0}
+    assert len(file.read_text().splitlines()) == len(lines) + 1
+
+
+def test_recipes_rules_and_their_options(run: Run, folder: Path, data: Path) -> None:
+    arms = ("-r", "dense:block_cache=dc", "-r", "focus", "-o", "alpha=1.8", "--against", "none")
+    rules = ("--policy", "fixed_steps:steps=4", "--policy", "dream_entropy", "--sweep", "steps=2,4")
+    result = run("eval", folder, "--data", data, "--task", "two", "--count", 1, *SMALL, *arms, *rules, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["arms"]
+    assert [arm["label"] for arm in found] == [
+        f"{recipe}; {rule}, steps={steps}"
+        for recipe in ("dense, block_cache=dc", "focus, alpha=1.8")
+        for rule in ("fixed_steps", "dream_entropy")
+        for steps in (2, 4)
+    ]
+    assert {arm["agreement"] for arm in found} == {None}
+
+
+def test_an_embedded_model_has_prompts_and_a_length(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Evaluation] = []
+    monkeypatch.setattr(Evaluation, "run", lambda self, tell: seen.append(self))
+    tasks = ("--task", "sort", "--task", "follow")
+    assert run("eval", "tiny_sdar", *tasks, "--count", 2).exit_code == 0
+    assert run("eval", "tiny_sdar", *tasks, "--seed", 7).exit_code == 0
+    stored, fresh = seen
+    assert stored.max_new_tokens == 96
+    assert [q.task for q in stored.questions] == ["sort", "sort", "follow", "follow"]
+    assert [q.task for q in fresh.questions] == ["sort"] * 50 + ["follow"] * 50
+    assert not {q.prompt for q in stored.questions if q.task == "sort"} & {q.prompt for q in fresh.questions}
+
+
+def test_what_was_decoded_before_ctrl_c_is_printed_and_kept(
+    run: Run, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, calls = Evaluation._decode, []
+
+    def interrupted(self: Evaluation, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode(self, *args)
+
+    monkeypatch.setattr(Evaluation, "_decode", interrupted)
+    result = run("eval", folder, "--data", data, "--max-batch", 3, *SMALL, "--out", "r.jsonl")
+    assert result.exit_code == 130
+    assert "\ndense; threshold=0.9  " in result.stdout
+    assert "focus" not in result.stdout
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 3
+
+
+def test_arms_that_cannot_be_run_are_told(run: Run, folder: Path, data: Path) -> None:
+    arms = ("-r", "dense", "-r", "focus", "--policy", "joint_threshold", "--against", "none")
+    result = run("eval", folder, "--data", data, "--count", 1, *SMALL, *arms)
+    assert result.exit_code == 0, result.stderr
+    assert "focus; joint_threshold could not be run: JointThreshold replaces decoded tokens" in result.stderr
+    refused(run("eval", folder, "--data", data, "--count", 1, *SMALL, *arms[2:]), "no arm could be run")
+
+
+BAD: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
+    (("-r", "focsu"), ("unknown recipe 'focsu'. Did you mean 'focus'",)),
+    (("-r", "focus:alhpa=2"), ("unknown option of recipe 'focus' 'alhpa'. Did you mean 'alpha'",)),
+    (("-o", "alpha=x"), ("option alpha is a number (inf allowed), got 'x'",)),
+    (("-o", "alpha=0.5"), ("alpha must be at least 1",)),
+    (("-o", "cache=dual"), ("unknown option of 'focus' 'cache'",)),
+    (("--against", "dens"), ("unknown recipe 'dens'. Did you mean 'dense'",)),
+    (("--policy", "dinfr"), ("unknown decode policy 'dinfr'. Did you mean 'dinfer'",)),
+    (("--policy", "factor:factr=2"), ("unknown option of decode policy 'factor' 'factr'",)),
+    (("--policy", "factor:factor=x"), ("option factor is a number",)),
+    (("--policy", "dream:steps=x"), ("option steps is a whole number",)),
+    (("--policy", "factor", "--threshold", 0.9), ("unknown option of decode policy 'factor' 'threshold'",)),
+    (("--threshold", 2), ("threshold is a probability in (0, 1], got 2",)),
+    (("--threshold", 0.5, "--steps", 3), ("give either threshold (0.5) or steps (3), not both",)),
+    (("--sweep", "alpha"), ("--sweep takes KEY=V1,V2,..., got 'alpha'",)),
+    (("--sweep", "alpha=1,,2"), ("--sweep takes KEY=V1,V2,...",)),
+    (("--sweep", "tua=1,2"), ("unknown option to sweep 'tua'",)),
+    (("--sweep", "steps=2,x"), ("option steps is a whole number, got 'x'",)),
+    (("--data", "missing.jsonl"), ("--data missing.jsonl cannot be read",)),
+    (("--seed", 3), ("--seed draws prompts of the model's tasks; leave it out beside --data",)),
+    (("--task", "three"), ("unknown task 'three'. Known: one, two",)),
+    (("--count", 0), ("--count must be at least 1, got 0",)),
+    (("--max-batch", 0), ("--max-batch must be at least 1, got 0",)),
+    (("--max-new-tokens", 5000), ("more than the 256 of sdar",)),
+    (("--out", "no/such/r.jsonl"), ("--out no/such/r.jsonl cannot be written",)),
+    (("--plot", "no/such/p.png"), ("--plot no/such/p.png cannot be written",)),
+    (("--buckets", "some"), ("buckets must be 'exact'",)),
+    (("--backend", "indcutor"), ("backend must be one of",)),
+    (("--dtype", "int8"), ("unknown dtype 'int8'",)),
+    (("--device", "cuda:99"), ("device 'cuda:99' cannot be used",)),
+]
+
+
+@pytest.mark.parametrize(("args", "parts"), BAD, ids=[" ".join(map(str, a)) for a, _ in BAD])
+def test_eval_refuses(run: Run, folder: Path, data: Path, args: tuple[Any, ...], parts: tuple[str, ...]) -> None:
+    given = () if "--data" in args else ("--data", data)
+    refused(run("eval", folder, *given, *args), *parts)
+
+
+def test_eval_refuses_to_write_results_into_another_file(run: Run, folder: Path, data: Path) -> None:
+    before = data.read_text()
+    refused(run("eval", folder, "--data", data, "--out", data), "holds no results of an evaluation; name another file")
+    assert data.read_text() == before
+
+
+def test_eval_refuses_models_without_prompts(run: Run, folder: Path) -> None:
+    refused(run("eval", folder), "comes with no held-out prompts; give --data FILE.jsonl")
+    refused(run("eval", folder, "--seed", 1), "comes with no held-out prompts")
+    refused(run("eval", "tiny_sdra"), "unknown model 'tiny_sdra'. Did you mean 'tiny_sdar'")
+
+
+def test_a_plot_needs_answers_and_matplotlib(
+    run: Run, folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    refused(run("eval", "tiny_sdar", "--task", "text", "--plot", "p.png"), "none of these prompts has an answer")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(run("eval", folder, "--data", data, "--plot", "p.png"), "pip install 'dgraph[bench]'")
+
+
+def test_help_has_an_example(run: Run) -> None:
+    result = run("eval", "--help")
+    assert result.exit_code == 0
+    assert "dgraph eval tiny_sdar" in " ".join(result.stdout.split())
