@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -116,16 +116,28 @@ def _inlined(region: Region) -> tuple[Callable[..., Any], ...]:
     return tuple(dict.fromkeys(op.reference for op in ops if op is not None))
 
 
+def _own_size(size: str, there: Collection[str]) -> str:
+    """A symbolic size as a region may declare it: `b+1` is a symbol of its own where no input has the size `b`.
+
+    Torch 2.11 compiles no function whose inputs show a symbol inside sums only.
+    """
+    name, plus, offset = size.partition("+")
+    return size if not plus or name in there else f"{name}_plus_{offset}"
+
+
 def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
     """A region as a module of its own, with types over symbols of its own; inline ops become their references."""
     own, sizes = torch.fx.Graph(), Symbols()
     mapping: dict[Node, Node] = {}
+    texts = {
+        graph.symbols.text(s) for n in region.inputs if isinstance(n.meta["val"], Tensor) for s in n.meta["val"].shape
+    }
     for i, node in enumerate(region.inputs):
         mapping[node] = own.placeholder(f"x{i}")
         value = node.meta["val"]
         if not isinstance(value, Tensor):
             raise LoweringError(f"{node.name} crosses into a region but is {graph.type_text(node)}, not a tensor.")
-        shape = [s if isinstance(s, int) else graph.symbols.text(s) for s in value.shape]
+        shape = [s if isinstance(s, int) else _own_size(graph.symbols.text(s), texts) for s in value.shape]
         mapping[node].meta["val"] = sizes.empty(shape, value.dtype, value.device)
     for node in region.nodes:
         args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: mapping[n])

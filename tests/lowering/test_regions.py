@@ -187,6 +187,19 @@ def test_a_region_that_was_compiled_for_one_size_is_refused(forgetful: None, mon
         RegionCompiler("inductor").function(graph, regions_of(graph)[0])
 
 
+def test_a_region_may_know_a_symbol_in_a_sum_only(forgetful: None) -> None:
+    """Offsets of b sequences are [b+1]; a region that reads nothing else of theirs never sees b itself."""
+    hand = Hand()
+    offsets = [hand.input(name, "b+1", dtype=torch.int32) for name in ("first", "second")]
+    totals = [hand.call(aten.select.int, x, 0, -1) for x in offsets]
+    graph = hand.returns(y=hand.call(aten.stack.default, totals))
+    (region,) = regions_of(graph)
+    function = RegionCompiler("inductor").function(graph, region)
+    for b in (1, 2, 6):
+        values = [torch.arange(b + 1, dtype=torch.int32) * scale for scale in (2, 3)]
+        assert function(*values)[0].tolist() == [2 * b, 3 * b]
+
+
 def test_compiled_texts_serve_every_compiler_of_the_process(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
