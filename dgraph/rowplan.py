@@ -31,6 +31,9 @@ class RowPlan:
         every: another full step every so many steps of a block; 0 for none.
         warm_up: full steps at the beginning of a response.
         widen: every row is forwarded, though not in a full step, every so many steps behind the warm-up; 0 for never.
+        prompt_every, response_every: with the region "response", instead of the above: the prompt is forwarded, and
+            recomputed, every so many steps of a response, and all of the response is recomputed every so many
+            (dLLM-Cache). Both or neither.
         behind, ahead: rows in front of the current block and behind it that belong to the region "block".
     """
 
@@ -39,17 +42,30 @@ class RowPlan:
     every: int = 0
     warm_up: int = 0
     widen: int = 0
+    prompt_every: int = 0
+    response_every: int = 0
     behind: int = 0
     ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.region not in REGIONS:
             raise UnknownName("region", str(self.region), REGIONS)
-        for name in ("full_steps", "every", "warm_up", "widen", "behind", "ahead"):
+        for name in (f.name for f in fields(self) if f.name != "region"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise InputError(f"{name} must be an integer of at least 0, got {value!r}.")
-        if self.full_steps + self.warm_up < 1:
+        if self.prompt_every or self.response_every:
+            if not (self.prompt_every and self.response_every):
+                raise InputError(
+                    f"prompt_every and response_every go together, got {self.prompt_every} and {self.response_every}; "
+                    f"set both to at least 1, or leave both at 0."
+                )
+            if self.region != "response" or self.full_steps or self.every or self.warm_up or self.widen:
+                raise InputError(
+                    f"prompt_every and response_every say all of when rows are recomputed; beside them the region must "
+                    f"be 'response', and full_steps, every, warm_up and widen 0, got {self}."
+                )
+        elif self.full_steps + self.warm_up < 1:
             raise InputError(
                 "the first step of a response must be a full one; set full_steps or warm_up to at least 1."
             )
@@ -70,6 +86,8 @@ class RowPlan:
             return prompt + new
         if self.region != "response" or self.full_steps or self.every:
             return None
+        if self.prompt_every:
+            return prompt + new if step % self.prompt_every == 0 else new + 1
         wide = step < self.warm_up or (self.widen and (step - self.warm_up) % self.widen == 0)
         return prompt + new if wide else new + 1
 

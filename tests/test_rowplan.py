@@ -11,6 +11,8 @@ import pytest
 from dgraph.errors import InputError, UnknownName
 from dgraph.rowplan import REGIONS, RowPlan
 
+APART = RowPlan("response", full_steps=0, prompt_every=5, response_every=3)
+
 
 def test_a_plan_is_a_value() -> None:
     assert RowPlan() == RowPlan("all", full_steps=1, every=0, warm_up=0, behind=0, ahead=0)
@@ -21,7 +23,8 @@ def test_a_plan_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [*map(RowPlan, REGIONS), RowPlan("block", 2, 3, 4, behind=5, ahead=6), RowPlan(full_steps=0, warm_up=1)]
+    "plan",
+    [*map(RowPlan, REGIONS), RowPlan("block", 2, 3, 4, behind=5, ahead=6), RowPlan(full_steps=0, warm_up=1), APART],
 )
 def test_json_says_all_of_a_plan(plan: RowPlan) -> None:
     assert RowPlan(**json.loads(json.dumps(plan.to_json()))) == plan
@@ -51,3 +54,22 @@ def test_only_a_block_has_a_vicinity(region: str, side: str) -> None:
 def test_the_first_step_is_a_full_one() -> None:
     with pytest.raises(InputError, match="the first step of a response must be a full one"):
         RowPlan(full_steps=0)
+
+
+def test_steps_of_the_prompt_and_of_the_response_are_counted_apart() -> None:
+    assert [APART.rows_of(step, 20, 8) for step in range(7)] == [28, 9, 9, 9, 9, 28, 9]
+
+
+@pytest.mark.parametrize("alone", ["prompt_every", "response_every"])
+def test_they_are_counted_both_or_neither(alone: str) -> None:
+    with pytest.raises(InputError, match="prompt_every and response_every go together"):
+        RowPlan("response", full_steps=0, **{alone: 2})
+
+
+@pytest.mark.parametrize(
+    "beside", [{"region": "all"}, {"full_steps": 1}, {"every": 2}, {"warm_up": 1}, {"widen": 4}], ids=str
+)
+def test_they_say_all_of_when_rows_are_recomputed(beside: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"region": "response", "full_steps": 0, "prompt_every": 5, "response_every": 3}
+    with pytest.raises(InputError, match="say all of when rows are recomputed"):
+        RowPlan(**(fields | beside))

@@ -13,6 +13,7 @@ from dgraph.passes.manager import run_passes
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
+from dgraph.passes.reuse_rows import ReuseRows
 
 PASSES: dict[str, type[Pass]] = {
     cls.__name__: cls
@@ -23,6 +24,7 @@ PASSES: dict[str, type[Pass]] = {
         EvictTokens,
         GateFFN,
         PartialAttention,
+        ReuseRows,
         ChunkLMHead,
         CountRows,
         OnlyKV,
@@ -44,5 +46,6 @@ __all__ = [
     "PartialAttention",
     "Pass",
     "Report",
+    "ReuseRows",
     "run_passes",
 ]

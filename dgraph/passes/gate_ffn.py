@@ -64,7 +64,7 @@ class GateFFN(Pass):
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
         for attention in graph.find("paged_attention") + graph.find("partial_attention"):
-            found = _feed_forward(graph, attention)
+            found = feed_forward(graph, attention)
             if isinstance(found, str):
                 report.skip(found, attention)
                 continue
@@ -73,7 +73,7 @@ class GateFFN(Pass):
             salience.count_salient(graph, report.name)
             graph.sweep()
 
-    def _gate(self, graph: Graph, attention: Node, found: _FeedForward, report: Report) -> None:
+    def _gate(self, graph: Graph, attention: Node, found: FeedForward, report: Report) -> None:
         by, layer = report.name, attention.meta["layer"]
         place = _Place.of(graph, attention)
         flags = self._flags(graph, attention, place, by)
@@ -126,7 +126,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _FeedForward:
+class FeedForward:
     """What a layer adds last to its residual stream.
 
     Attributes:
@@ -142,7 +142,7 @@ class _FeedForward:
     residual: Node
 
 
-def _feed_forward(graph: Graph, attention: Node) -> _FeedForward | str:
+def feed_forward(graph: Graph, attention: Node) -> FeedForward | str:
     """The feed-forward network behind an attention, or why there is none that can be gated."""
     layer = attention.meta["layer"]
     if layer is None:
@@ -178,4 +178,4 @@ def _feed_forward(graph: Graph, attention: Node) -> _FeedForward | str:
         for arg in node.all_input_nodes:
             if arg is not stream and arg not in behind and not salience.of_weights(arg):
                 return f"the feed-forward network also reads {arg.name}, beside the residual stream"
-    return salience.obstacle(behind) or _FeedForward(stream, tuple(behind), result, residual)
+    return salience.obstacle(behind) or FeedForward(stream, tuple(behind), result, residual)

@@ -64,7 +64,7 @@ class PartialAttention(Pass):
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so there is nothing to update; run CacheKV first", node)
         for attention in graph.find("paged_attention"):
-            if reason := _obstacle(graph, attention) or _take_apart(graph, attention, report.name):
+            if reason := _obstacle(graph, attention) or _apart(graph, attention, report.name):
                 report.skip(reason, attention)
                 continue
             self._update(graph, attention, report)
@@ -122,6 +122,8 @@ def _obstacle(graph: Graph, attention: Node) -> str | None:
     rows = graph.row_set(attention)
     if graph.row_set(args_of(writes[0])[0]) != rows:
         return "rows are evicted between the layer's keys and its attention"
+    if graph.find("least_similar", layer):
+        return "the layer runs on the rows whose values have turned already"
     if layer:
         found = salience.finder(graph, layer - 1)
         if found is None:
@@ -138,19 +140,19 @@ def _obstacle(graph: Graph, attention: Node) -> str | None:
 
 def _projections(graph: Graph, attention: Node, write: Node) -> tuple[list[Node], list[Node]]:
     """The layer's calls that make keys and values and no queries, and the values over rows that they read."""
-    of_q, of_kv = _makers(graph, attention, args_of(attention)[:1]), _makers(graph, write, args_of(write)[:2])
+    of_q, of_kv = makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
     nodes = [n for n in of_kv if n not in of_q]
     read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes)
-    return nodes, [a for a in read if not salience.of_weights(a) and _over_rows(graph, a)]
+    return nodes, [a for a in read if not salience.of_weights(a) and over_rows(graph, a)]
 
 
-def _over_rows(graph: Graph, node: Node) -> bool:
+def over_rows(graph: Graph, node: Node) -> bool:
     value = node.meta["val"]
     first = value[0] if isinstance(value, (tuple, list)) else value
     return graph.symbols.row_set(first) is not None
 
 
-def _makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
+def makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
     """The calls of the reader's layer that values are computed by, in order."""
     layer = reader.meta["layer"]
     others = [n for n in graph.nodes if n.meta["layer"] != layer or n.op != "call_function"]
@@ -158,11 +160,19 @@ def _makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
     return [n for n in graph.calls if n in found]
 
 
-def _take_apart(graph: Graph, attention: Node, by: str) -> str | None:
-    """Make one projection of queries and one of keys and values out of one of all three; why that is not possible."""
+def _apart(graph: Graph, attention: Node, by: str) -> str | None:
     (write,) = graph.find("kv_write", attention.meta["layer"])
-    of_q, of_kv = _makers(graph, attention, args_of(attention)[:1]), _makers(graph, write, args_of(write)[:2])
-    shared = [n for n in of_q if n in of_kv and n.target is aten.linear.default]
+    of_q, of_kv = makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
+    return take_apart(graph, of_q, of_kv, "queries", by)
+
+
+def take_apart(graph: Graph, mine: Sequence[Node], others: Sequence[Node], what: str, by: str) -> str | None:
+    """Make two projections out of one of queries, keys and values: what `mine` are computed by, then what `others` are.
+
+    Returns:
+        Why that is not possible, where `what` are not the first part of the projection.
+    """
+    shared = [n for n in mine if n in others and n.target is aten.linear.default]
     if not shared:
         return None
     whole = shared[-1]
@@ -172,20 +182,20 @@ def _take_apart(graph: Graph, attention: Node, by: str) -> str | None:
         return f"queries, keys and values share {whole.name}, which is no weight over all three that is split at once"
     _, sizes, dim = args_of(split)
     pieces = {args_of(u)[1]: u for u in split.users}
-    of_queries = [i for i, piece in pieces.items() if piece in of_q]
-    if any(pieces[i] in of_kv for i in of_queries) or sorted(of_queries) != list(range(len(of_queries))) or dim != 1:
-        return f"queries are not the first part of {whole.name}"
-    cut = len(of_queries)
+    ahead = [i for i, piece in pieces.items() if piece in mine]
+    if any(pieces[i] in others for i in ahead) or sorted(ahead) != list(range(len(ahead))) or dim != 1:
+        return f"{what} are not the first part of {whole.name}"
+    cut = len(ahead)
     per = int(args_of(whole)[1].meta["val"].shape[0]) // sum(sizes)  # rows of the weight for one unit of a size
     for part in (range(cut), range(cut, len(sizes))):
         value = _part_of(graph, whole, sizes, part, per, by)
-        mine = sizes[part.start : part.stop]
+        units = sizes[part.start : part.stop]
         if reshape is not None:
-            shape = [-1, sum(mine), *args_of(reshape)[1][2:]]
+            shape = [-1, sum(units), *args_of(reshape)[1][2:]]
             value = graph.call(aten.reshape.default, (value, shape), before=whole, by=by, like=reshape)
         values: Sequence[Node] = (value,)
         if len(part) > 1:
-            again = graph.call(aten.split_with_sizes.default, (value, mine, 1), before=whole, by=by, like=split)
+            again = graph.call(aten.split_with_sizes.default, (value, units, 1), before=whole, by=by, like=split)
             values = graph.parts(again, len(part), by)
         for i, piece in zip(part, values, strict=True):
             if i in pieces:

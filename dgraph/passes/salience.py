@@ -1,4 +1,4 @@
-"""What GateFFN and PartialAttention share: thresholds, lists of salient rows, and computations moved to such rows."""
+"""What passes over salient rows share: thresholds, lists of such rows, and computations moved to them."""
 
 from __future__ import annotations
 
@@ -64,15 +64,16 @@ def context_cache(graph: Graph, attention: Node) -> Node:
 
 
 def finder(graph: Graph, layer: int) -> Node | None:
-    """What finds the salient rows of a layer: partial_attention or drift; None if nothing does."""
-    return next(iter(graph.find("partial_attention", layer) + graph.find("drift", layer)), None)
+    """What finds the salient rows of a layer; None if nothing does."""
+    ops = ("partial_attention", "drift", "least_similar")
+    return next((node for op in ops for node in graph.find(op, layer)), None)
 
 
 def flags_of(found: Node) -> Node:
     """The salient rows as flags, of what `finder` found."""
     op = op_of(found.target)
     assert op is not None
-    return found if op.name == "drift" else next(u for u in found.users if args_of(u)[1] == 1)
+    return found if op.name != "partial_attention" else next(u for u in found.users if args_of(u)[1] == 1)
 
 
 @dataclass(frozen=True)

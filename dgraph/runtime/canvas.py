@@ -22,8 +22,9 @@ class CanvasState(DecodeState):
     """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
 
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
-    step; full bool[b]: the next step is a full one; changed bool[b, T]: decoded in the step before; frozen bool[b, T]:
-    keys and values were written with the decoded token, so the block cache may spare the row.
+    step; full bool[b]: the next step is a full one (of the response, if the plan counts those of the prompt apart);
+    changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
+    token, so the block cache may spare the row.
 
     Fixed: plan; size: columns of a block; shift: 0 if a row predicts its own position, 1 if the next one (Dream).
     """
@@ -113,6 +114,9 @@ class CanvasState(DecodeState):
         wanted = self.block_masked | self.editable if editing else self.block_masked
         cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
         cu_rows[1:] = live.sum(dim=1).cumsum(0)
+        full = self.full[sequence]
+        if self.plan.prompt_every:  # the prompt is forwarded to be recomputed, whatever the response is
+            full = full | (position < self.prompt_end[sequence] - self.shift)
         return StepRows(
             sequence=sequence,
             column=(column + self.size) * inside,
@@ -121,8 +125,8 @@ class CanvasState(DecodeState):
             limit=(self.end[sequence] * real).int(),
             masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
             cu_rows=cu_rows,
-            full=self.full[sequence] & real,
-            changed=(self.changed[sequence, position] | self.full[sequence]) & real,
+            full=full & real,
+            changed=(self.changed[sequence, position] | full) & real,
         )
 
     def _own_rows(self) -> Tensor:
@@ -154,6 +158,8 @@ class CanvasState(DecodeState):
         self._next_block(moved)
         plan = self.plan
         full = (self.forwards < plan.full_steps) | (self.counter < plan.warm_up)
+        if plan.response_every:
+            full = self.counter % plan.response_every == 0
         if plan.every:
             full = full | (self.forwards % plan.every == 0)
         everything = positions < self.end[:, None]
@@ -167,7 +173,7 @@ class CanvasState(DecodeState):
             region = self._span(plan.behind, plan.ahead)
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
         needed = self._predicting()
-        wide = full
+        wide = full if not plan.prompt_every else self.counter % plan.prompt_every == 0
         if plan.widen:
             wide = wide | ((self.counter - plan.warm_up) % plan.widen == 0)
         self.pending = torch.where(wide[:, None], everything, region & (~self.frozen | needed))

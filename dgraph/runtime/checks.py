@@ -41,7 +41,7 @@ def check_session(
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     known = ROW_INPUTS | SEQUENCE_INPUTS
-    known |= {f"{kind}_cache_{layer}" for kind in "kvcf" for layer in range(spec.layers)}
+    known |= {f"{kind}_cache_{layer}" for kind in "kvcfa" for layer in range(spec.layers)}
     if not causal:
         known |= CANVAS_INPUTS
     needed = ("prefill", "step") if causal else ("step",)
@@ -61,7 +61,7 @@ def check_session(
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
                 f"Known: {', '.join(sorted(n for n in known if '_cache_' not in n))}, noise, script, and k_cache_l, "
-                f"v_cache_l, c_cache_l and f_cache_l for l < {spec.layers}."
+                f"v_cache_l, c_cache_l, f_cache_l and a_cache_l for l < {spec.layers}."
             )
 
 

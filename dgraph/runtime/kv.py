@@ -55,9 +55,9 @@ class KVStore:
     ) -> KVStore:
         """The store of a model. `page_size` (positions, default: the block length) is a multiple or a
         divisor of the block length, so that a block never straddles more pages than it must."""
-        # What a program caches beside keys and values, by the first letter of its name: the attention's context, and
-        # the feed-forward network's output (DyLLM).
-        kinds = {"c": (spec.heads, spec.head_dim), "f": (spec.hidden,)}
+        # What a program caches beside keys and values, by the first letter of its name: the attention's context and the
+        # feed-forward network's output (DyLLM), and what the attention adds to the stream (dLLM-Cache).
+        kinds = {"c": (spec.heads, spec.head_dim), "f": (spec.hidden,), "a": (spec.hidden,)}
         features = {name: kinds[name[0]] for name in sorted(names) if name[0] in kinds and name[1:7] == "_cache"}
         size = spec.block_length if page_size is None else page_size
         if size < 1 or (size % spec.block_length and spec.block_length % size):

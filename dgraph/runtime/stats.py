@@ -28,7 +28,7 @@ class GenerationStats:
             a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
         salient: per step of the decode loop, the salient rows of each layer that has a gate (DyLLM, figure 5 and
-            table 4), all rows in a full step; empty where nothing is gated.
+            table 4) or runs on some of its rows (dLLM-Cache), all rows in a full step; empty where no layer does.
         sequence_steps: steps of each prompt, in the order of the prompts.
         sequence_decoded: tokens committed of each.
         sequence_rows: rows of each that went through the last layers, counted on the device.

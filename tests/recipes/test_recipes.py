@@ -147,7 +147,7 @@ def test_json_tells_recipes_apart() -> None:
     ("name", "options", "message"),
     [
         ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus'\? ."),
-        ("", {}, r"unknown recipe ''\. Known: dense, dkv_cache, dyllm, fast_dllm, focus, vicinity\."),
+        ("", {}, r"unknown recipe ''\. Known: dense, dkv_cache, dllm_cache, dyllm, fast_dllm, focus, vicinity\."),
         ("focus", {"aplha": 2}, r"unknown option of recipe 'focus' 'aplha'\. Did you mean 'alpha'"),
         ("focus", {"blockcache": "off"}, r"'blockcache'\. Did you mean 'block_cache'"),
         ("dense", {"alpha": 2}, r"unknown option of recipe 'dense' 'alpha'\. Known: block_cache, max_num_logits"),

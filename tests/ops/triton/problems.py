@@ -259,6 +259,8 @@ LARGER: list[tuple[str, str, Call]] = [
     ("kv_update", "views", writing((7, 0, 33, 2), (0, 0, 15, 63), page=4)),
     ("drift", "more sequences than fit in a block of offsets", drifting(MANY, MANY)),
     ("drift", "rows longer than a block", drifting((5, 0, 9), (3, 0, 60), heads=9, d=500)),
+    ("least_similar", "more sequences than fit in a block of offsets", (*drifting(MANY, MANY)[:-1], 0.5)),
+    ("least_similar", "many rows", (*drifting((90, 0, 41, 9), (3, 0, 60, 1))[:-1], 0.25)),
     ("feature_write", "views", features((7, 0, 33, 2), (0, 0, 15, 63))),
     ("feature_write", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)),
     ("feature_read", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)[1:]),

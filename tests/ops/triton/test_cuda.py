@@ -185,6 +185,7 @@ PAIRS = [
     ("kv_write", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
     ("kv_update", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
     ("drift", [drifting(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("least_similar", [(*drifting(c, (5, 5, 5), seed=c[0])[:-1], 0.25) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_write", [features(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_read", [features(c, (5, 5, 5), seed=c[0])[1:] for c in ((20, 0, 9), (0, 9, 20))]),
     (

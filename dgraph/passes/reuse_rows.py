@@ -1,0 +1,196 @@
+"""ReuseRows: dLLM-Cache, layers that run on the rows whose values have turned away most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
+from dgraph.passes import salience
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.gate_ffn import FeedForward, feed_forward
+from dgraph.passes.partial_attention import makers, over_rows, take_apart
+from dgraph.shapes import InputSpec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ReuseRows(Pass):
+    """Run each layer but the first on the rows whose values are least similar to the cached ones; the others take what
+    attention and feed-forward network gave them when they last ran (dLLM-Cache, adaptive update of the response).
+
+    Values are projected for all rows, compared with those of the cache (by cosine, over all KV heads), and replace
+    them. The `share` of each sequence's rows that have turned away most, and the rows of the input `full` bool[N], get
+    new queries, keys, attention and feed-forward network. What these add to the residual stream is kept per position,
+    and added for every row to the stream as it now is. The first layer stays as it is. New inputs: `full`, and per
+    layer l `a_cache_l` and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers - 1], the number of rows
+    that each layer behind the first ran on.
+
+        before  %13 = linear(%1, self_attn.v_proj.weight)                                       f32[N, 32]
+                dgraph.kv_write(%12, %14, k_cache, v_cache, positions, page_table, cu_rows)
+                %15 = dgraph.paged_attention(%8, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
+                %18 = add(stream, %17)                                                          f32[N, 64]
+        after   %4 = dgraph.least_similar(%3, v_cache, full, positions, page_table, cu_rows, 0.25)   bool[N]
+                %5, %6 = dgraph.list_kept(%4, cu_rows)                                          (i64[N], i32[b+1])
+                %7, %8, %9, %10 = dgraph.compact([%1, %3, positions, limit], %5)
+                dgraph.kv_write(%16, %8, k_cache, v_cache, %9, page_table, %6)
+                %17 = dgraph.paged_attention(%13, k_cache, v_cache, page_table, %6, %10, 0.25)
+                dgraph.feature_write(%19, a_cache, %9, page_table, %6)
+                %20 = dgraph.feature_read(a_cache, positions, page_table, cu_rows)              f32[N, 64]
+                %21 = add(stream, %20)                                                          f32[N, 64]
+
+    A projection of queries, keys and values together is taken apart: queries with keys, and values, each over a view of
+    the weight. Run it behind CacheKV. Approximate; with a share of 1 every row is recomputed, and the program is the
+    dense one.
+
+    Attributes:
+        share: of a sequence's rows that are not full, in [0, 1]; rounded down to whole rows. 0 reuses all of them.
+    """
+
+    share: float = 0.25
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "layers run on the rows whose values have turned away most (dLLM-Cache)"
+    signature: ClassVar[frozenset[str]] = frozenset({salience.FULL.name, salience.SALIENT, "a_cache_*", "f_cache_*"})
+    changes_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.share) not in (int, float) or not 0 <= self.share <= 1:
+            raise InputError(
+                f"share must be a number from 0 (reuse all rows) to 1 (recompute all), got {self.share!r}."
+            )
+
+    def run(self, graph: Graph, report: Report) -> None:
+        for node in graph.find("attention") + graph.find("packed_attention"):
+            report.skip("this attention reads no cache, so there is nothing to compare values with; run CacheKV", node)
+        for node in graph.find("partial_attention"):
+            report.skip("this attention is updated by salient rows already", node)
+        for attention in graph.find("paged_attention"):
+            if attention.meta["layer"] == 0:
+                continue
+            found = _layer(graph, attention)
+            if isinstance(found, str):
+                report.skip(found, attention)
+                continue
+            q, k, v = found.queries_keys_values
+            of_qk, of_v = makers(graph, attention, (q, k)), makers(graph, attention, (v,))
+            if reason := take_apart(graph, of_qk, of_v, "queries and keys", report.name):
+                report.skip(reason, attention)
+                continue
+            self._reuse(graph, found, report)
+        if report.applied:
+            salience.count_salient(graph, report.name)
+            graph.sweep()
+
+    def _reuse(self, graph: Graph, found: _Layer, report: Report) -> None:
+        by, attention, write = report.name, found.attention, found.write
+        q, k, v = found.queries_keys_values
+        k_cache, v_cache, positions, page_table, cu_rows = args_of(write)[2:]
+        limit, scale = args_of(attention)[-2:]
+        graph.add_input(salience.FULL)
+        full = graph.on_rows_of("full", attention, by)
+        similar = (v, v_cache, full, positions, page_table, cu_rows, float(self.share))
+        flags = graph.call(OPS["least_similar"], similar, before=write, by=by)
+        rows = salience.listed(graph, flags, cu_rows, write, by)
+
+        of_v = makers(graph, attention, (v,))
+        nodes = [n for n in makers(graph, attention, (q, k)) if n not in of_v]
+        read = [a for n in nodes for a in n.all_input_nodes if a not in nodes and not salience.of_weights(a)]
+        values = list(dict.fromkeys([*(a for a in read if over_rows(graph, a)), v, positions, limit]))
+        gathered = graph.call(OPS["compact"], (values, rows.index), before=write, by=by)
+        on_rows = dict(zip(values, graph.parts(gathered, len(values), by), strict=True))
+        on_rows = salience.move(graph, nodes, on_rows, rows, write, by)
+        place = (on_rows[positions], page_table, rows.cu_rows)
+        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *place), before=write, by=by)
+        graph.fx.erase_node(write)
+        attend = (on_rows[q], k_cache, v_cache, page_table, rows.cu_rows, on_rows[limit], scale)
+        on_rows[attention] = graph.call(OPS["paged_attention"], attend, before=attention, by=by)
+
+        def keep(kind: str, nodes: Sequence[Node], result: Node, total: Node) -> None:
+            """Compute `result` on the rows and keep it; `total`, a sum, takes what is kept."""
+            moved = salience.move(graph, nodes, on_rows, rows, total, by)
+            width, dtype = int(result.meta["val"].shape[1]), result.meta["val"].dtype
+            name = f"{kind}_cache_{attention.meta['layer']}"
+            cache = graph.add_input(InputSpec(name, dtype, ("pages", "page", width)))
+            graph.call(OPS["feature_write"], (moved[result], cache, *place), before=total, by=by, like=result)
+            where = (cache, positions, page_table, cu_rows)
+            kept = graph.call(OPS["feature_read"], where, before=total, by=by, like=result)
+            total.replace_input_with(result, kept)
+
+        ffn = found.ffn
+        keep("a", found.mixing, found.mixed, ffn.stream)
+        stream = graph.call(OPS["compact"], ([ffn.stream], rows.index), before=ffn.nodes[0], by=by)
+        (on_rows[ffn.stream],) = graph.parts(stream, 1, by)
+        keep("f", ffn.nodes, ffn.result, ffn.residual)
+        count = len(nodes) + 1 + len(found.mixing) + len(ffn.nodes)
+        report.did(f"{count} calls on the rows whose values have turned, sums of what is kept", attention.meta["layer"])
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that can run on some of its rows.
+
+    Attributes:
+        attention, write: its attention, and where its keys and values are written.
+        mixing: the calls from the attention to what it adds to the residual stream, in order.
+        mixed: the last of them.
+        ffn: its feed-forward network.
+    """
+
+    attention: Node
+    write: Node
+    mixing: tuple[Node, ...]
+    mixed: Node
+    ffn: FeedForward
+
+    @property
+    def queries_keys_values(self) -> tuple[Node, Node, Node]:
+        k, v = args_of(self.write)[:2]
+        return args_of(self.attention)[0], k, v
+
+
+def _layer(graph: Graph, attention: Node) -> _Layer | str:
+    """The layer of an attention, or why it cannot run on some of its rows."""
+    layer = attention.meta["layer"]
+    ffn = feed_forward(graph, attention)
+    if isinstance(ffn, str):
+        return ffn
+    writes = graph.find("kv_write", layer)
+    if len(writes) != 1:
+        return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
+    k, v = args_of(writes[0])[:2]
+    if not graph.row_set(k) == graph.row_set(attention) == graph.row_set(ffn.residual):
+        return "rows are evicted in the layer"
+    projections = makers(graph, attention, (args_of(attention)[0], k, v))
+    for node in projections:
+        for user in node.users:
+            if user not in projections and user not in (writes[0], attention):
+                return f"{op_name(user.target)} also reads {node.name}, for all rows"
+    terms = args_of(ffn.stream)
+    if ffn.stream.target is not aten.add.Tensor or ffn.stream.kwargs or not all(isinstance(t, Node) for t in terms):
+        return f"the feed-forward network reads {ffn.stream.name}, which is not a plain sum of two values"
+    by_attention = [t for t in terms if attention in salience.ancestors([t])]
+    if len(by_attention) != 1:
+        return f"{len(by_attention)} terms of {ffn.stream.name} are computed from the attention; expected one"
+    (mixed,) = by_attention
+    above = salience.ancestors([mixed], stop=[attention])
+    mixing: dict[Node, None] = {}
+    for node in graph.calls:
+        if node in above and any(a is attention or a in mixing for a in node.all_input_nodes):
+            mixing[node] = None
+    for node in mixing:
+        for arg in node.all_input_nodes:
+            if arg is not attention and arg not in mixing and not salience.of_weights(arg):
+                return f"the output projection also reads {arg.name}, beside the attention"
+    if any(user not in mixing for user in attention.users):
+        return "the attention is read by more than its output projection"
+    reason = salience.obstacle([*projections, *mixing])
+    return reason or _Layer(attention, writes[0], tuple(mixing), mixed, ffn)

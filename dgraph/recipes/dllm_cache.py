@@ -1,0 +1,52 @@
+"""dLLM-Cache: the prompt recomputed seldom, the response often, and between only the rows that have turned most."""
+
+from __future__ import annotations
+
+from dgraph.errors import InputError
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.recipes.base import Recipe
+from dgraph.recipes.dense import phases_of
+from dgraph.rowplan import RowPlan
+from dgraph.spec import ModelSpec
+
+
+def dllm_cache(
+    spec: ModelSpec,
+    prompt_interval: int = 50,
+    response_interval: int = 7,
+    rho: float = 0.25,
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """dLLM-Cache: the prompt's rows seldom, the response's often, else the share whose values have turned most.
+
+    Steps of a response are counted from 0. One that `prompt_interval` divides forwards the prompt; else its keys,
+    values and outputs are kept. One that `response_interval` divides recomputes the response. Any other recomputes, in
+    each layer but the first, the share rho of the response's rows whose values are least similar to the cached ones;
+    the other rows get new values, and the outputs that attention and feed-forward network gave them last. The first
+    layer recomputes all rows.
+
+    As published, with one difference: where logits are shifted (Dream), the prompt's last row, which predicts the first
+    token, goes with the response.
+
+    Args:
+        spec: the model; bidirectional.
+        prompt_interval: steps from one with the prompt to the next, at least 1. The authors use 25 to 100.
+        response_interval: steps from one that recomputes the response to the next, at least 1. The authors use 1 to 8.
+        rho: the share of the response's rows that the steps between recompute, rounded down to whole rows; from 0 to 1.
+            With 1, and a `prompt_interval` of 1, it is the dense model.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    if spec.attention != "bidirectional":
+        raise InputError(
+            f"recipe 'dllm_cache' keeps what hardly changes of a canvas from step to step; {spec.family} is "
+            f"{spec.attention}: the keys of all rows but the current {spec.block_length} are exact. Use 'dense' or "
+            f"'focus'."
+        )
+    for name, value in (("prompt_interval", prompt_interval), ("response_interval", response_interval)):
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if type(rho) not in (int, float) or not 0 <= rho <= 1:
+        raise InputError(f"rho must be a number from 0 (reuse all rows) to 1 (recompute all), got {rho!r}.")
+    plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
+    return Recipe("dllm_cache", 1, phases_of(spec, ReuseRows(rho), ChunkLMHead(max_num_logits)), plan=plan)
