@@ -295,6 +295,8 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
         "seed": torch.zeros(rows, dtype=torch.int64, device=device),
         "noise": torch.zeros(rows, device=device),
         "script": torch.zeros(rows, device=device),
+        "full": torch.ones(rows, dtype=torch.bool, device=device),
+        "changed": torch.ones(rows, dtype=torch.bool, device=device),
         "average": torch.ones(sequences, device=device),
         "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
     }

@@ -1,0 +1,120 @@
+"""Steps between host reads: how many there are, that they change nothing, and what is noticed late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.errors import DgraphError
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.recipes import RECIPES, build
+from dgraph.runtime.advance import Advance
+from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps
+from dgraph.runtime.session import BlockSession
+from tests.recipes.bidirectional import Setup, setup_of
+from tests.runtime.test_cudagraph import Recorder
+
+PROMPTS = [list(range(6, 20)), [7, 8, 9]]
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def setup() -> Setup:
+    return setup_of("llada")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every read of a summary. Transitions run op by op: what reads them is no tensor."""
+    seen: list[int] = []
+    make = Advance.__init__
+
+    class Watched:
+        def __init__(self, tensor: torch.Tensor):
+            self.tensor, self.copy_ = tensor, tensor.copy_
+
+        def tolist(self) -> list[int]:
+            seen.append(1)
+            return self.tensor.tolist()
+
+    def counted(self: Advance, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.summary = Watched(self.summary)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Advance, "__init__", counted)
+    monkeypatch.setattr(Advance, "_capture", lambda self, pool: None)
+    return seen
+
+
+def session(setup: Setup, recipe: str, pool: GraphPool | None) -> BlockSession:
+    chosen = build(RECIPES, recipe, setup.model.spec, {})
+    compiler, buckets = RegionCompiler("eager"), Buckets.of("hybrid")
+    graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, chosen).items()}
+    runner = run_steps if pool is None else pool.runner
+    programs = {name: LoweredProgram(graph, compiler, buckets, runner) for name, graph in graphs.items()}
+    return BlockSession(setup.model.spec, programs, plan=chosen.plan, pool=pool)
+
+
+@pytest.mark.parametrize(("recipe", "spares"), [("dense", True), ("dyllm", True), ("fast_dllm", False)])
+def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, spares: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": FixedSteps(8)}
+    plain = session(setup, recipe, None).generate(PROMPTS, **options)
+    assert len(reads) == plain.stats.steps + 1, "without a pool, one read per step"
+    reads.clear()
+    found = session(setup, recipe, GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.sequence_steps == plain.stats.sequence_steps
+    assert found.stats.kept_rows == plain.stats.kept_rows
+    if spares:
+        assert len(reads) < found.stats.steps / 2
+    else:
+        assert len(reads) == found.stats.steps + 1, "rows of a block are known to the device alone"
+
+
+def test_a_short_generation_reads_every_step(setup: Setup, reads: list[int]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 4, "block_length": 8, "policy": FixedSteps(8)}
+    found = session(setup, "dense", GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+    assert found.stats.steps == 4
+    assert len(reads) == 5
+
+
+def test_who_follows_the_progress_gets_every_step(setup: Setup, reads: list[int]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": FixedSteps(8)}
+    found = session(setup, "dense", GraphPool(capture=Recorder)).generate(
+        PROMPTS, progress=lambda progress: None, **options
+    )
+    assert len(reads) == found.stats.steps + 1
+
+
+@pytest.mark.parametrize("recipe", ["dense", "dyllm", "fast_dllm", "focus"])
+def test_a_warm_up_prepares_bidirectional_programs(setup: Setup, recipe: str) -> None:
+    pool = GraphPool(capture=Recorder)
+    prepared = session(setup, recipe, pool)
+    count = prepared.warm_up(2, 80)
+    captured = len(pool.captured)
+    assert captured in (count, 2 * count)
+    options: dict[str, Any] = {"max_new_tokens": 8, "block_length": 8, "policy": FixedSteps(8)}
+    plain = session(setup, recipe, None).generate([[7, 8, 9]], **options)
+    assert prepared.generate([[7, 8, 9]], **options).token_ids == plain.token_ids
+    assert {name for name, _ in pool.captured[captured:]} <= {"transition"}, "few rows: every bucket was there"
+
+
+def test_what_went_wrong_in_one_is_noticed_later(setup: Setup, reads: list[int]) -> None:
+    class Lazy(ConfidenceThreshold):
+        """Commits nothing in one step, which no policy may that does not say so."""
+
+        def choose(self, candidates: Candidates) -> torch.Tensor:
+            chosen = super().choose(candidates)
+            wrong = (candidates.start == len(PROMPTS[0]) + 16) & (candidates.forwards == 3)
+            return chosen & ~wrong[:, None]
+
+    options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": Lazy(1.0)}
+    with pytest.raises(DgraphError, match="gave no usable confidence for prompt 0"):
+        session(setup, "dense", GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+    assert 3 < len(reads) < 20
