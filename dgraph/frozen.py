@@ -6,7 +6,6 @@ no types: a graph that is read back is typed anew from the model's own tensors, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import math
@@ -92,7 +91,6 @@ def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
     facts = {
         "identity": identity,
         "spec": json.dumps(spec.to_json(), sort_keys=True),
-        "transformers": _version("transformers"),
     }
     return graph_key(facts, device, Path(inspect.getfile(type(module))))
 
@@ -212,10 +210,3 @@ def _value(data: Any, nodes: list[Node]) -> Any:
     ):
         return found
     raise NotPlain(f"unknown value {kind}: {value}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"

@@ -141,6 +141,7 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
             "format": FORMAT,
             "kind": "graph",
             "torch": f"{torch.__version__} git {torch.version.git_version}",
+            "transformers": _version("transformers"),
             "device": str(device),
             **facts,
             "source of the family": _hash_of(family),
