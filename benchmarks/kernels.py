@@ -10,7 +10,6 @@ call must move over the copy bandwidth measured in the same run.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,35 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.tables import Cell, Report
+from dgraph.bench.floor import COLD, graph_seconds
 from dgraph.ops import OPS
 
 HEADS, KV_HEADS, D, HIDDEN, VOCAB, MASK = 32, 8, 128, 4096, 151_936, 151_669
 ATTENTION = ((64, 32, 1024), (64, 8, 1024), (64, 4, 1024), (16, 32, 4096), (256, 8, 512), (1, 32, 1024))
 # Positions per page: the block length, and what lets the bulk copy engine take more keys at once.
 PAGES = (32, 128)
-# Sets of inputs together take this many bytes or more, several times an L2 cache.
-COLD = 400e6
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     """Milliseconds of one call, from a CUDA graph of all `calls` in a row: the median over replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / len(calls))
-    return statistics.median(times[3:])
+    return 1e3 * graph_seconds(calls, replays)
 
 
 def copy_bandwidth() -> float:

@@ -103,6 +103,8 @@ class Advance:
         return None
 
     def _take(self, outputs: Mapping[str, Tensor]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for name in (*FILLERS, "progress"):
             if name not in outputs:
                 continue
@@ -110,9 +112,11 @@ class Advance:
             if name not in self._given:
                 self._given[name] = value.new_empty(self.capacity if name in FILLERS else value.shape)
             buffer = self._given[name]
-            buffer[: len(value)].copy_(value)
+            targets.append(buffer[: len(value)])
+            sources.append(value)
             if name in FILLERS and len(value) < len(buffer):
                 buffer[len(value) :].fill_(FILLERS[name])
+        copy_all(targets, sources)
 
     def _transition(self) -> Decision:
         rule, given = self.rule, self._given
@@ -143,7 +147,7 @@ class Advance:
         everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
         before = [tensor.clone() for tensor in everything]
         try:
-            graph = pool.record(lambda: void(self._transition()), warm=False)
+            graph = pool.record(self._transition, warm=False)
         except torch.OutOfMemoryError as error:
             pool.refused.append(("transition", self.capacity, str(error).partition("\n")[0]))
             self._pool = None
@@ -158,10 +162,6 @@ class Advance:
                 tensor.copy_(value)
         pool.captured.append(("transition", self.capacity))
         return graph
-
-
-def void(_: Any) -> None:
-    """Drop a result."""
 
 
 def inputs_of(

@@ -54,7 +54,7 @@ class GraphPool:
     refused: list[tuple[str, int, str]] = field(default_factory=list)
     bytes: int = 0
     preparing: bool = False
-    capture: Callable[[Callable[[], None]], Replay] | None = None
+    capture: Callable[[Callable[[], object]], Replay] | None = None
     _pool: Any = None
     _stream: Any = None
 
@@ -62,8 +62,8 @@ class GraphPool:
         """A runner that replays graphs where it can; pass it to `LoweredProgram`."""
         return _GraphStage(plan, self)
 
-    def record(self, function: Callable[[], None], warm: bool) -> Replay:
-        """Capture a function's launches.
+    def record(self, function: Callable[[], object], warm: bool) -> Replay:
+        """Capture a function's launches; what it returns is dropped.
 
         warm: run it first. Libraries allocate workspaces and set themselves up in their first call, which must not be
         part of a graph.

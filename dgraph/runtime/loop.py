@@ -1,6 +1,6 @@
 """The decode loop of one batch: prefill, then steps until every sequence is finished.
 
-Host reads: four integers per step (`StepState.summary`; the row count is among them, which the next step's
+Host reads: four integers per step at most (`DecodeState.summary`; the row count is among them, which the next step's
 tensors are sized by), and the results once at the end. Everything else stays on the device. A program may
 read more, and so does decoding logits here (see `BlockLoop._decide`).
 """

@@ -170,6 +170,7 @@ class BlockSession:
         temperature = float(sampler.temperature)
         rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, temperature, seed, scripted)
         fixed = self.pool is not None and observer is None
+        guided = sampler.cfg_scale > 0
         loop = BlockLoop(
             spec=self.spec,
             prefill=self.programs["prefill"] if self.plan is None else None,
@@ -191,7 +192,6 @@ class BlockSession:
         width = max_batch or max(1, len(ids))
         for first in range(0, len(ids), width):
             batch = ids[first : first + width]
-            guided = sampler.cfg_scale > 0
             positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
             both = self.kv.allocate(positions * (2 if guided else 1))
             handles, twins = both[: len(batch)], both[len(batch) :]
@@ -236,11 +236,11 @@ class BlockSession:
                 f"warm-up needs a batch of at least 1 and 1 to {self.spec.max_positions} tokens per sequence, got "
                 f"{batch} and {tokens}."
             )
+        sizes = step.bucket_sizes(batch * 2 * block)
         self._sequences = max(self._sequences, 1 << (batch - 1).bit_length())
         handles = self.kv.allocate([max(tokens, 2 * block)] * batch)
         try:
             caches = {"page_table": self.kv.page_table(handles, *self._table_shape(batch)), **self.kv.tensors()}
-            sizes = step.bucket_sizes(batch * 2 * block)
             self.pool.preparing = True
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
