@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from dgraph.families import Model, resolve
 from dgraph.frozen import captured
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.tuning import Tuning
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
@@ -173,6 +176,7 @@ class Optimized:
         phases: per phase its graphs and reports.
         compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
         graph_pool: the CUDA graphs of the stages, captured as their buckets are met; None where there are none.
+        tuning: plans of kernels that were chosen by timing them; None where kernels take their own.
         programs: the lowered program of each phase.
     """
 
@@ -184,26 +188,31 @@ class Optimized:
         compiler: RegionCompiler,
         buckets: Buckets,
         graphs: bool = True,
+        tuning: Tuning | None = None,
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         self.phases = rewrite(captured, recipe)
-        self.compiler, self._buckets = compiler, buckets
+        self.compiler, self._buckets, self.tuning = compiler, buckets, tuning
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
-        self.programs = {name: self._lower(phase.graph, name != "prefill") for name, phase in self.phases.items()}
+        self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
         self._session = BlockSession(
             self.spec,
             self.programs,
             block_cache=recipe.block_cache,  # type: ignore[arg-type]
             refresh=recipe.refresh,
             plan=recipe.plan,
+            kv=recipe.kv,
             device=captured.device,
             page_size=_page_size(self.spec.block_length, captured.device),
             pool=self.graph_pool,
         )
 
     def _lower(self, graph: Graph, captured: bool = True) -> LoweredProgram:
-        runner = self.graph_pool.runner if captured and self.graph_pool is not None else run_steps
-        return LoweredProgram(graph, self.compiler, self._buckets, runner)
+        if not captured or self.graph_pool is None:
+            return LoweredProgram(graph, self.compiler, self._buckets, run_steps, self.tuning)
+        # The steps of a block-causal model forward blocks, of whatever number of sequences: all of them are captured.
+        chunk_rows = None if self.spec.attention == "block_causal" else CHUNK_ROWS
+        return LoweredProgram(graph, self.compiler, self._buckets, self.graph_pool.runner, self.tuning, chunk_rows)
 
     @property
     def report(self) -> dict[str, tuple[Report, ...]]:
@@ -299,12 +308,15 @@ class Optimized:
         """Lower the step once more, for samplers that need its logits, unless it keeps them anyway."""
         if "logits" in self._session.programs or "logits" in self.programs["step"].output_names:
             return
-        kept = self.recipe.keeping_logits()
-        graph = rewrite(self.captured, kept)["step"].graph
-        self._session.programs["logits"] = self._lower(graph)
+        phases = rewrite(self.captured, self.recipe.keeping_logits())
+        self._session.programs["logits"] = self._lower(phases["step"].graph)
+        if "refresh" in phases:
+            self._session.programs["refresh_logits"] = self._lower(phases["refresh"].graph, captured=False)
 
     def warm_up(self, batch: int, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> int:
         """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
+
+        Plans of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
 
         Args:
             batch: sequences at a time.
@@ -318,7 +330,8 @@ class Optimized:
         Raises:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
-        return self._session.warm_up(batch, self.spec.max_positions if tokens is None else tokens, progress)
+        with self.tuning.opened() if self.tuning is not None else nullcontext():
+            return self._session.warm_up(batch, self.spec.max_positions if tokens is None else tokens, progress)
 
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
@@ -368,6 +381,7 @@ def optimize(
     max_batch: int | None = None,
     max_tokens: int | None = None,
     cache: bool | str | Path = True,
+    tune: bool = True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Optimized:
@@ -388,6 +402,10 @@ def optimize(
         max_batch, max_tokens: sizes of a full warm-up; max_tokens None for the model's longest sequence.
         cache: where compiled code is kept for later processes: True for the user's artifact cache (see
         `dgraph cache path`), False for nowhere, or a folder.
+        tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
+            full warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a
+            cache none is timed. A plan changes the order of sums, so results may differ in the last bits from those of
+            another plan. False for the plans that kernels derive from shapes.
         progress: called with what is being done, for display.
         options: the recipe's options, e.g. `alpha=1.8`.
 
@@ -409,7 +427,8 @@ def optimize(
     tell("capturing")
     graph, _ = captured(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
-    made = Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs)
+    tuning = Tuning(graph.device, store, tell) if tune and store is not None and graph.device.type == "cuda" else None
+    made = Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs, tuning)
     if warmup == "full" and max_batch is not None:
         made.warm_up(max_batch, max_tokens, lambda done, count: tell(f"capturing bucket {done} of {count}"))
     return made

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from dgraph.graph import Graph
+from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of
 
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
-
-WARM_REPLAYS = 3
-"""Replays in front of those that count."""
 
 Shape = tuple[int, int]
 """Of a weight: outputs, inputs."""
@@ -109,7 +107,7 @@ def work_of(graph: Graph) -> Work:
 
 
 def _shape(graph: Graph, weight: Any) -> Shape:
-    rows, columns = graph.tensors[weight.meta["weight"]].shape
+    rows, columns = weight.meta["val"].shape  # of a weight, or of what is made of one (a part of it, say)
     return int(rows), int(columns)
 
 
@@ -181,27 +179,6 @@ class Device:
                 times.append((time.perf_counter() - start) / len(calls))
             return statistics.median(times)
         return graph_seconds(calls, runs)
-
-
-def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int) -> float:
-    """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(runs + WARM_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e-3 * begin.elapsed_time(end) / len(calls))
-    return statistics.median(times[WARM_REPLAYS:])
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Keys of the artifact cache: everything that a compiled region depends on, as plain text, and its SHA-256.
+"""Keys of the artifact cache: everything that an artifact depends on, as plain text, and its SHA-256.
 
 The text is stored beside the artifact, so that `dgraph cache why` can say what differs between two of them. A weight's
 value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
-one artifact serves every model, phase and bucket in which the same region occurs.
+one artifact serves every model, phase and bucket in which the same region occurs. So do plans of kernels, by shape.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CAPTURERS = (
     "capture.py", "canonicalise.py", "frozen.py", "graph.py", "nodes.py", "shapes.py", "spec.py", "torch_private.py",
 )  # fmt: skip
 """Sources of dgraph that turn a module into a captured graph."""
+TUNERS = ("lowering/timing.py", "lowering/tuning.py", "ops/tuning.py")
+"""Sources of dgraph, besides the kernels, that say which plans are timed and how."""
 SETTINGS = "inductor settings"
 """The input with Inductor's settings, one per line, some hundred."""
 MANY_WORDS = 12
@@ -146,6 +148,26 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
             **facts,
             "source of the family": _hash_of(family),
             **found,
+        }
+    )
+
+
+def tuning_key(op: str, device: torch.device) -> Key:
+    """The key of the plans that were chosen for an op's kernel on a kind of device, for all shapes together.
+
+    Args:
+        op: its short name.
+        device: any of that kind; its index is left out.
+    """
+    sources = [*(PACKAGE / name for name in TUNERS), *sorted((PACKAGE / "ops" / "triton").glob("*.py"))]
+    return Key(
+        {
+            "format": FORMAT,
+            "kind": "tuning",
+            "op": op,
+            **environment(device),
+            "device": device.type,
+            **{f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in sources},
         }
     )
 

@@ -92,8 +92,12 @@ class Store:
     def __contains__(self, key: Key) -> bool:
         return (self.entries / key.digest).is_dir()
 
-    def put(self, key: Key, files: Mapping[str, bytes]) -> bool:
+    def put(self, key: Key, files: Mapping[str, bytes], replace: bool = False) -> bool:
         """Write an artifact, then remove the least recently used ones beyond the limit. Call it inside `making`.
+
+        Args:
+            key, files: the artifact.
+            replace: take the place of one that is there (readers find none for a moment); else that one stays.
 
         Returns:
             Whether it is there now. On a full disk it is not, after a warning.
@@ -102,6 +106,8 @@ class Store:
             folder = Path(tempfile.mkdtemp(prefix=f"{key.digest}.", dir=self.temporary))
             try:
                 artifact.write(folder, key.text, files)
+                if replace and key in self:
+                    self.remove(self.entries / key.digest)
                 self.adopt(folder, key.digest)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)

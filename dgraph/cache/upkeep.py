@@ -48,6 +48,8 @@ class Entry:
         """What it holds, in a few words."""
         if identity := self.key.inputs.get("identity"):
             return f"{self.key.inputs.get('kind', 'unknown')}: {identity.split()[0]}"
+        if op := self.key.inputs.get("op"):
+            return f"{self.key.inputs.get('kind', 'unknown')}: {op}"
         ops = Counter(m[2] for m in _OP.finditer(self.key.inputs.get("region", "")))
         parts = (f"{name} x{n}" if n > 1 else name for name, n in ops.most_common())
         return f"{self.key.inputs.get('kind', 'unknown')}: {', '.join(parts)}"

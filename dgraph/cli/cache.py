@@ -57,7 +57,8 @@ def show(
 
     found = entry(open_cache(cache), name)
     if json:
-        print_json({**_facts(found), "key": dict(found.key.inputs)})
+        chosen = {"choices": _choices(found)} if found.key.inputs.get("kind") == "tuning" else {}
+        print_json({**_facts(found), "key": dict(found.key.inputs), **chosen})
         return
     for title, text in (
         ("artifact", found.digest),
@@ -71,6 +72,8 @@ def show(
     if SETTINGS in inputs and not full:
         inputs[SETTINGS] = f"{len(inputs[SETTINGS].splitlines())}, see --full"
     print_text(f"\n{Key(inputs).text}")
+    if inputs.get("kind") == "tuning":
+        _print_choices(_choices(found))
 
 
 def why(
@@ -169,6 +172,44 @@ def _facts(found: Entry) -> dict[str, Any]:
     }
     times = {"created": found.created, "used": found.used}
     return {**facts, "size": found.size, **times, "damaged": found.damaged, "files": _files(found)}
+
+
+def _choices(found: Entry) -> list[dict[str, Any]]:
+    """What an entry of kind "tuning" holds, as `dgraph.ops.tuning.Choice.to_json` wrote it.
+
+    Raises:
+        CacheError: it is damaged.
+    """
+    import json
+
+    from dgraph.cache import artifact
+    from dgraph.errors import CacheError
+    from dgraph.lowering.tuning import FILE
+
+    try:
+        return json.loads(artifact.read(found.folder, found.digest).files[FILE])["choices"]
+    except (artifact.Damaged, OSError, KeyError, ValueError) as error:
+        raise CacheError(f"artifact {found.digest[:SHOWN]} is damaged: {error}; run dgraph cache verify.") from None
+
+
+def _print_choices(choices: list[dict[str, Any]]) -> None:
+    """Per shape the plan, its time and the default's; then the plans that could not be timed, and why."""
+    from dgraph.ops.tuning import text_of
+
+    def micro(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1e6 * seconds:.1f}"
+
+    rows = []
+    for choice in choices:
+        took, default = choice["seconds"], choice["default_seconds"]
+        gain = f"{default / took:.2f}" if took and default else "-"
+        rows.append(
+            (text_of(choice["shape"]), micro(took), micro(default), gain, str(choice["tried"]), text_of(choice["plan"]))
+        )
+    print_table(("shape", "us", "default us", "gain", "timed", "plan"), rows)
+    failed = dict.fromkeys(f"not timed: {plan}: {reason}" for choice in choices for plan, reason in choice["failed"])
+    if failed:
+        print_text("\n" + "\n".join(failed))
 
 
 def _files(found: Entry) -> dict[str, int]:

@@ -21,14 +21,22 @@ def compile_(
     ] = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="On a GPU, also time plans of kernels for batches of up to so many.", show_default=False),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="With --batch: positions per sequence.", show_default="the model's longest"),
+    ] = None,
     cache: Folder = None,
     json: given.Json = False,
 ) -> None:
-    """Compile a model under a recipe, so that later processes only load it. What is there already is not compiled.
+    """Compile a model under a recipe, so that later processes only load it. What is there already is not made again.
 
     \b
     dgraph compile tiny_sdar -r focus
-    dgraph compile ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 --dtype bfloat16 --device cuda
+    dgraph compile ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 --dtype bfloat16 --device cuda --batch 64
     """
     import dgraph
     from dgraph.errors import CacheError
@@ -42,6 +50,9 @@ def compile_(
             buckets=rows,
             dtype=given.torch_dtype(dtype),
             device=given.torch_device(device),
+            warmup="lazy" if batch is None else "full",
+            max_batch=batch,
+            max_tokens=tokens,
             cache=store.root,
             progress=tell,
             **options,
@@ -50,9 +61,11 @@ def compile_(
     if compiler.unstored:
         count = len(compiler.compiled) + len(compiler.loaded)
         raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be kept in {store.root}.")
-    found = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "seconds": seconds}
+    timed = len(made.tuning.timed) if made.tuning is not None else 0
+    found = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "timed": timed, "seconds": seconds}
     if json:
         print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
     else:
         there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} were there already"
-        print_text(f"{made.model.name} under {recipe}: {there} ({seconds:.1f} s)")
+        plans = f", plans timed for {timed} shapes" if batch is not None else ""
+        print_text(f"{made.model.name} under {recipe}: {there}{plans} ({seconds:.1f} s)")

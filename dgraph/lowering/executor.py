@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,62 +11,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.errors import LoweringError
+from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
+from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step
+from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import op_of
 
-
-class Slot(int):
-    """The number of a slot, as it stands for a value among arguments."""
-
-
-Slots = list[Any]
-"""The values of one run, by slot; None where there is none yet or no longer."""
-
-
-class Step:
-    """One function over slots: reads some, writes some, and frees those that nobody reads any more."""
-
-    __slots__ = ("args", "frees", "function", "targets")
-
-    def __init__(self, function: Callable[..., Any], args: list[Any], targets: tuple[tuple[int | None, int], ...]):
-        self.function, self.args, self.targets = function, args, targets
-        self.frees: tuple[int, ...] = ()
-
-    def run(self, slots: Slots) -> None:
-        """Call the function and store its results."""
-        result = self.function(*(_fill(a, slots) for a in self.args))
-        for part, slot in self.targets:
-            slots[slot] = result if part is None else result[part]
-        for slot in self.frees:
-            slots[slot] = None
-
-    def reads(self) -> set[int]:
-        """Slots among the arguments."""
-        return set(_slots_in(self.args))
-
-    def writes(self) -> set[int]:
-        """Slots of the results."""
-        return {slot for _, slot in self.targets}
-
-
-def _fill(arg: Any, slots: Slots) -> Any:
-    if isinstance(arg, Slot):
-        return slots[arg]
-    return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
-
-
-def _slots_in(args: Iterable[Any]) -> Iterable[int]:
-    for arg in args:
-        if isinstance(arg, Slot):
-            yield arg
-        elif isinstance(arg, list):
-            yield from _slots_in(arg)
+IN_PLACE = ("pages", "entries", "sequences")
+"""First sizes of inputs that are written in place, or read from where such writes go."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +40,17 @@ class StagePlan:
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         outputs: slots that `steps` write and that something outside reads, ascending.
         last: whether no stage runs behind this one.
+        chunk_rows: above so many rows some steps run in chunks of rows; None if none does.
     """
 
     name: str
     bridge: tuple[Step, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[AnyStep, ...]
     inputs: tuple[int, ...]
     in_place: frozenset[int]
     outputs: tuple[int, ...]
     last: bool
+    chunk_rows: int | None
 
 
 class Runner(Protocol):
@@ -117,6 +77,13 @@ class LoweredProgram:
         compiler: makes the region functions; share it among the phases of a model.
         buckets: rounds the row count of every stage.
         runner: makes what runs a stage from its plan.
+        tuning: plans of kernels that its launches take where they were chosen; None for the kernels' own.
+        chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
+            stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
+            of another number of rows.
+
+    Raises:
+        InputError: chunk_rows below 1.
     """
 
     def __init__(
@@ -125,8 +92,14 @@ class LoweredProgram:
         compiler: RegionCompiler,
         buckets: Buckets,
         runner: Callable[[StagePlan], Runner] = run_steps,
+        tuning: Tuning | None = None,
+        chunk_rows: int | None = CHUNK_ROWS,
     ):
-        self.graph, self.buckets = graph, buckets
+        if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
+            raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
+        self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
+        if tuning is not None:
+            tuning.load(graph)
         self.stages = schedule(graph)
         self._numbers: dict[Node, Slot] = {}
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -176,6 +149,14 @@ class LoweredProgram:
         slots = list(self._template)
         live, padded = rows, self.buckets(rows)
         self._bind(inputs, slots, live, padded)
+        if self.tuning is None:
+            return self._run(slots, live, padded)
+        if self.tuning.is_open:
+            self.tuning.prepare(self.graph, self._sizes(slots), padded)
+        with self.tuning.choices.in_use():
+            return self._run(slots, live, padded)
+
+    def _run(self, slots: Slots, live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
         for runner, cut in zip(self._runners, self._cuts, strict=True):
             start = time.perf_counter()
@@ -192,6 +173,11 @@ class LoweredProgram:
             seconds.append(time.perf_counter() - start)
         outputs = {name: slots[slot] for name, slot in self._outputs.items()}
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
+
+    def _sizes(self, slots: Slots) -> dict[str, int]:
+        """The symbols in the declared sizes of the inputs, and what they are now."""
+        sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in self._inputs.values())
+        return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
 
     def _bind(self, inputs: Mapping[str, Tensor], slots: Slots, rows: int, padded: int) -> None:
         for name, (slot, spec) in self._inputs.items():
@@ -225,7 +211,7 @@ class LoweredProgram:
 
     def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
-        caches = {slot for slot, spec in self._inputs.values() if spec.shape[0] == "pages"}
+        caches = {slot for slot, spec in self._inputs.values() if spec.shape[0] in IN_PLACE}
         plans = []
         for i, (stage, mine) in enumerate(zip(self.stages, steps, strict=True)):
             bridge = []
@@ -233,21 +219,25 @@ class LoweredProgram:
                 if not (isinstance(origin, Call) and (op := op_of(origin.node.target)) and op.name == "compact"):
                     break
                 bridge.append(step)
-            body = mine[len(bridge) :]
-            written = set().union(*(s.writes() for s in body)) if body else set()
-            read = set().union(*(s.reads() for s in body)) if body else set()
             outside = {slot for later in steps[i + 1 :] for s in later for slot in s.reads()}
             outside |= {slot for cut in self._cuts[i:] if cut is not None for slot in cut.reads()}
-            results = set(self._outputs.values())
+            outside |= set(self._outputs.values())
+            body: tuple[AnyStep, ...] = tuple(mine[len(bridge) :])
+            if self.chunk_rows is not None:
+                origins, own = stage.steps[len(bridge) :], mine[len(bridge) :]
+                body = in_chunks(self.graph, origins, own, self._numbers, outside, self.chunk_rows)
+            written = set().union(*(s.writes() for s in body)) if body else set()
+            read = set().union(*(s.reads() for s in body)) if body else set()
             plans.append(
                 StagePlan(
                     stage.name,
                     tuple(bridge),
-                    tuple(body),
+                    body,
                     tuple(sorted(read - written - weights)),
                     frozenset(read & caches),
-                    tuple(sorted(written & (outside | results))),
+                    tuple(sorted(written & outside)),
                     stage.cut is None,
+                    self.chunk_rows if any(isinstance(s, RowChunks) for s in body) else None,
                 )
             )
         return tuple(plans)
@@ -255,13 +245,13 @@ class LoweredProgram:
     def _plan_frees(self) -> None:
         """Free each slot behind its last reader; weights, inputs and outputs stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
-        last: dict[int, Step] = {}
+        last: dict[int, AnyStep] = {}
         for plan, cut in zip(self.plans, self._cuts, strict=True):
             for step in (*plan.bridge, *plan.steps):
                 last.update(dict.fromkeys(step.reads() | step.writes(), step))
             if cut is not None:  # a cut's own arguments are read by the host
                 keep |= cut.reads()
-        frees: dict[Step, list[int]] = {}
+        frees: dict[AnyStep, list[int]] = {}
         for slot, step in last.items():
             if slot not in keep:
                 frees.setdefault(step, []).append(slot)

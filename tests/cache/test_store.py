@@ -44,6 +44,27 @@ def test_writing_twice_keeps_the_first(store: Store) -> None:
     assert folders(store) == [a.digest]
 
 
+def test_an_artifact_that_grows_takes_the_place_of_the_old_one(store: Store) -> None:
+    (a, b) = filled(store, "a", "b")
+    assert store.put(a, {"region.pickle": b"other"}, replace=True)
+    assert store.put(key("c"), FILES, replace=True)
+    found = store.find(a)
+    assert found is not None
+    assert dict(found.files) == {"region.pickle": b"other"}
+    assert folders(store) == sorted(k.digest for k in (a, b, key("c")))
+    assert not list(store.temporary.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a,) = filled(store, "a")
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert not store.put(a, {"region.pickle": b"other"}, replace=True)
+    found = store.find(a)
+    assert found is not None
+    assert dict(found.files) == FILES
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
 def test_nobody_else_can_read_or_write_it(store: Store) -> None:
     (a,) = filled(store, "a")

@@ -13,6 +13,8 @@ import pytest
 from dgraph.cache.key import SETTINGS, Key
 from dgraph.cache.store import Store
 from dgraph.lowering import inductor
+from dgraph.lowering.tuning import FILE
+from dgraph.ops.tuning import Choice, LogitsShape
 from tests.cache.stores import FILES, flip, folders
 from tests.cli.conftest import Run
 
@@ -95,6 +97,35 @@ def test_show(run: Run, store: Store) -> None:
     assert found["key"] == dict(key().inputs)
     assert found["files"]["kernel0.so"] == 260
     refused(run("cache", "show", "nothing"), "unknown artifact 'nothing'", f"Known: {a[:12]}")
+
+
+def test_plans_that_were_timed(run: Run, store: Store) -> None:
+    pytest.importorskip("triton")
+    from dgraph.ops.triton.lm_head import Plan
+
+    shapes = [LogitsShape(rows, 700, "bfloat16") for rows in (8, 16)]
+    choices = [
+        Choice(shapes[0], Plan(1024, 2), 2e-6, 3e-6, 5, (("block=4096 splits=1 warps=8", "out of shared memory"),)),
+        Choice(shapes[1], Plan(1024, 1), 4e-6, None, 1),
+    ]
+    plans = {FILE: json.dumps({"op": "lm_head", "choices": [c.to_json() for c in choices]}).encode()}
+    gpu = key(kind="tuning", op="lm_head", region="", device="cuda", **{"device name": "NVIDIA H200, 132 multi"})
+    assert store.put(gpu, plans)
+    assert printed(run("cache", "ls"))[1].split("  ")[-1] == "tuning: lm_head"
+    lines = printed(run("cache", "show", gpu.digest))
+    assert "op: lm_head" in lines
+    title, first, second, empty, failed = lines[lines.index("") + 1 :][-5:]
+    assert title.split("  ")[0] == "shape"
+    assert first.split()[3:] == ["2.0", "3.0", "1.50", "5", "block=1024", "splits=2", "warps=4"]
+    assert second.startswith("rows=16 vocab=700 dtype=bfloat16")
+    assert second.split()[3:7] == ["4.0", "-", "-", "1"]
+    assert (empty, failed) == ("", "not timed: block=4096 splits=1 warps=8: out of shared memory")
+    found = one_object(run("cache", "show", gpu.digest, "--json"))
+    assert [c["plan"]["splits"] for c in found["choices"]] == [2, 1]
+    flip(store.entries / gpu.digest / FILE, 30)
+    result = run("cache", "show", gpu.digest, "--json")
+    assert result.exit_code == 2
+    assert "choices.json is not what was written; run dgraph cache verify" in " ".join(result.stderr.split())
 
 
 def test_why(run: Run, store: Store) -> None:
@@ -240,3 +271,4 @@ def test_compile_refuses_bad_input(run: Run, store: Store) -> None:
     refused(run("compile", "tiny_sdar", "-o", "alhpa=1"), "Did you mean 'alpha'?")
     refused(run("compile", "tiny_sdra"), "tiny_sdra")
     refused(run("compile", "tiny_sdar", "--device", "cudda"), "cudda")
+    refused(run("compile", "tiny_sdar", "--tokens", 64), "set warmup='full' or leave them out")

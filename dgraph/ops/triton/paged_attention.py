@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.tuning import attention_shape, chosen
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def kernel(
     if not out.numel():
         return out
     keys = page_table.shape[1] * page
+    plan = plan or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
     if plan is None:
         plan = plan_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
     group, width, splits = heads // kv_heads, power_of_two(d, 16), plan.splits

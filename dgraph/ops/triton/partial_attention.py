@@ -33,6 +33,7 @@ from dgraph.ops.triton.paged_attention import blocks_of, multiprocessors
 from dgraph.ops.triton.partial_rows import decide, divide
 from dgraph.ops.triton.partial_tiles import changes, exactly, finish, leave, queries, scan
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.tuning import attention_shape, chosen
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def kernel(
     if not out.numel():
         return out, salient.fill_(False)
     keys = page_table.shape[1] * page
+    plan = plan or chosen("partial_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
     if plan is None:
         plan = plan_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
     sizes = plan.exact

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
 from dgraph.ops.triton.paged_attention import multiprocessors
+from dgraph.ops.tuning import LinearShape, chosen, dtype_name
 
 ANY = 2**31 - 1
 """A largest row count that is none."""
@@ -109,15 +110,24 @@ SOME = 4
 """Rows of a tile whose shares one program of the second kernel adds up at a time."""
 
 
+def plan_for(itemsize: int) -> Plan:
+    """The plan for values of so many bytes: its tiles hold for any number of rows."""
+    return Plan() if itemsize == 2 else WIDE
+
+
+def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
+    """The shape of a call."""
+    return LinearShape(x.shape[0], x.shape[1], weight.shape[0], dtype_name(x.dtype))
+
+
 def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, plan: Plan | None = None) -> Tensor:
-    """dgraph::rows_linear; see its contract. `plan` overrides the sizes chosen for the dtype."""
+    """dgraph::rows_linear; see its contract. `plan` overrides the sizes chosen for the shape."""
     check_sizes(x, weight, bias)
     (n, d_in), d_out = x.shape, weight.shape[0]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    if plan is None:
-        plan = Plan() if x.element_size() == 2 else WIDE
+    plan = plan or chosen("rows_linear", shape_of(x, weight)) or plan_for(x.element_size())
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     cases, programs = plan.cases(), plan.programs * multiprocessors(x.device)
     part = out

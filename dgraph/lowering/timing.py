@@ -1,0 +1,91 @@
+"""Seconds of calls on a GPU, and of a kernel under a plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.ops.tuning import Shape
+
+WARM_REPLAYS = 3
+"""Replays in front of those that count."""
+RUNS = 9
+"""Replays that count, of a kernel under a plan."""
+
+
+def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int) -> float:
+    """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes what the calls read
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(runs + WARM_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * begin.elapsed_time(end) / len(calls))
+    return statistics.median(times[WARM_REPLAYS:])
+
+
+def plan_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any], float]:
+    """A function that times plans of a kernel on random values of a shape.
+
+    It takes a plan and returns the seconds of a call: the geometric mean over amounts of live data. What the first plan
+    computes the others must compute too, up to rounding.
+
+    Raises, when called:
+        LoweringError: a plan computes something else.
+        Exception: whatever the compiler or the device say of a plan that does not fit.
+    """
+    from dgraph.ops.triton.candidates import TUNABLE
+
+    trial = TUNABLE[op].trial(shape, device)
+    expected: list[Tensor] = []
+
+    def seconds(plan: Any) -> float:
+        with torch.cuda.device(device):
+            trial.reset()
+            found = [value.clone() for load in trial.loads for value in _flat(load[0](plan))]
+            if expected:
+                check_equal(found, expected)
+            else:
+                expected.extend(found)
+            times = [graph_seconds([partial(call, plan) for call in load], RUNS) for load in trial.loads]
+        return statistics.geometric_mean(times)
+
+    return seconds
+
+
+def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Results under two plans must agree up to rounding.
+
+    Raises:
+        LoweringError: floats are apart by more than 2 % (fp32: 0.1 %) of their norm, or more than 1 % of the integers
+            (a decision may lie on its threshold) differ.
+    """
+    for got, want in zip(found, expected, strict=True):
+        if want.is_floating_point():
+            apart = float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30))
+            most = 1e-3 if want.dtype == torch.float32 else 2e-2
+        else:
+            apart, most = float((got != want).float().mean()), 1e-2
+        if not apart <= most:  # NaN is no agreement either
+            raise LoweringError(f"its result is {apart:.1e} away from that of the default plan, expected {most:.0e}.")
+
+
+def _flat(value: Any) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)

@@ -1,0 +1,207 @@
+"""Plans of kernels, timed once for the shapes that a program will meet, and kept for later processes.
+
+A store holds one entry per op and device (`dgraph.cache.key.tuning_key`), with every shape that was ever tuned there. A
+program takes its choices from the entry when it is lowered. Only while tuning is open (a warm-up) are shapes timed that
+have none; then it happens between steps, never inside of a generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.cache.key import Key, tuning_key
+from dgraph.cache.store import Store
+from dgraph.graph import Graph
+from dgraph.lowering.timing import plan_seconds
+from dgraph.nodes import args_of
+from dgraph.ops import op_of
+from dgraph.ops.tuning import TUNED, Choice, Choices, Shape, text_of
+
+FILE = "choices.json"
+MARGIN = 0.98
+"""A plan takes the place of the default if its time is below this share of the default's: less is noise."""
+
+Timer = Callable[[str, Shape, torch.device], Callable[[Any], float]]
+"""Makes, for an op and a shape on a device, a function from a plan to seconds; see `plan_seconds`."""
+
+
+class Tuning:
+    """The choices of the programs of one model, and what extends them.
+
+    Args:
+        device: of the programs.
+        store: where choices are kept; without one nothing is timed, since every process would time anew.
+        tell: called with what is being timed, for display.
+        timer: replaced in tests, where there is no device.
+
+    Attributes:
+        choices: what kernels take; put them in use around whatever launches these.
+        found: every choice by op and shape, with its times.
+        timed: shapes that this object timed, in order.
+        is_open: whether shapes without a choice are timed now.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        store: Store | None,
+        tell: Callable[[str], None] | None = None,
+        timer: Timer = plan_seconds,
+    ):
+        self.device, self.store = device, store
+        self.choices = Choices()
+        self.found: dict[str, dict[Shape, Choice]] = {}
+        self.timed: list[tuple[str, Shape]] = []
+        self._tell = tell or (lambda what: None)
+        self._timer = timer
+        self.is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside of the block, programs time the shapes that they meet and have no choice for."""
+        self.is_open = self.store is not None
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+    def load(self, graph: Graph) -> None:
+        """Take up the choices that the store has for the ops of a graph."""
+        for op in _ops_of(graph):
+            if op not in self.found:
+                self._load(op, self._key(op))
+
+    def prepare(self, graph: Graph, sizes: Mapping[str, int], rows: int) -> None:
+        """Time the plans for a graph's calls that have no choice yet.
+
+        Args:
+            graph: of the program.
+            sizes: the symbols of its inputs, by name.
+            rows: the bucket; every row set has so many.
+        """
+        for op, shapes in shapes_of(graph, sizes, rows).items():
+            self.tune(op, shapes)
+
+    def tune(self, op: str, shapes: Iterable[Shape]) -> None:
+        """Time the plans for some shapes of an op, unless they have a choice; the store has it then.
+
+        A plan that fails is left out with its reason. Where all fail, the default is taken, for this process alone.
+        """
+        missing = [shape for shape in shapes if shape not in self.found.get(op, {})]
+        if not missing or self.store is None:
+            return
+        key = self._key(op)
+        with self.store.making(key.digest, lambda: self._tell(f"waiting for plans of {op}")):
+            self._load(op, key)  # another process may have made them while this one waited
+            missing = [shape for shape in missing if shape not in self.found[op]]
+            try:
+                for shape in missing:
+                    self._tell(f"timing plans of {op} for {text_of(shape)}")
+                    self._take(op, self._choose(op, shape))
+                    self.timed.append((op, shape))
+            finally:  # what was timed before an interruption is kept
+                self._save(op, key, missing)
+        if self.device.type == "cuda" and missing:
+            torch.cuda.empty_cache()  # the values that plans were timed on are large, and capturing comes next
+
+    def _key(self, op: str) -> Key:
+        return tuning_key(op, self.device)
+
+    def _take(self, op: str, choice: Choice) -> None:
+        self.found.setdefault(op, {})[choice.shape] = choice
+        self.choices.add(op, choice)
+
+    def _load(self, op: str, key: Key) -> None:
+        known = self.found.setdefault(op, {})
+        stored = self.store.find(key) if self.store is not None else None
+        if self.store is None or stored is None:
+            return
+        kernel = _tunable(op)
+        try:
+            listed = json.loads(stored.files[FILE])["choices"]
+            choices = [Choice.from_json(data, kernel.shape, kernel.plan) for data in listed]
+        except (KeyError, TypeError, ValueError) as error:
+            self.store.reject(key.digest, f"it does not load ({str(error).partition(chr(10))[0]})")
+            return
+        for choice in choices:
+            if choice.shape not in known:
+                self._take(op, choice)
+
+    def _save(self, op: str, key: Key, new: Sequence[Shape]) -> None:
+        assert self.store is not None
+        known = self.found[op]
+        if any(known[shape].seconds is not None for shape in new if shape in known):
+            listed = [choice.to_json() for choice in known.values() if choice.seconds is not None]
+            data = json.dumps({"op": op, "choices": listed}, indent=1)
+            self.store.put(key, {FILE: data.encode()}, replace=True)
+
+    def _choose(self, op: str, shape: Shape) -> Choice:
+        from dgraph.ops.triton.paged_attention import multiprocessors
+
+        plans = _tunable(op).candidates(shape, multiprocessors(self.device))
+        times: dict[Any, float] = {}
+        failed: list[tuple[str, str]] = []
+        try:
+            seconds = self._timer(op, shape, self.device)
+        except Exception as error:  # no memory for the values, say
+            failed = [(text_of(plan), _reason(error)) for plan in plans]
+        else:
+            for plan in plans:
+                try:
+                    times[plan] = seconds(plan)
+                except Exception as error:  # what compilers and devices say of a plan that does not fit has many types
+                    failed.append((text_of(plan), _reason(error)))
+        best = min(times, key=lambda plan: times[plan], default=plans[0])
+        default = times.get(plans[0])
+        if default is not None and times[best] > MARGIN * default:
+            best = plans[0]
+        if not times and self.store is not None:
+            self.store.warn(f"no plan of {op} for {text_of(shape)} can be timed, so it takes its own: {failed[0][1]}.")
+        return Choice(shape, best, times.get(best), default, len(times), tuple(failed))
+
+
+def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, list[Shape]]:
+    """The shapes of the calls of a graph that are tuned, by op, each once.
+
+    Args:
+        sizes: symbols of the graph's inputs, by name ("b+1", "pages"); any other is a row set.
+        rows: of every row set.
+    """
+    found: dict[str, dict[Shape, None]] = {}
+
+    def sized(value: Any) -> Any:
+        if not isinstance(value, torch.fx.Node):
+            return value
+        fake = value.meta["val"]
+        if not isinstance(fake, Tensor):
+            return fake
+        shape = [s if isinstance(s, int) else sizes.get(graph.symbols.text(s), rows) for s in fake.shape]
+        return torch.empty(shape, dtype=fake.dtype, device="meta")
+
+    for node in graph.calls:
+        op = op_of(node.target)
+        if op is not None and op.name in TUNED:
+            shapes = _tunable(op.name).shapes(*map(sized, args_of(node)))
+            found.setdefault(op.name, {}).update(dict.fromkeys(shapes))
+    return {op: list(shapes) for op, shapes in found.items()}
+
+
+def _ops_of(graph: Graph) -> list[str]:
+    ops = (op_of(node.target) for node in graph.calls)
+    return sorted({op.name for op in ops if op is not None} & set(TUNED))
+
+
+def _tunable(op: str) -> Any:
+    from dgraph.ops.triton.candidates import TUNABLE
+
+    return TUNABLE[op]
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,162 @@
+"""Which plans are worth timing for a shape: the default first, then changes of it that a device may like better.
+
+A list is short, because each plan is compiled. Its plans fit the kernel; whether they fit the device is found by
+running them. The tiles of products are among those that `benchmarks.rows_linear --plans` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dgraph.ops.triton import lm_head, paged_attention, partial_attention, rows_linear, trials
+from dgraph.ops.triton.paged_attention import Plan as AttentionPlan
+from dgraph.ops.triton.rows import power_of_two
+from dgraph.ops.triton.rows_linear import ANY, Tiles
+from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, attention_shape, dtype_name
+
+MOST = 12
+"""Plans for one shape."""
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What tuning needs to know of a kernel.
+
+    Attributes:
+        shape, plan: their types.
+        shapes: of the launches that a call with the op's arguments makes; only sizes and dtypes are looked at.
+        candidates: plans for a shape on a device with so many multiprocessors, the default first.
+        trial: calls on random values of a shape; see `dgraph.ops.triton.trials`.
+    """
+
+    shape: type
+    plan: type
+    shapes: Callable[..., list[Shape]]
+    candidates: Callable[[Any, int], list[Any]]
+    trial: Callable[[Any, torch.device], trials.Trial]
+
+
+def itemsize(shape: Shape) -> int:
+    """Bytes of a value."""
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    return dtype.itemsize
+
+
+def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan]:
+    """Plans of paged_attention."""
+    sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
+    default = paged_attention.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    splits, n, m = default.splits, default.block_n, default.block_m
+    changes: list[dict[str, Any]] = [{"splits": 2 * splits}, {"splits": splits // 2}]
+    if itemsize(shape) == 2:
+        changes += [
+            {"block_n": 2 * n},
+            {"block_n": n // 2},
+            {"warps": 12 - default.warps},
+            {"block_n": 2 * n, "warps": 12 - default.warps},
+            {"stages": 3},
+            {"block_m": m // 2, "warps": 4},
+            {"block_m": 2 * m},
+            {"bulk": False, "block_n": 128 if m < 128 else 64, "stages": 3},
+            {"block_m": m // 2, "warps": 4, "splits": splits // 2},
+        ]
+    found = [default, *(replace(default, **change) for change in changes)]
+    return _distinct(plan for plan in found if plan is default or _fits(plan, shape))
+
+
+def _fits(plan: AttentionPlan, shape: AttentionShape) -> bool:
+    """Whether a plan is one of its own for a shape, and small enough to have a chance."""
+    widest = 32 if power_of_two(shape.head_dim) > 128 else 128
+    least = power_of_two(shape.heads // shape.kv_heads, 16)
+    return (
+        max(least, 16) <= plan.block_m <= max(least, 128)
+        and 16 <= plan.block_n <= widest
+        and 1 <= plan.splits <= max(1, min(16, shape.keys // 128))
+        and not (plan.bulk and shape.page % plan.block_n)  # a page that is smaller is read without the copy engine
+    )
+
+
+def partial(shape: AttentionShape, multiprocessors: int) -> list[partial_attention.Plan]:
+    """Plans of partial_attention."""
+    sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
+    default = partial_attention.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    exact = default.exact
+    inner: list[dict[str, Any]] = [{"splits": 2 * exact.splits}, {"splits": exact.splits // 2}]
+    outer: list[dict[str, Any]] = []
+    if itemsize(shape) == 2:
+        inner += [{"block_n": 2 * exact.block_n}, {"block_n": exact.block_n // 2}, {"stages": 3}]
+        outer = [{"block_n": default.block_n // 2}, {"stages": 2}, {"stages": 3}, {"changes": 16}, {"changes": 64}]
+        outer += [{"registers": 0}] if default.registers else []
+    found = [default]
+    found += [replace(default, exact=plan) for c in inner if _fits(plan := replace(exact, **c), shape)]
+    found += [replace(default, **change) for change in outer]
+    return _distinct(plan for plan in found if plan is default or plan.block_n >= 16)
+
+
+def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Plan]:
+    """Plans of rows_linear. Those for a bucket of few rows leave out the tiles for many, which never run there."""
+    default = rows_linear.plan_for(itemsize(shape))
+    if itemsize(shape) != 2:
+        return [default]
+    few, some, many = default.tiles
+    if shape.rows <= few.up_to:
+        tiles = [replace(few, up_to=ANY), Tiles(64, 128, 64, 8, weight_first=True)]
+        tiles += [Tiles(64, 64, 128, 6, weight_first=True)]
+        return [default, *(rows_linear.Plan((one,)) for one in tiles)]
+    if shape.rows <= some.up_to:
+        last = [replace(some, up_to=ANY), Tiles(128, 64, 64, 8), Tiles(64, 128, 128, 4), Tiles(128, 64, 128, 4)]
+        return [default, *(rows_linear.Plan((few, one), splits=4 if one is not last[0] else 8) for one in last)]
+    return [
+        default,
+        replace(default, splits=4),
+        replace(default, group=16),
+        replace(default, tiles=(few, replace(some, up_to=512), many)),
+        replace(default, tiles=(few, replace(some, up_to=1280), many)),
+    ]
+
+
+def logits(shape: LogitsShape, multiprocessors: int) -> list[lm_head.Plan]:
+    """Plans of lm_head's reduction."""
+    default = lm_head.plan_for(shape.rows, shape.vocab)
+    sizes = [(default.block, default.warps), (1024, 4), (4096, 8), (2048, 8)]
+    shares = (default.splits, 2 * default.splits, default.splits // 2)
+    found = [default]
+    for block, warps in sizes:
+        fits = [s for s in shares if 1 <= s <= min(64, -(-shape.vocab // block))]
+        found += [lm_head.Plan(block, splits, warps) for splits in fits]
+    return _distinct(found)
+
+
+def _distinct(plans: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(plans))[:MOST]
+
+
+def _attention_shapes(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *rest: Any) -> list[Shape]:
+    return [attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype)]
+
+
+def _partial_shapes(q: Any, k_cache: Any, *rest: Any) -> list[Shape]:
+    return [attention_shape(q.shape, k_cache.shape, rest[7].shape, q.dtype)]
+
+
+def _linear_shapes(x: Any, weight: Any, *rest: Any) -> list[Shape]:
+    return [rows_linear.shape_of(x, weight)]
+
+
+def _logits_shapes(h: Any, weight: Any, *rest: Any) -> list[Shape]:
+    rows, chunk = h.shape[0], rest[4]
+    sizes = {min(rows, chunk), rows % chunk} if rows > chunk else {rows}
+    return [LogitsShape(size, weight.shape[0], dtype_name(h.dtype)) for size in sorted(sizes) if size]
+
+
+TUNABLE: Mapping[str, Tunable] = {
+    "lm_head": Tunable(LogitsShape, lm_head.Plan, _logits_shapes, logits, trials.logits),
+    "paged_attention": Tunable(AttentionShape, AttentionPlan, _attention_shapes, attention, trials.attention),
+    "partial_attention": Tunable(AttentionShape, partial_attention.Plan, _partial_shapes, partial, trials.partial),
+    "rows_linear": Tunable(LinearShape, rows_linear.Plan, _linear_shapes, products, trials.products),
+}
+"""By op: the kernels that are tuned."""

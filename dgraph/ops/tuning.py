@@ -1,0 +1,193 @@
+"""Plans of kernels that were chosen by timing them, and how a kernel comes by them.
+
+A kernel derives a plan (sizes of its launches) from the shapes of its arguments; that is its default. Where a choice
+was made for a shape it takes that instead:
+
+    plan = chosen("paged_attention", shape_of(q, ...)) or plan_for(...)
+
+Choices are in use while a program runs, in the thread that runs it (`Choices.in_use`). They belong to that program and
+not to the process, so tuning one model does not change the numbers of another.
+
+A plan never changes what a kernel computes, only the order of its sums: another number of shares rounds attention, a
+product or a softmax in another way, in the last bits. Under one plan, equal calls give equal bits. Ops that select rows
+are not tuned, and the token of lm_head is the same under every plan; what is compared with a threshold (a confidence,
+the cosine of partial_attention) can fall on its other side only where it lies on it to within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+TUNED = ("lm_head", "paged_attention", "partial_attention", "rows_linear")
+"""Ops whose kernels look for a choice; `dgraph.ops.triton.candidates` says what is tried for each."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """A call of paged_attention or partial_attention.
+
+    Attributes:
+        rows, sequences: N and b; a step's rows are those of its bucket.
+        heads, kv_heads, head_dim: of the queries and the caches.
+        page: positions per page.
+        keys: that a page table addresses per sequence, rounded up to a power of two.
+        dtype: of the queries, as torch names it.
+    """
+
+    rows: int
+    sequences: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    keys: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A call of rows_linear: room for so many rows (how many are live is known on the device alone), sizes, dtype."""
+
+    rows: int
+    d_in: int
+    d_out: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LogitsShape:
+    """One chunk of lm_head: rows and logits of each, dtype of the logits."""
+
+    rows: int
+    vocab: int
+    dtype: str
+
+
+Shape = AttentionShape | LinearShape | LogitsShape
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What timing said for one shape.
+
+    Attributes:
+        shape: of the call.
+        plan: the plan to take, a frozen dataclass of the kernel's.
+        seconds: of a call under it; None if no plan could be timed, and the plan is the default.
+        default_seconds: of a call under the default; None if that could not be timed.
+        tried: plans that were timed.
+        failed: plans that were not, as text, and why.
+    """
+
+    shape: Any
+    plan: Any
+    seconds: float | None
+    default_seconds: float | None
+    tried: int
+    failed: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], shape: type, plan: type) -> Choice:
+        """The choice that `to_json` described, over the given kinds of shape and plan.
+
+        Raises:
+            ValueError: a field is missing, unknown or of another type.
+        """
+        kinds = get_type_hints(cls) | {"shape": shape, "plan": plan}
+        return cls(**_fields(data, kinds, [f.name for f in fields(cls)]))
+
+
+class Choices:
+    """Plans by op and shape."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[str, Any], Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def add(self, op: str, choice: Choice) -> None:
+        """Take a choice up, in place of an earlier one for its shape."""
+        self._plans[op, choice.shape] = choice.plan
+
+    def plan(self, op: str, shape: Shape) -> Any | None:
+        """The plan for a shape; None if none was chosen."""
+        return self._plans.get((op, shape))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let kernels that are launched inside of the block, by this thread, take these plans."""
+        token = _IN_USE.set(self)
+        try:
+            yield
+        finally:
+            _IN_USE.reset(token)
+
+
+_IN_USE: ContextVar[Choices | None] = ContextVar("choices in use", default=None)
+
+
+def chosen(op: str, shape: Shape) -> Any | None:
+    """The plan that the choices in use have for a call; None for the default."""
+    choices = _IN_USE.get()
+    return None if choices is None else choices.plan(op, shape)
+
+
+def attention_shape(q: Sequence[int], cache: Sequence[int], table: Sequence[int], dtype: object) -> AttentionShape:
+    """The shape of an attention, from sizes of q [N, Hq, D], a cache [pages, page, Hkv, D], the page table [b, P]."""
+    keys = 1 << max(0, table[1] * cache[1] - 1).bit_length()
+    return AttentionShape(q[0], table[0], q[1], cache[2], q[2], cache[1], keys, dtype_name(dtype))
+
+
+def dtype_name(dtype: object) -> str:
+    """As torch names it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def text_of(value: Any) -> str:
+    """A shape or plan, as dataclass or plain values, on one line: `rows=64 vocab=100 dtype=float32`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={_inner(part)}" for name, part in value.items())
+    return str(value)
+
+
+def _inner(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({text_of(value)})"
+    return f"[{', '.join(map(_inner, value))}]" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _value(kind: Any, data: Any) -> Any:
+    """Plain data as a value of a type: numbers, texts, tuples, optional ones, dataclasses of these."""
+    if is_dataclass(kind):
+        assert isinstance(kind, type)
+        return kind(**_fields(data, get_type_hints(kind), [f.name for f in fields(kind)]))
+    if isinstance(kind, UnionType):
+        inner = [part for part in get_args(kind) if part is not NoneType]
+        return None if data is None else _value(inner[0], data)
+    if get_origin(kind) is tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"expected a list, got {data!r}")
+        kinds = get_args(kind)
+        each = [kinds[0]] * len(data) if kinds[1:] == (...,) else kinds
+        return tuple(_value(part, item) for part, item in zip(each, data, strict=True))
+    if type(data) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {data!r}")
+    return data
+
+
+def _fields(data: Any, kinds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(data, dict) or set(data) != set(names):
+        raise ValueError(f"expected the fields {', '.join(names)}, got {data!r}")
+    return {name: _value(kinds[name], data[name]) for name in names}

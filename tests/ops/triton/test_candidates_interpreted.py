@@ -1,0 +1,163 @@
+"""Plans that tuning tries: few, the default first, each right; and the values that they are timed on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.ops.tuning import TUNED, AttentionShape, LinearShape, LogitsShape, Shape
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.problems import attention, compare, expected, flat, heading, mutated, partial, product, settled
+
+MULTIPROCESSORS = 132
+
+
+def attentions(dtype: str) -> list[Shape]:
+    """A few rows of many sequences, many of few; pages of one block and of several; one head per group and four."""
+    return [
+        AttentionShape(64, 64, 32, 8, 128, 32, 32768, dtype),
+        AttentionShape(512, 4, 32, 32, 128, 128, 4096, dtype),
+        AttentionShape(4096, 128, 32, 8, 128, 128, 2048, dtype),
+        AttentionShape(256, 1, 32, 8, 256, 16, 256, dtype),
+    ]
+
+
+def shapes(op: str, dtype: str = "bfloat16") -> list[Shape]:
+    if op == "rows_linear":
+        return [LinearShape(rows, 4096, 6144, dtype) for rows in (16, 64, 512, 4096)]
+    if op == "lm_head":
+        return [LogitsShape(rows, 151_936, dtype) for rows in (4, 256, 1024)] + [LogitsShape(8, 700, dtype)]
+    return attentions(dtype)
+
+
+def plans(op: str, dtype: str = "bfloat16") -> list[Any]:
+    from dgraph.ops.triton.candidates import TUNABLE
+
+    return list(dict.fromkeys(p for s in shapes(op, dtype) for p in TUNABLE[op].candidates(s, MULTIPROCESSORS)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", TUNED)
+def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None:
+    from dgraph.ops.triton import lm_head, paged_attention, partial_attention, rows_linear
+    from dgraph.ops.triton.candidates import MOST, TUNABLE, itemsize
+
+    assert set(TUNABLE) == set(TUNED)
+    for shape in shapes(op, dtype):
+        if isinstance(shape, AttentionShape):
+            sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
+            kernel = partial_attention if op == "partial_attention" else paged_attention
+            default: Any = kernel.plan_for(shape.rows, shape.sequences, *sizes, MULTIPROCESSORS)
+        elif isinstance(shape, LinearShape):
+            default = rows_linear.plan_for(itemsize(shape))
+        else:
+            default = lm_head.plan_for(shape.rows, shape.vocab)
+        found = TUNABLE[op].candidates(shape, MULTIPROCESSORS)
+        assert found[0] == default
+        assert len(set(found)) == len(found) <= MOST == 12
+        if dtype == "bfloat16":
+            assert len(found) >= 3, shape
+
+
+def test_plans_of_attention_stay_within_what_they_may_be() -> None:
+    from dgraph.ops.triton.candidates import attention as of
+
+    for shape in attentions("bfloat16"):
+        assert isinstance(shape, AttentionShape)
+        default, *others = of(shape, MULTIPROCESSORS)
+        for plan in others:
+            assert plan.splits <= 16
+            assert shape.heads // shape.kv_heads <= plan.block_m <= 128
+            assert not plan.bulk or shape.page % plan.block_n == 0, "or it is another plan under a false name"
+            assert shape.head_dim <= 128 or plan.block_n <= max(32, default.block_n)
+
+
+def test_every_plan_of_attention_is_right(interpreted: Interpreter) -> None:
+    args = attention((9, 0, 5, 2), (300, 0, 12, 33), page=32, heads=(4, 1), d=16)
+    want = expected("paged_attention", args)
+    for plan in plans("paged_attention"):
+        result, _ = interpreted("paged_attention", args, plan=plan)
+        compare(flat(result), want)
+
+
+def test_every_plan_of_partial_attention_is_right(interpreted: Interpreter) -> None:
+    args = partial((18, 0, 5, 9), (70, 0, 12, 33), full=(3,), page=32, heads=(4, 1))
+    want = expected("partial_attention", args)
+    for plan in plans("partial_attention"):
+        result, after = interpreted("partial_attention", args, plan=plan)
+        compare(flat(result) + mutated("partial_attention", after), want)
+
+
+@pytest.mark.parametrize("rows", [3, 50])
+def test_every_plan_of_products_is_right(interpreted: Interpreter, rows: int) -> None:
+    args = product(rows, 60, 144, 112, bias=True)
+    want = expected("rows_linear", args)
+    for plan in plans("rows_linear"):
+        result, _ = interpreted("rows_linear", args, plan=plan)
+        compare(settled("rows_linear", args, flat(result)), want)
+
+
+def test_every_plan_of_logits_gives_the_same_tokens(interpreted: Interpreter) -> None:
+    from dgraph.ops.lm_head import decode_logits
+
+    h, weight, bias, masked, temperature, seed, _, suppress = heading(3)
+    logits = torch.nn.functional.linear(h, weight, bias)
+    logits[0] = 2.0  # every id ties
+    masked[:] = torch.tensor([True, True, False])
+    want = decode_logits(logits, temperature, seed, suppress)
+    call = (logits, masked, temperature, seed, suppress, torch.empty(3, dtype=torch.int64), *torch.empty(3, 3))
+    found = plans("lm_head")
+    for plan in [p for p in found if p.splits <= 3] + [max(found, key=lambda p: p.splits)]:
+        _, after = interpreted("lm_head", call, function="reduce_logits", plan=plan)
+        assert after[5][masked].equal(want.token[masked])
+        compare([x[masked] for x in after[6:]], [x[masked] for x in want[1:]])
+
+
+TRIALS = """
+import torch
+from dataclasses import replace
+from dgraph.lowering.timing import check_equal
+from dgraph.ops.triton import trials
+from dgraph.ops.triton.candidates import TUNABLE
+from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
+
+trials.KEYS, trials.ROOM = 48, 1 << 15
+attention = AttentionShape(21, 4, 4, 2, 16, 16, 64, "float32")
+shapes = {
+    "paged_attention": [attention, replace(attention, rows=3), replace(attention, keys=16, sequences=1)],
+    "partial_attention": [attention, replace(attention, rows=3)],
+    "rows_linear": [LinearShape(20, 32, 48, "float32"), LinearShape(1, 16, 16, "float32")],
+    "lm_head": [LogitsShape(5, 100, "float32")],
+}
+flat = lambda value: [value] if isinstance(value, torch.Tensor) else list(value)
+for op, listed in shapes.items():
+    for shape in listed:
+        trial = TUNABLE[op].trial(shape, torch.device("cpu"))
+        results = []
+        for plan in TUNABLE[op].candidates(replace(shape, dtype="bfloat16"), 4)[:3]:
+            trial.reset()
+            results.append([x.clone() for load in trial.loads for x in flat(load[0](plan))])
+            assert all(x.float().abs().sum() > 0 for x in results[-1] if x.is_floating_point()), op
+            check_equal(results[-1], results[0])
+        sizes = [len(load) for load in trial.loads]
+        print(op, len(results), len(results[0]), sizes)
+"""
+
+
+def test_the_values_that_plans_are_timed_on() -> None:
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRIALS], capture_output=True, text=True, cwd=root, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    results = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert {name for name, _ in results} == set(TUNED)
+    assert dict(results[::-1])["rows_linear"] == "3 4 [5, 5, 5, 5]", "plans, results, weights of each load"
+    assert dict(results[::-1])["lm_head"] == "3 4 [8]"
