@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.tables import Cell, Report
-from dgraph.bench.floor import COLD, graph_seconds
+from dgraph.bench.floor import COLD
+from dgraph.lowering.timing import graph_seconds
 from dgraph.ops import OPS
 
 HEADS, KV_HEADS, D, HIDDEN, VOCAB, MASK = 32, 8, 128, 4096, 151_936, 151_669
@@ -163,12 +164,34 @@ def _focus_calls(b: int) -> dict[str, tuple[list[Callable[[], Any]], float]]:
 
 
 def head(report: Report, bandwidth: float) -> None:
-    """The LM head: the product alone, with our reduction, and the same through torch."""
+    """The LM head: the product alone, with our reduction, and the same through torch; then by share of masked rows."""
     weights = [random(VOCAB, HIDDEN) * 0.05 for _ in range(2)]
     lines = [_head_line(rows, weights, bandwidth) for rows in (8, 32, 256, 1024, 2048)]
     columns = ["rows", "product ms", "lm_head ms", "reduction ms", "drawn ms", "torch ms", "floor ms"]
     note = "Chunks of 1024 rows. Reduction, drawn (temperature 1), torch and floor: of logits that exist."
     report.table("lm_head", columns, lines, note)
+    columns = ["rows", "masked", "product of these ms", "all rows ms", "listed ms", "all / listed"]
+    lines = [_masked_line(rows, share, weights) for rows in (512, 2048, 20_480) for share in (0.0, 0.025, 0.5, 1.0)]
+    note = "Chunks of 2048 rows. Product: of exactly the masked rows, by torch. All rows: each is multiplied. Greedy."
+    report.table("lm_head by share of masked rows", columns, lines, note)
+
+
+def _masked_line(rows: int, share: float, weights: Sequence[Tensor]) -> list[Cell]:
+    from dgraph.ops.triton.lm_head import kernel
+
+    chunk, count = 2048, round(share * rows)
+    h, masked = random(rows, HIDDEN), torch.zeros(rows, dtype=torch.bool, device="cuda")
+    masked[torch.randperm(rows, device="cuda")[:count]] = True
+    rest = (None, masked, torch.zeros(rows, device="cuda"), torch.arange(rows, device="cuda"), chunk, MASK)
+    logits = random(min(count, chunk), VOCAB)
+
+    def product(weight: Tensor) -> None:
+        for part in h[:count].split(chunk):
+            torch.mm(part, weight.t(), out=logits[: len(part)])
+
+    alone = milliseconds([partial(product, w) for w in weights]) if count else 0.0
+    every, listed = (milliseconds([partial(kernel, h, w, *rest, listed=x) for w in weights], 7) for x in (False, True))
+    return [rows, f"{share:.1%}", alone, every, listed, every / listed]
 
 
 def _head_line(rows: int, weights: Sequence[Tensor], bandwidth: float) -> list[Cell]:

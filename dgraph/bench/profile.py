@@ -10,13 +10,23 @@ from typing import Any
 import torch
 
 KERNELS: dict[str, frozenset[str]] = {
-    "attention": frozenset({"_attend", "_add_up"}),
+    "attention": frozenset({"_attend", "_exact", "_mixed", "_attend_kept", "_attend_rows"}),
     "focus": frozenset({"_list_masked", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
+    "salience": frozenset(
+        {"_drift", "_update", "_read", "_write_feature", "_merge", "_describe", "_divide", "_decide"}
+    ),
+    "selection": frozenset(
+        {"_find", "_weigh", "_vote", "_mean", "_score", "_outline", "_rank", "_copy"}
+        | {"share", "divide", "count_joint", "list_best"}
+    ),
     "kv write": frozenset({"_write"}),
-    "LM head": frozenset({"_reduce", "_combine"}),
+    "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine"}),
     "GEMM": frozenset({"_multiply"}),
 }
-"""dgraph's own kernels by group. `_add_up` adds up the parts of whichever of attention and product ran in front."""
+"""dgraph's own kernels by group."""
+
+SUMS = "_add_up"
+"""Adds up the parts of whichever of attention, selection and product ran in front."""
 
 CUT = "_list_kept"
 """The kernel behind which the next stage begins."""
@@ -28,6 +38,9 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("copies", re.compile(r"^mem(cpy|set)", re.IGNORECASE)),
 )
 """Other kernels by their name; what matches none is the transition between steps, "state"."""
+
+RANKED = "_read", "_write_feature"
+"""Between these two, least_similar ranks rows by kernels of torch."""
 
 SYNCHRONISING = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
 
@@ -147,12 +160,20 @@ def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], read
 
 def groups_of(names: Sequence[str]) -> list[str]:
     """The group of each kernel, in the order in which they ran; products in front of the LM head's reduction are its
-    own.
+    own, and what least_similar ranks with counts as salience.
     """
     labels = [_group(name) for name in names]
+    read = None
     for i, name in enumerate(names):
-        if name == "_add_up" and i and labels[i - 1] == "GEMM":
-            labels[i] = "GEMM"
+        if name == SUMS:
+            before = labels[i - 1] if i else ""
+            labels[i] = before if before in ("GEMM", "selection") else "attention"
+        if name == RANKED[1] and read is not None:
+            labels[read:i] = ["salience"] * (i - read)
+        if name == RANKED[0]:
+            read = i
+        elif labels[i] != "state":
+            read = None
     head = False
     for i in reversed(range(len(labels))):
         if labels[i] == "LM head":

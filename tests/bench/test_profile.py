@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from dgraph.bench.profile import Kernel, groups_of, idle, stages_of, summarise
+import dgraph
+from dgraph.bench.profile import KERNELS, SUMS, Kernel, groups_of, idle, stages_of, summarise
+
+KERNEL_FILES = Path(dgraph.__file__).parent / "ops" / "triton"
 
 STEP = [
     "void at::native::elementwise_kernel<128>",
@@ -37,6 +43,42 @@ def test_kernels_have_groups() -> None:
     assert groups[12:14] == ["GEMM", "regions"], "a layer's product is none of the head"
     assert groups[14:] == ["LM head"] * 6
     assert groups_of(["_attend", "_add_up", "_multiply", "_add_up"]) == ["attention", "attention", "GEMM", "GEMM"]
+
+
+def test_kernels_of_dyllm_and_of_sparse_attention_have_groups() -> None:
+    groups = groups_of(["_describe", "_divide", "_mixed", "_exact", "_add_up", "_decide", "_merge", "_add_up"])
+    assert groups == ["salience"] * 2 + ["attention"] * 3 + ["salience"] * 2 + ["attention"]
+    groups = groups_of(["_find", "_weigh", "_add_up", "_vote", "share", "_attend_kept", "_add_up", "_attend_rows"])
+    assert groups == ["selection"] * 5 + ["attention"] * 3
+
+
+def test_what_ranks_rows_between_two_kernels_of_salience_is_theirs() -> None:
+    sort = "void at::native::radixSortKVInPlace"
+    assert groups_of(["_read", sort, sort, "_write_feature", sort]) == ["salience"] * 4 + ["state"]
+    assert groups_of(["_read", "triton_poi_1", sort, "_write_feature"])[1:3] == ["regions", "state"]
+    assert groups_of([sort, "_write_feature"]) == ["state", "salience"]
+
+
+def test_products_of_listed_rows_are_those_of_the_head() -> None:
+    chunk = ["_gather_rows", "_multiply", "_add_up", "_reduce", "_combine"]
+    names = ["nvjet_tst_64x8_TNT", "triton_red_fused_1", "_list_rows", *chunk, *chunk, "void at::native::where"]
+    labels = groups_of(names)
+    assert labels == ["GEMM", "regions", *["LM head"] * 11, "state"]
+    assert stages_of(names, labels, ("step",)) == [*["step"] * 13, "state"]
+
+
+def test_every_kernel_has_a_name_of_its_own_and_one_group() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNEL_FILES.glob("*.py"))]
+    jit = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and _is_jit(node)]
+    called = {ast.unparse(node.func) for f in jit for node in ast.walk(f) if isinstance(node, ast.Call)}
+    kernels = [function.name for function in jit if function.name not in called]
+    assert {name for name in kernels if kernels.count(name) > 1} == {SUMS}
+    grouped = sorted(name for names in KERNELS.values() for name in names)
+    assert grouped == sorted(set(kernels) - {SUMS})
+
+
+def _is_jit(function: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def test_kernels_have_stages() -> None:

@@ -10,23 +10,26 @@ from torch import Tensor
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
 
 
-def kernel(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
-    """dgraph::feature_write; see its contract."""
+def kernel(
+    values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor, only: Tensor | None = None
+) -> None:
+    """dgraph::feature_write; see its contract. Of the rows that are flagged in `only` bool[N], if it is given."""
     (n, width), b = values.shape, cu_rows.shape[0] - 1
     check_slots("feature_write", cache=cache)
     if not values.numel() or not b:
         return
     values, page_table = dense_rows(values), dense_rows(page_table)
-    _write[(n,)](
-        values, cache, positions, page_table, cu_rows,
+    _write_feature[(n,)](
+        values, cache, positions, page_table, cu_rows, only,
         b, values.stride(0), page_table.stride(0), *cache.stride()[:2],
         cache.shape[1], width, power_of_two(width, 16, 4096), offsets_block(b), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _write(
-    values_ptr, cache_ptr, positions_ptr, table_ptr, cu_ptr, b, values_row, table_row, cache_page, cache_slot,
+def _write_feature(
+    values_ptr, cache_ptr, positions_ptr, table_ptr, cu_ptr, only_ptr,
+    b, values_row, table_row, cache_page, cache_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -35,6 +38,8 @@ def _write(
     s = owner_of(cu_ptr, b, row, OFFSETS)
     position = tl.load(positions_ptr + row).to(tl.int64)
     page = tl.load(table_ptr + s.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
+    if only_ptr is not None:
+        page = tl.where(tl.load(only_ptr + row) != 0, page, -1)
     if page < 0:
         return
     slot = page * cache_page + position % PAGE * cache_slot

@@ -1,16 +1,17 @@
 """dgraph::lm_head on CUDA.
 
-Every row is projected, chunk by chunk into one buffer, because the host does not know which are masked; the
-kernels skip the rows that are not. Each row's vocabulary is reduced in shares, and the shares are combined in
-order: the two largest logits, the sum of exponentials and their mean distance to the maximum, and the token
-with its logit.
+The host does not know which rows are masked. Of many rows, the device lists the masked ones, and each chunk of the list
+is gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks behind
+the last masked row end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
 
-The noise of a draw has the integer part of the reference to the bit; its two logarithms differ in the last
-bits of fp32 (below 4e-6), so a draw differs only where two tokens tie to within that.
+Each row's vocabulary is reduced in shares, and the shares are combined in order: the two largest logits, the sum of
+exponentials and their mean distance to the maximum, and the token with its logit.
 """
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,11 +19,44 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.triton.rows import power_of_two
+from dgraph.ops.triton import rows_linear
+from dgraph.ops.triton.lm_head_rows import Listed, gather, list_masked
+from dgraph.ops.triton.logits import merge, reduce_share
+from dgraph.ops.triton.rows import dense_rows, power_of_two
+from dgraph.ops.tuning import LogitsShape, chosen, dtype_name
 
 BLOCK = 2048
 # Programs that fill a large GPU; with fewer rows, a row is divided into shares.
 PROGRAMS = 1024
+# More rows than this are listed. A product of so many takes about as long as reading its weight.
+FEW = 256
+# A chunk of listed rows may be nearly empty, so it is divided as one of no more rows than this.
+LISTED = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the reduction of one chunk.
+
+    Attributes:
+        block: logits per iteration, a power of two.
+        splits: shares of a row.
+        warps: of the reduction.
+    """
+
+    block: int
+    splits: int
+    warps: int = 4
+
+
+def plan_for(rows: int, vocab: int) -> Plan:
+    """The plan for a chunk of so many rows."""
+    block = power_of_two(vocab, 16, BLOCK)
+    return Plan(block, max(1, min(PROGRAMS // rows, vocab // (2 * block), 32)))
+
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""token i64[N]; confidence, margin, entropy f32[N]."""
 
 
 def kernel(
@@ -34,25 +68,69 @@ def kernel(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
+    listed: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgraph::lm_head; see its contract."""
+    """dgraph::lm_head; see its contract. `listed` says whether masked rows are listed; None: if there are many rows."""
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
-    n, vocab = h.shape[0], weight.shape[0]
+    n = h.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
-    buffer = torch.empty((min(n, max_num_logits), vocab), dtype=h.dtype, device=h.device)
-    for first in range(0, n, max_num_logits):
-        part = slice(first, min(first + max_num_logits, n))
+    found = token, confidence, margin, entropy
+    if n:
+        project = _listed_rows if (n > FEW if listed is None else listed) else _all_rows
+        per_row = masked.contiguous(), temperature.contiguous(), seed.contiguous()
+        project(h, weight, bias, *per_row, min(n, max_num_logits), suppress, found)
+    return found
+
+
+def _all_rows(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    masked: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    chunk: int,
+    suppress: int,
+    found: Results,
+) -> None:
+    n = h.shape[0]
+    buffer = torch.empty((chunk, weight.shape[0]), dtype=h.dtype, device=h.device)
+    for first in range(0, n, chunk):
+        part = slice(first, min(first + chunk, n))
         logits = buffer[: part.stop - first]
         if bias is None:
             torch.mm(h[part], weight.t(), out=logits)
         else:
             torch.addmm(bias, h[part], weight.t(), out=logits)
-        found = token[part], confidence[part], margin[part], entropy[part]
-        reduce_logits(logits, masked[part], temperature[part], seed[part], suppress, *found)
-    return token, confidence, margin, entropy
+        token, confidence, margin, entropy = (x[part] for x in found)
+        rows = masked[part], temperature[part], seed[part]
+        reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy)
+
+
+def _listed_rows(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    masked: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    chunk: int,
+    suppress: int,
+    found: Results,
+) -> None:
+    n = h.shape[0]
+    h, weight = dense_rows(h), dense_rows(weight)
+    rows = list_masked(masked, chunk, *found)
+    buffer = torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
+    for i, first in enumerate(range(0, n, chunk)):
+        part, some = rows.chunk(i, chunk), buffer[: n - first]
+        gather(h, part, some)
+        logits = rows_linear.kernel(some, weight, bias, part.counts)
+        reduce_logits(logits, masked, temperature, seed, suppress, *found, listed=part)
+        del logits  # or two chunks would be alive at once
 
 
 def reduce_logits(
@@ -65,161 +143,89 @@ def reduce_logits(
     confidence: Tensor,
     margin: Tensor,
     entropy: Tensor,
-    block: int = BLOCK,
-    splits: int | None = None,
+    plan: Plan | None = None,
+    listed: Listed | None = None,
+    programs: int = PROGRAMS,
 ) -> None:
     """Write token i64[R], and confidence, margin and entropy f32[R], for each row of logits [R, V].
 
-    The other arguments, and what a row that is not masked gets, are those of dgraph::lm_head. `block`: logits per
-    iteration; `splits`: shares of a row.
+    The other arguments, and what a row that is not masked gets, are those of dgraph::lm_head. `plan` overrides the
+    sizes chosen for the shape. With `listed`, a chunk of the masked rows, row i of the logits is that of row rows[i]
+    of all else, for as many i as the last count says; other rows are left as they are, and no more than about
+    `programs` programs reduce the rows, because most chunks of a list are empty.
     """
     rows, vocab = logits.shape
     if not rows:
         return
-    block = power_of_two(vocab, 16, block)
-    if splits is None:
-        splits = max(1, min(PROGRAMS // rows, vocab // (2 * block), 32))
+    if plan is None:
+        default = plan_for(rows if listed is None else min(rows, LISTED), vocab)
+        plan = chosen("lm_head", LogitsShape(rows, vocab, dtype_name(logits.dtype))) or default
+    block, splits = plan.block, plan.splits
     keys = torch.empty((6, rows, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     temperature, seed, masked = temperature.contiguous(), seed.contiguous(), masked.contiguous()
+    index, counts = listed or (None, None)
+    last = 0 if counts is None else counts.shape[0] - 1
     share = triton.cdiv(triton.cdiv(vocab, splits), block) * block
-    _reduce[(rows, splits)](
-        logits, masked, temperature, seed, *keys.unbind(), ids, vocab, logits.stride(0), suppress, share,
-        splits, block, num_warps=4,
+    across = rows if listed is None else min(rows, max(1, programs // splits))
+    _reduce[(across, splits)](
+        logits, masked, index, counts, temperature, seed, *keys.unbind(), ids,
+        last, vocab, logits.stride(0), suppress, share, splits, block, num_warps=plan.warps,
     )  # fmt: skip
     _combine[(rows,)](
-        masked, *keys.unbind(), ids, token, confidence, margin, entropy, splits, power_of_two(splits), num_warps=1
-    )
+        masked, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy,
+        last, splits, power_of_two(splits), num_warps=1,
+    )  # fmt: skip
 
 
-@triton.jit
-def _mix(x):
-    """The 32-bit finaliser of the reference."""
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0x735A2D97
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def _gumbel(low, high, index):
-    """Standard Gumbel noise of `index`, from the two halves of a seed."""
-    bits = _mix(_mix(low) ^ high)
-    noise = _mix(_mix(index ^ bits) + _mix(bits ^ 0x5BD1E995))
-    survival = tl.minimum((noise.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-    # -log(1 - x): by its series where the logarithm of a number near 1 would lose the bits of x.
-    x = tl.minimum(survival, 0.125)
-    series = 1.0 / 8 + x * (1.0 / 9)
-    series = 1.0 / 6 + x * (1.0 / 7 + x * series)
-    series = 1.0 / 4 + x * (1.0 / 5 + x * series)
-    series = 1.0 / 2 + x * (1.0 / 3 + x * series)
-    small = x + x * x * series
-    return -tl.log(tl.where(survival <= 0.125, small, -tl.log(1.0 - survival)))
-
-
-@triton.jit
-def _scaled(value, factor):
-    """value * factor, where a factor of zero wins over an infinite value."""
-    return tl.where(factor > 0, value * factor, 0.0)
-
-
-@triton.jit
-def _accumulate(x, top, second, total, spread):
-    """Each lane after one more logit, with one exponential.
-
-    The two largest logits, the sum of exp(x - top), and the sum of (top - x) * exp(x - top).
-    """
-    gap = tl.abs(x - top)
-    fade = tl.exp(-gap)
-    risen = x > top
-    spread = tl.where(risen, _scaled(spread + total * gap, fade), spread + _scaled(gap, fade))
-    total = tl.where(risen, total * fade + 1.0, total + fade)
-    return tl.maximum(top, x), tl.maximum(second, tl.minimum(x, top)), total, spread
-
-
-@triton.jit
-def _merge(top, second, total, spread, lane, BLOCK: tl.constexpr):
-    """The same four of all lanes together."""
-    highest = tl.max(top)
-    first = tl.min(tl.where(top == highest, lane, BLOCK))
-    runner = tl.max(tl.where(lane == first, second, top))
-    fade, gap = tl.exp(top - highest), highest - top
-    return highest, runner, tl.sum(total * fade), tl.sum(_scaled(spread + total * gap, fade))
-
-
-@triton.jit
-def _take(
-    x, index, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN: tl.constexpr
-):  # fmt: skip
-    """The lanes after one more logit each."""
-    x = tl.where(index == suppress, float("-inf"), x.to(tl.float32))
-    if DRAWN:
-        x = tl.div_rn(x, divisor)
-        key = x + _gumbel(low, high, index.to(tl.uint32))
-        better = key > best
-        best, chosen = tl.where(better, key, best), tl.where(better, x, chosen)
-    else:
-        better = x > top
-    ids = tl.where(better, index, ids)
-    top, second, total, spread = _accumulate(x, top, second, total, spread)
-    if not DRAWN:
-        best, chosen = top, top
-    return top, second, total, spread, best, chosen, ids
-
-
-@triton.jit
-def _share(logits_ptr, first, last, suppress, temperature, low, high, BLOCK: tl.constexpr, DRAWN: tl.constexpr):
-    """The lanes after the logits [first, last). Whole blocks need no mask per lane, and load one block ahead."""
-    lane = tl.arange(0, BLOCK)
-    # A finite start: the difference of two infinities is no number.
-    top, second = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
-    total, spread = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    best, chosen = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], float("-inf"), tl.float32)
-    ids = tl.full([BLOCK], 2147483647, tl.int32)
-    divisor = tl.zeros([BLOCK], tl.float32) + temperature
-    whole = first + (last - first) // BLOCK * BLOCK
-    ahead = tl.load(logits_ptr + first + lane, mask=first < whole, other=0.0)
-    for at in range(first, whole, BLOCK):
-        x = ahead
-        ahead = tl.load(logits_ptr + at + BLOCK + lane, mask=at + BLOCK < whole, other=0.0)
-        top, second, total, spread, best, chosen, ids = _take(
-            x, at + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
-        )
-    if whole < last:
-        x = tl.load(logits_ptr + whole + lane, mask=whole + lane < last, other=float("-inf"))
-        top, second, total, spread, best, chosen, ids = _take(
-            x, whole + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
-        )
-    return top, second, total, spread, best, chosen, ids
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["last_count"])
 def _reduce(
-    logits_ptr, masked_ptr, temperature_ptr, seed_ptr,
+    logits_ptr, masked_ptr, index_ptr, counts_ptr, temperature_ptr, seed_ptr,
     top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-    vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    last_count, vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A share of one row, if that is masked; or of listed rows, one after the other."""
+    place, split = tl.program_id(0), tl.program_id(1)
+    if index_ptr is None:
+        if tl.load(masked_ptr + place) != 0:
+            _reduce_row(
+                logits_ptr, temperature_ptr, seed_ptr,
+                top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
+                place, place, split, vocab, stride, suppress, share, SPLITS, BLOCK,
+            )  # fmt: skip
+    else:
+        for at in range(place, tl.load(counts_ptr + last_count), tl.num_programs(0)):
+            _reduce_row(
+                logits_ptr, temperature_ptr, seed_ptr,
+                top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
+                tl.load(index_ptr + at), at, split, vocab, stride, suppress, share, SPLITS, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _reduce_row(
+    logits_ptr, temperature_ptr, seed_ptr, top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
+    row, place, split, vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every lane reduces its own logits; the lanes meet once, at the end."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    if tl.load(masked_ptr + row) == 0:
-        return
-    logits_ptr += row.to(tl.int64) * stride
+    logits_ptr += (tl.full([], 0, tl.int64) + place) * stride
     temperature = tl.load(temperature_ptr + row)
     seed = tl.load(seed_ptr + row)
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     first = split * share
     last = tl.maximum(tl.minimum(first + share, vocab), first)
     if temperature > 0:
-        top, second, total, spread, best, chosen, ids = _share(
+        top, second, total, spread, best, chosen, ids = reduce_share(
             logits_ptr, first, last, suppress, temperature, low, high, BLOCK, True
         )
     else:
-        top, second, total, spread, best, chosen, ids = _share(
+        top, second, total, spread, best, chosen, ids = reduce_share(
             logits_ptr, first, last, suppress, temperature, low, high, BLOCK, False
         )
     winner = tl.max(best)
     token = tl.min(tl.where(best == winner, ids, 2147483647))
-    highest, runner, mass, distance = _merge(top, second, total, spread, tl.arange(0, BLOCK), BLOCK)
-    at = row * SPLITS + split
+    highest, runner, mass, distance = merge(top, second, total, spread, tl.arange(0, BLOCK), BLOCK)
+    at = place * SPLITS + split
     tl.store(top_ptr + at, highest)
     tl.store(second_ptr + at, runner)
     tl.store(total_ptr + at, mass)
@@ -229,20 +235,27 @@ def _reduce(
     tl.store(ids_ptr + at, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_count"])
 def _combine(
-    masked_ptr, top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-    token_ptr, confidence_ptr, margin_ptr, entropy_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    masked_ptr, index_ptr, counts_ptr,
+    top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
+    token_ptr, confidence_ptr, margin_ptr, entropy_ptr,
+    last_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    if tl.load(masked_ptr + row) == 0:
+    place = tl.program_id(0)
+    row = place
+    if index_ptr is not None:
+        if place >= tl.load(counts_ptr + last_count):
+            return
+        row = tl.load(index_ptr + place)
+    elif tl.load(masked_ptr + row) == 0:
         tl.store(token_ptr + row, tl.full([], -1, tl.int64))
         tl.store(confidence_ptr + row, float("-inf"))
         tl.store(margin_ptr + row, float("-inf"))
         tl.store(entropy_ptr + row, float("inf"))
         return
     split = tl.arange(0, BLOCK)
-    at, inside = row * SPLITS + split, split < SPLITS
+    at, inside = place * SPLITS + split, split < SPLITS
     top = tl.load(top_ptr + at, mask=inside, other=-1e30)
     second = tl.load(second_ptr + at, mask=inside, other=-1e30)
     total = tl.load(total_ptr + at, mask=inside, other=0.0)
@@ -250,7 +263,7 @@ def _combine(
     best = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
     chosen = tl.load(chosen_ptr + at, mask=inside, other=float("-inf"))
     ids = tl.load(ids_ptr + at, mask=inside, other=2147483647)
-    highest, runner, mass, distance = _merge(top, second, total, spread, split, BLOCK)
+    highest, runner, mass, distance = merge(top, second, total, spread, split, BLOCK)
     token = tl.min(tl.where(best == tl.max(best), ids, 2147483647))
     logit = tl.max(tl.where(ids == token, chosen, float("-inf")))
     tl.store(token_ptr + row, token.to(tl.int64))

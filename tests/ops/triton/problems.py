@@ -211,16 +211,35 @@ def features(counts: Sequence[int], starts: Sequence[int], *, width: int = 40, p
     return values, cache, pad_rows(positions_of(counts, starts), 3), table, cu_rows_of(counts)
 
 
-def heading(
-    rows: int, *, vocab: int = 700, d: int = 24, chunk: int = 8, heat: float = 0.9, bias: bool = True, seed: int = 0
+def merging(
+    counts: Sequence[int], starts: Sequence[int], *, width: int = 40, page: int = 16, share: float = 0.4, seed: int = 0
 ) -> Call:
-    """Greedy and drawn rows, some of them not masked, and a suppressed id that would win."""
+    """New values that are views, of some rows; every third page is missing."""
+    values, cache, positions, table, cu_rows = features(counts, starts, width=width, page=page, seed=seed)
+    chosen = (torch.rand(sum(counts), generator=torch.Generator().manual_seed(seed)) < share).nonzero()[:, 0]
+    values[len(chosen) :] = torch.nan
+    index = torch.cat([chosen, chosen.new_full((len(values) - len(chosen),), -1)])
+    return values, index, cache, positions, torch.where(table % 3 == 0, -1, table), cu_rows
+
+
+def heading(
+    rows: int,
+    *,
+    vocab: int = 700,
+    d: int = 24,
+    chunk: int = 8,
+    share: float = 0.8,
+    heat: float = 0.9,
+    bias: bool = True,
+    seed: int = 0,
+) -> Call:
+    """Greedy and drawn rows, `share` of them masked, and a suppressed id that would win."""
     generator = torch.Generator().manual_seed(seed)
     h, weight = (torch.randn(n, d, generator=generator) for n in (rows, vocab))
     offset = torch.randn(vocab, generator=generator) if bias else None
     if offset is not None:
         offset[vocab // 3] = 50.0
-    masked = torch.rand(rows, generator=generator) < 0.8
+    masked = torch.rand(rows, generator=generator) < share
     temperature = heat * (torch.rand(rows, generator=generator) < 0.6)
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     return h, weight, offset, masked, temperature, seeds, chunk, vocab // 3 if bias else -1
@@ -264,6 +283,10 @@ LARGER: list[tuple[str, str, Call]] = [
     ("feature_write", "views", features((7, 0, 33, 2), (0, 0, 15, 63))),
     ("feature_write", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)),
     ("feature_read", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)[1:]),
+    ("feature_merge", "views", merging((7, 0, 33, 2), (0, 0, 15, 63))),
+    ("feature_merge", "more sequences than fit in a block of offsets", merging(MANY, MANY)),
+    ("feature_merge", "rows longer than a block, all listed", merging((3, 2), (1, 0), width=4100, page=4, share=1.1)),
+    *(("feature_merge", f"one of {n} rows", merging((n,), (3,), width=8, page=4, share=1 / n)) for n in (1, 2, 31, 64)),
     ("partial_attention", "ragged, one full", partial((9, 0, 1, 17, 4), (40, 0, 5, 90, 33), full=(3,))),
     ("partial_attention", "none changed", partial((9, 4), (30, 20), share=-1.0, padding=0)),
     ("partial_attention", "all changed", partial((9, 4), (30, 20), share=1.1)),
@@ -285,5 +308,6 @@ LARGER: list[tuple[str, str, Call]] = [
     ("rows_linear", "one column, offsets of 64 bits", product(5, 9, 40, 1, index=torch.int64)),
     ("lm_head", "drawn and greedy", heading(21)),
     ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
+    ("lm_head", "so many rows that they are listed", heading(270, vocab=90, chunk=100, share=0.3)),
 ]
 """Op, what is special, arguments."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dgraph.cache.store import Store
+from dgraph.lowering.tuning import Tuning
 from dgraph.ops import KERNELS, OPS, Sample
 from dgraph.ops.drift import cosine
 from dgraph.ops.lm_head import decode_logits, gumbel
 from dgraph.ops.rows import slots_of
+from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
 from tests.ops.triton.problems import (
     LARGER,
     attention,
@@ -23,6 +27,7 @@ from tests.ops.triton.problems import (
     heading,
     importance,
     keeping,
+    merging,
     moved,
     mutated,
     partial,
@@ -117,6 +122,7 @@ def test_caches_of_rows_in_half_precision(dtype: torch.dtype) -> None:
         "drift": drifting((40, 0, 9), (3, 0, 60), heads=32, d=128),
         "feature_write": features((7, 0, 33, 2), (0, 0, 15, 63), width=4096),
         "feature_read": features((7, 0, 33, 2), (0, 0, 15, 63), width=4096)[1:],
+        "feature_merge": merging((7, 0, 33, 2), (0, 0, 15, 63), width=4096),
     }
     for name, args in calls.items():
         halved = moved(args, "cpu", dtype)
@@ -147,6 +153,23 @@ def test_logits_are_reduced_as_by_the_reference(dtype: torch.dtype) -> None:
         there = moved((logits, torch.ones(rows).bool(), temperature, seed), "cuda")
         reduce_logits(*there, 5, *found)
         compare(found, want, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("share", [-1.0, 0.03, 0.6, 1.1])
+def test_listed_rows_are_projected_as_all_rows_are(share: float, dtype: torch.dtype) -> None:
+    from dgraph.ops.triton.lm_head import kernel
+
+    args = moved(heading(700, vocab=151_936, d=1024, chunk=300, share=share, heat=0.7), "cuda", dtype)
+    args[1].mul_(1024**-0.5)
+    args = (*args[:2], args[2].to(dtype), *args[3:])
+    got, want = kernel(*args, listed=True), kernel(*args, listed=False)
+    same = got[0] == want[0]
+    # Where another id is as good up to rounding, it may win.
+    assert (~same).sum() <= (0 if dtype == torch.float32 else 0.05 * int(args[3].sum()))
+    assert (got[0] == -1).equal(~args[3])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    compare([got[1][same], *got[2:]], [want[1][same], *want[2:]], tolerance)
 
 
 def test_noise_has_the_integer_part_of_the_reference() -> None:
@@ -188,6 +211,7 @@ PAIRS = [
     ("least_similar", [(*drifting(c, (5, 5, 5), seed=c[0])[:-1], 0.25) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_write", [features(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_read", [features(c, (5, 5, 5), seed=c[0])[1:] for c in ((20, 0, 9), (0, 9, 20))]),
+    ("feature_merge", [merging(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
     (
         "partial_attention",
         [
@@ -198,6 +222,7 @@ PAIRS = [
     ("list_kept", [keeping(c, 70, seed=c[0])[:2] for c in ((32, 5, 20), (0, 30, 27))]),
     ("rows_linear", [product(rows, 150, 96, 200) for rows in (30, 140)]),
     ("lm_head", [heading(21, seed=seed) for seed in (0, 1)]),
+    ("lm_head", [heading(400, vocab=90, chunk=150, share=share) for share in (0.9, 0.02)]),
 ]
 
 
@@ -228,3 +253,24 @@ def test_equal_calls_give_equal_bits() -> None:
         first, second = (settled(name, calls[0], flat(result)) for result in results)
         for one, other in zip(first, second, strict=True):
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        ("paged_attention", AttentionShape(300, 8, 32, 8, 128, 128, 4096, "bfloat16")),
+        ("partial_attention", AttentionShape(300, 4, 32, 32, 128, 128, 1024, "bfloat16")),
+        ("rows_linear", LinearShape(512, 1024, 2048, "bfloat16")),
+        ("lm_head", LogitsShape(40, 151_936, "bfloat16")),
+    ],
+)
+def test_plans_are_timed_and_agree(tmp_path: Path, op: str, shape: Shape) -> None:
+    tuning = Tuning(torch.device("cuda", 0), Store(tmp_path / "cache"))
+    tuning.tune(op, [shape])
+    choice = tuning.found[op][shape]
+    assert choice.default_seconds is not None
+    assert 0 < (choice.seconds or 0) <= choice.default_seconds < 0.1
+    assert choice.tried > 1
+    assert not [reason for _, reason in choice.failed if "away from" in reason]
+    with tuning.choices.in_use():
+        assert chosen(op, shape) == choice.plan

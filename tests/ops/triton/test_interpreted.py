@@ -11,6 +11,7 @@ import torch
 
 from dgraph.errors import InputError
 from dgraph.ops import KERNELS, OPS, Sample
+from dgraph.ops.draws import pad_rows
 from dgraph.ops.lm_head import decode_logits
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import (
@@ -145,6 +146,8 @@ def test_rows_of_any_alignment_are_copied(interpreted: Interpreter) -> None:
 
 @pytest.mark.parametrize(("block", "splits"), [(64, 1), (64, 7), (1024, 3)])
 def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits: int) -> None:
+    from dgraph.ops.triton.lm_head import Plan
+
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
     logits = torch.nn.functional.linear(h, weight, bias)
     logits[0] = -torch.inf
@@ -153,12 +156,89 @@ def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits
     logits[2, ::3] = 30.0  # the largest logit many times
     masked[:3] = True
     call = (logits, masked, temperature, seed, suppress, torch.empty(13, dtype=torch.int64), *torch.empty(3, 13))
-    _, after = interpreted("lm_head", call, function="reduce_logits", block=block, splits=splits)
+    _, after = interpreted("lm_head", call, function="reduce_logits", plan=Plan(block, splits))
     want = decode_logits(logits, temperature, seed, suppress)
     assert after[5][masked].equal(want.token[masked])
     compare([x[masked] for x in after[6:]], [x[masked] for x in want[1:]])
     for found, filler in zip(after[5:], (-1, -torch.inf, -torch.inf, torch.inf), strict=True):
         assert (found[~masked] == filler).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+@pytest.mark.parametrize("which", ["scattered", "none", "all", "the last", "a whole chunk"])
+def test_masked_rows_are_projected_whether_listed_or_not(interpreted: Interpreter, which: str, chunk: int) -> None:
+    h, weight, bias, masked, temperature, seed, _, suppress = heading(21, vocab=50, d=20, bias=chunk != 7)
+    row = torch.arange(21)
+    masked = {
+        "scattered": masked & (row % 3 > 0),
+        "none": row < 0,
+        "all": row >= 0,
+        "the last": row == 20,
+        "a whole chunk": row < chunk,
+    }[which]
+    h = torch.where(masked[:, None], h, torch.nan)
+    views = torch.cat([h, h], 1)[:, :20], weight, bias, masked, temperature, seed
+    args = (*(None if x is None else pad_rows(x, 4) if len(x) == 21 else x for x in views), chunk, suppress)
+    args[3][21:] = False
+    want = expected("lm_head", args)
+    for listed in (False, True):
+        got = results(interpreted, "lm_head", args, listed=listed)
+        compare(got, want)
+        assert (got[0] >= 0).equal(args[3])
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 600])
+def test_masked_rows_are_listed(interpreted: Interpreter, count: int) -> None:
+    masked = torch.zeros(600, dtype=torch.bool)
+    masked[torch.randperm(600)[:count]] = True
+    for chunk in (1, 100, 256, 600):
+        filled = torch.full((600,), 7), *torch.full((3, 600), 7.0)
+        (index, counts), after = interpreted("lm_head_rows", (masked, chunk, *filled), function="list_masked")
+        assert index[:count].equal(masked.nonzero()[:, 0].int())
+        assert counts.tolist() == [min(max(count - first, 0), chunk) for first in range(0, 600, chunk)]
+        for found, other in zip(after[2:], (-1, -torch.inf, -torch.inf, torch.inf), strict=True):
+            assert found.equal(torch.where(masked, 7, other).to(found.dtype))
+
+
+def test_chunks_behind_the_last_masked_row_read_and_write_nothing(interpreted: Interpreter) -> None:
+    from dgraph.ops.triton.lm_head_rows import Listed
+
+    index, counts = torch.full((4,), 1 << 30, dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
+    none = Listed(index, counts)
+    _, (_, _, out) = interpreted("lm_head_rows", (torch.zeros(9, 5), none, torch.full((4, 5), 7.0)), function="gather")
+    assert (out == 7).all()
+    logits, found = torch.zeros(4, 30), (torch.full((9,), 7), *torch.full((3, 9), 7.0))
+    rows = torch.ones(9, dtype=torch.bool), torch.zeros(9), torch.arange(9)
+    _, after = interpreted("lm_head", (logits, *rows, -1, *found), function="reduce_logits", listed=none)
+    assert all((x == 7).all() for x in after[5:])
+
+
+@pytest.mark.parametrize(("splits", "programs"), [(1, 3), (3, 7), (2, 1)])
+def test_listed_rows_in_any_shares_and_programs(interpreted: Interpreter, splits: int, programs: int) -> None:
+    from dgraph.ops.triton.lm_head import Plan
+    from dgraph.ops.triton.lm_head_rows import Listed
+
+    h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
+    index = torch.tensor([*range(11, 0, -1), 99, 99], dtype=torch.int32)
+    logits = torch.nn.functional.linear(h, weight, bias)[index.clamp(max=12)]
+    found = torch.full((13,), 7), *torch.full((3, 13), 7.0)
+    call = (logits, masked, temperature, seed, suppress, *found)
+    listed, plan = Listed(index, torch.tensor([13, 11], dtype=torch.int32)), Plan(128, splits)
+    _, after = interpreted("lm_head", call, function="reduce_logits", plan=plan, listed=listed, programs=programs)
+    rows = index[:11].long()
+    compare([x[rows] for x in after[5:]], decode_logits(logits[:11], temperature[rows], seed[rows], suppress))
+    assert all((x[[0, 12]] == 7).all() for x in after[5:])
+
+
+def test_many_rows_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.ops.triton import lm_head
+
+    seen: list[tuple[str, int]] = []
+    for name in ("_all_rows", "_listed_rows"):
+        monkeypatch.setattr(lm_head, name, lambda *args, name=name: seen.append((name, args[6])))
+    for rows, listed in ((lm_head.FEW, None), (lm_head.FEW + 1, None), (9, True), (999, False), (0, True)):
+        assert [len(x) for x in lm_head.kernel(*heading(rows, vocab=9, chunk=100), listed=listed)] == [rows] * 4
+    assert seen == [("_all_rows", 100), ("_listed_rows", 100), ("_listed_rows", 9), ("_all_rows", 100)]
 
 
 def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpreter) -> None:

@@ -1,0 +1,177 @@
+"""The kernels of sparse_attention: interpreted in any tiles and shares, and on a GPU at the sizes of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.ops import OPS
+from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.sparse_draws import draw
+from tests.ops.test_sparse_attention import random_call
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.problems import compare, expected, moved
+
+KEY_POSITIONS, LIMIT, PHASE, SCALE = 10, 13, 15, 16
+"""Places of arguments."""
+
+
+def call(seed: int = 0, **options: Any) -> tuple[Any, ...]:
+    """Every phase; windows that begin and end inside of a block; heads that keep many entries, one or none."""
+    sizes = {
+        "phases": [REUSE, SELECT, REPACK, REUSE, DENSE, REUSE],
+        "rows": [9, 20, 3, 0, 7, 5],
+        "windows": [(21, 90), (0, 4), (16, 64), (3, 9), (5, 8), (0, 0)],
+        "counts": [[70, 0], [1, 2], [16, 64], [2, 2], [9, 9], [0, 35]],
+        "keys": [9, 50, 3, 0, 33, 5],
+        "page": 16,
+        "d": 16,
+        "padding": 3,
+    }
+    return draw(torch.Generator().manual_seed(seed), **(sizes | options))
+
+
+def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None:
+    found, _ = interpreted("sparse_attention", args, **options)
+    compare([found], expected("sparse_attention", args))
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (8, 8, 3), (64, 32, 8), (32, 16, 2)])
+@pytest.mark.parametrize("bulk", [True, False])
+def test_interpreted_in_any_tiles_and_shares(
+    interpreted: Interpreter, block_m: int, block_n: int, splits: int, bulk: bool
+) -> None:
+    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton.sparse_attention import Plan
+
+    sizes = paged_attention.Plan(block_m, block_n, splits, 4, 1, bulk)
+    for sees_all in (False, True):
+        run(interpreted, call(group=1 + 2 * sees_all, sees_all=sees_all), plan=Plan(sizes, 1, sizes))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_interpreted_random_calls(interpreted: Interpreter, seed: int) -> None:
+    run(interpreted, tuple(random_call(seed + 500).values()))
+
+
+@pytest.mark.parametrize("page", [1, 7, 32, 128])
+def test_interpreted_pages_of_any_size(interpreted: Interpreter, page: int) -> None:
+    run(interpreted, call(page=page, d=20 if page == 7 else 16))
+
+
+def test_interpreted_views_and_a_negative_scale(interpreted: Interpreter) -> None:
+    args = list(call(sees_all=True))
+    heads, group = args[1].shape[1], args[0].shape[1] // args[1].shape[1]
+    together = torch.cat([args[0], args[1].new_zeros(len(args[0]), 2 * heads, 16)], 1)
+    wide = torch.cat([args[1], args[2]], 1)
+    args[0], args[1], args[2] = together[:, : heads * group], wide[:, :heads], wide[:, heads:]
+    args[SCALE] = -args[SCALE]
+    run(interpreted, tuple(args))
+
+
+def test_interpreted_limits_beyond_everything_read_nothing_outside(interpreted: Interpreter) -> None:
+    args = list(call(sees_all=True))
+    want = expected("sparse_attention", tuple(args))
+    args[LIMIT] = torch.full_like(args[LIMIT], 2**31 - 1)
+    found, _ = interpreted("sparse_attention", args)
+    compare([found], want)
+
+
+@pytest.mark.parametrize("limit", [0, 15, 16, 17, 31, 48])
+def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, limit: int) -> None:
+    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton.sparse_attention import Plan
+
+    sizes = paged_attention.Plan(16, 16, 1, 4, 1)
+    options = {"phases": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
+    args = list(call(**options, keys=[48, 0], sees_all=True))
+    args[KEY_POSITIONS][:48] = torch.arange(48)
+    args[LIMIT] = torch.full_like(args[LIMIT], limit)
+    run(interpreted, tuple(args), plan=Plan(sizes, 1, sizes))
+
+
+def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter) -> None:
+    """More blocks of key rows than are compared with the limits at once."""
+    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton.sparse_attention import Plan
+
+    sizes = paged_attention.Plan(16, 2, 1, 4, 1, False)
+    few = {"phases": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
+    args = call(**few, sees_all=True)
+    run(interpreted, args, plan=Plan(sizes, 1, sizes))
+    many = 513
+    phases = [DENSE if s % 3 else REUSE for s in range(many)]
+    rows = [int(s in (0, 4, 300, 512)) * 2 for s in range(many)]
+    options = {"windows": [(0, 3)] * many, "counts": [[2]] * many, "group": 1, "d": 8}
+    run(interpreted, call(phases=phases, rows=rows, keys=rows, **options))
+
+
+def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
+    from dgraph.ops.triton.sparse_attention import plan_for
+
+    sizes = 8, 1, (32, 32), 128, 32 * 2048, 2, 132
+    assert plan_for(*sizes, dense=False).kept.splits > 1
+    assert plan_for(*sizes, dense=True).kept.splits == 1
+
+
+SIZES = {
+    "blocks of a batch": {
+        "phases": [REUSE, REPACK, REUSE],
+        "rows": [32, 32, 7],
+        "windows": [(600, 632), (64, 96), (100, 132)],
+        "counts": [[300, 0, 513, 64], [1, 2, 700, 128], [0, 0, 0, 0]],
+    },
+    "windows of a response": {
+        "phases": [REUSE, REUSE],
+        "rows": [300, 17],
+        "windows": [(333, 633), (5, 512)],
+        "counts": [[256, 100, 0, 31], [90, 7, 700, 12]],
+    },
+    "every phase": {
+        "phases": [DENSE, REUSE, SELECT, REPACK],
+        "rows": [400, 32, 129, 60],
+        "windows": [(0, 32), (40, 72), (1, 9), (200, 300)],
+        "counts": [[3, 4, 5, 6], [200, 0, 64, 65], [1, 1, 1, 1], [40, 300, 2, 9]],
+        "keys": [400, 32, 700, 60],
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("dtype", "page", "d", "group"),
+    [
+        (torch.bfloat16, 128, 128, 1),
+        (torch.bfloat16, 32, 128, 4),
+        (torch.bfloat16, 64, 256, 2),
+        (torch.bfloat16, 8, 80, 7),
+        (torch.float16, 16, 64, 1),
+        (torch.float32, 16, 128, 2),
+    ],
+)
+def test_at_the_sizes_of_models(name: str, group: int, page: int, d: int, dtype: torch.dtype) -> None:
+    for sees_all in (False, True):
+        sizes = SIZES[name] | {"group": group, "page": page, "d": d, "sees_all": sees_all}
+        args = moved(call(seed=group, **({"keys": None} | sizes)), "cpu", dtype)
+        want = expected("sparse_attention", moved(args, "cpu", torch.float32))
+        got = OPS["sparse_attention"].overload(*moved(args, "cuda"))
+        compare([got], want, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_follows_the_phases_on_the_device() -> None:
+    args = moved(call(sees_all=True), "cuda", torch.bfloat16)
+    OPS["sparse_attention"].overload(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OPS["sparse_attention"].overload(*args)
+    for phases in ([DENSE] * 6, [REUSE] * 6, [REPACK, DENSE, REUSE, REUSE, SELECT, REPACK]):
+        args[PHASE].copy_(torch.tensor(phases))
+        args[0].neg_()
+        graph.replay()
+        want = expected("sparse_attention", moved(moved(args, "cpu"), "cpu", torch.float32))
+        compare([out], want, 2e-2)
