@@ -67,14 +67,21 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Write results here as they come, and start from those that it has.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw quality against rows per token into this file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw quality against rows per token into this file; salient rows by layer and step, where a recipe "
+            "has them, into NAME-salient beside it."
+        ),
+    ] = None,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
     json: given.Json = False,
 ) -> None:
-    """Measure exact match by task, steps, rows per token, and agreement with the dense model.
+    """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that spare
+    rows by layer (dyllm, dllm_cache), which share of them each layer computes.
 
     Every recipe runs under every rule. With --out a run that was interrupted goes on where it stopped, and one that
     is complete prints at once.
@@ -118,7 +125,9 @@ def evaluate(
     if len(evaluation.failed) == len(evaluation.arms):
         raise InputError("no arm could be run.")
     if plot is not None:
-        written.plot(evaluation, plot, f"{evaluation.model.name}: {len(questions)} prompts")
+        title = f"{evaluation.model.name}: {len(questions)} prompts"
+        written.plot(evaluation, plot, title)
+        written.plot_salience(evaluation, written.salience_path(plot), title)
 
 
 def _choices(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import RECIPES, Recipe, build, builder_of
 from dgraph.recipes import options_of as recipe_options
 from dgraph.runtime.policies import DecodeRule, policy_of
 from dgraph.runtime.policies import options_of as rule_options
@@ -138,10 +138,7 @@ def _known(choice: Choice, of_rule: bool) -> Sequence[str]:
     """Names of the options that it can have."""
     if of_rule:
         return tuple(rule_options(choice.name)) if choice.name else SHORT
-    if choice.name not in RECIPES:
-        raise UnknownName("recipe", choice.name, RECIPES)
-    builder: Callable[..., Recipe] = RECIPES[choice.name]
-    return tuple(recipe_options(builder))
+    return tuple(recipe_options(builder_of(RECIPES, choice.name)))
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""Scores as tables and as a plot: quality against rows per token."""
+"""Scores as tables and as plots: quality against rows per token, salient rows by layer and step."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,13 @@ from dgraph.bench.report import Table, check_plot, number
 from dgraph.errors import InputError
 from dgraph.evaluate.questions import Question
 from dgraph.evaluate.run import Evaluation
+from dgraph.evaluate.salience import Salience
 from dgraph.evaluate.scores import Score, wilson
 
 QUALITY = "EM % (95 %)"
+SALIENT = "salient rows, % of a sparse step"
+PARTS = 4
+"""Layers and ranges of steps of which a table shows the salient rows."""
 TITLES = ("arm", "n", QUALITY, "steps", "tok/step", "rows/tok", "same %", "same tok %")
 """n: prompts; same: those with the same response as the arm that this one is compared with; same tok: equal tokens."""
 
@@ -64,9 +70,36 @@ def tasks_table(evaluation: Evaluation) -> Table:
     return (QUALITY, *tasks), rows
 
 
+def salience_table(evaluation: Evaluation) -> Table:
+    """Mean share of salient rows in sparse steps by arm: over all, at quarters of the layers, at quarters of the steps.
+
+    No rows where no recipe counts them. The columns are those of the DyLLM paper's Table 4.
+    """
+    layers = evaluation.model.spec.layers
+    shown = sorted({0, *(max(1, -(-layers * i // PARTS)) - 1 for i in range(1, PARTS + 1))})
+    found = saliences(evaluation)
+    longest = max((len(salience.sparse) for _, salience in found), default=0)
+    bounds = [longest * i // PARTS for i in range(PARTS + 1)]
+    spans = [(first, last) for first, last in itertools.pairwise(bounds) if last > first]
+    rows: list[tuple[str, ...]] = []
+    for label, salience in found:
+        by_layer = dict(zip(salience.layers, salience.by_layer or (), strict=False))
+        cells = [salience.mean(), *map(by_layer.get, shown), *(salience.mean(*span) for span in spans)]
+        rows.append((label, *map(percent, cells)))
+    steps = (f"steps {first}-{last - 1}" if last - first > 1 else f"step {first}" for first, last in spans)
+    return (SALIENT, "all", *(f"layer {layer}" for layer in shown), *steps), rows
+
+
+def saliences(evaluation: Evaluation) -> list[tuple[str, Salience]]:
+    """The arms that count salient rows, by label."""
+    found = ((arm.label, evaluation.salience(arm)) for arm in evaluation.arms)
+    return [(label, salience) for label, salience in found if salience is not None]
+
+
 def tables(evaluation: Evaluation) -> list[Table]:
     """All that have rows."""
-    return [(titles, rows) for titles, rows in (arms_table(evaluation), tasks_table(evaluation)) if rows]
+    found = (arms_table(evaluation), tasks_table(evaluation), salience_table(evaluation))
+    return [(titles, rows) for titles, rows in found if rows]
 
 
 def lines(evaluation: Evaluation) -> dict[str, list[tuple[str, Score]]]:
@@ -114,6 +147,56 @@ def plot(evaluation: Evaluation, path: Path, title: str) -> None:
     axis.set(xlabel="rows per token", ylabel="exact match, % (95 % interval)", title=title)
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
+    _save(figure, path)
+
+
+def salience_path(path: Path) -> Path:
+    """Where the plot of salient rows goes, beside the one that was asked for."""
+    return path.with_stem(f"{path.stem}-salient")
+
+
+def plot_salience(evaluation: Evaluation, path: Path, title: str) -> None:
+    """Draw the share of salient rows by layer and step as a heat map per arm; nothing where no recipe counts them.
+
+    Full steps are left white. All arms share one scale.
+
+    Raises:
+        InputError: matplotlib is not installed, or the file cannot be written.
+    """
+    found = saliences(evaluation)
+    if not found:
+        return
+    check_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    maps = [[_percents(s, step) for step in range(len(s.sparse))] for _, s in found]
+    highest = max((x for one in maps for row in one for x in row if not math.isnan(x)), default=1.0)
+    size = (9, 2.8 * len(found) + 0.6)
+    figure, axes = plt.subplots(len(found), 1, figsize=size, layout="constrained", squeeze=False, sharex=True)
+    for axis, (label, salience), one in zip(axes[:, 0], found, maps, strict=True):
+        by_layer = list(zip(*one, strict=True))
+        image = axis.imshow(by_layer, aspect="auto", origin="lower", vmin=0, vmax=highest, interpolation="nearest")
+        every = -(-len(salience.layers) // 8)
+        axis.set_yticks(range(0, len(salience.layers), every), list(map(str, salience.layers[::every])))
+        axis.set(ylabel="layer", xlim=(-0.5, max(map(len, maps)) - 0.5))
+        axis.set_title(label, fontsize="small")
+    axes[-1, 0].set(xlabel="step")
+    figure.colorbar(image, ax=axes[:, 0].tolist(), label="salient rows, % of those forwarded")
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def _percents(salience: Salience, step: int) -> list[float]:
+    cells = (salience.cell(step, layer) for layer in range(len(salience.layers)))
+    return [math.nan if cell is None else 100 * cell for cell in cells]
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

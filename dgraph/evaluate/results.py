@@ -1,4 +1,7 @@
-"""Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes."""
+"""Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes.
+
+Where a recipe counts salient rows, there is a record per batch, too, in front of the results of its prompts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 
 from dgraph.errors import InputError
 from dgraph.evaluate.arms import Arm
+from dgraph.evaluate.salience import Counted
 from dgraph.families import Model, embedded
 
 FORMAT = 1
@@ -113,6 +117,7 @@ class Store:
     def __init__(self, path: str | Path | None = None):
         self.path = None if path is None else Path(path)
         self._found: dict[str, Result] = {}
+        self._counted: dict[str, Counted] = {}
         self._torn = False
         if self.path is not None and self.path.exists():
             self._read(self.path)
@@ -124,19 +129,39 @@ class Store:
         """The result of that key."""
         return self._found.get(key)
 
-    def add(self, results: Iterable[Result]) -> None:
-        """Keep results whose keys are new, and write them to the file at once."""
+    def counted(self, keys: Iterable[str]) -> list[tuple[Counted, int]]:
+        """Salient rows of the batches that gave results of these keys, and how many of the keys each gave."""
+        found: dict[int, tuple[Counted, int]] = {}
+        for key in dict.fromkeys(keys):
+            if (record := self._counted.get(key)) is not None:
+                found[id(record)] = (record, found.get(id(record), (record, 0))[1] + 1)
+        return list(found.values())
+
+    def add(self, results: Iterable[Result], counted: Counted | None = None) -> None:
+        """Keep results whose keys are new, and write them to the file at once.
+
+        counted: the salient rows of the batch that gave the results.
+        """
         new = {result.key: result for result in results if result.key not in self._found}
         self._found |= new
+        if counted is not None and new:
+            self._count(counted)
         if self.path is None or not new:
             return
-        lines = "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in new.values())
+        records = [asdict(result) for result in new.values()]
+        if counted is not None:  # in front: a write that is cut short then costs results, which are decoded again
+            records.insert(0, counted.to_json())
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(("\n" if self._torn else "") + lines)
         except OSError as error:
             raise InputError(f"--out {self.path} cannot be written: {error}.") from None
         self._torn = False
+
+    def _count(self, counted: Counted) -> None:
+        for key in counted.keys:  # as with results, what was there first stays
+            self._counted.setdefault(key, counted)
 
     def _read(self, path: Path) -> None:
         try:
@@ -149,17 +174,21 @@ class Store:
             if not line.strip():
                 continue
             try:
-                result = Result.from_json(json.loads(line))
+                value = json.loads(line)
+                record = Counted.from_json(value) if "batch" in value else Result.from_json(value)
             except (ValueError, KeyError, TypeError):
                 damaged.append(number)
             else:
-                self._found[result.key] = result
+                if isinstance(record, Counted):
+                    self._count(record)
+                else:
+                    self._found[record.key] = record
         cut_short = self._torn and len(damaged) == 1  # by a crash in the first write
         if damaged and not self._found and not cut_short:
             raise InputError(f"--out {path} holds no results of an evaluation; name another file.")
         if damaged:
             shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
             warnings.warn(
-                f"{path}: {len(damaged)} damaged line(s) left out ({shown}); what they held is decoded again.",
+                f"{path}: {len(damaged)} damaged line(s) left out ({shown}); results that they held are decoded again.",
                 stacklevel=4,
             )

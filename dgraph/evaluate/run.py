@@ -12,10 +12,14 @@ from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.arms import Arm
 from dgraph.evaluate.questions import Question, right
 from dgraph.evaluate.results import Keys, Result, Store
+from dgraph.evaluate.salience import Counted, Salience
 from dgraph.evaluate.scores import Score
 from dgraph.families import Model
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.session import Progress
+
+FINDERS = ("partial_attention", "drift", "least_similar")
+"""Ops that find the salient rows of their layer."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Evaluation:
                                 self.model, arm.built, backend=self.backend, buckets=self.buckets, progress=say
                             )
                         found = sum(self.store.get(self.keys.of(arm, q.prompt)) is not None for q in batch)
-                        self.store.add(self._decode(program, arm, batch, say))
+                        self.store.add(*self._decode(program, arm, batch, say))
                         done += len(batch) - found
                 except (DgraphError, RuntimeError) as error:  # running out of memory is a result, too
                     if not isinstance(error, DgraphError) and "out of memory" not in str(error):
@@ -121,6 +125,10 @@ class Evaluation:
             other = {question.prompt: result for question, result in self.found(reference)}
         return Score.of([pair for pair in self.found(arm) if not tasks or pair[0].task in tasks], other)
 
+    def salience(self, arm: Arm) -> Salience | None:
+        """Salient rows of an arm so far; None where its recipe counts none, or an older version wrote its results."""
+        return Salience.of(self.store.counted(result.key for _, result in self.found(arm)))
+
     @property
     def tasks(self) -> list[str]:
         """Names of the tasks, in the order of the questions."""
@@ -130,7 +138,7 @@ class Evaluation:
         """The figures of every arm, by task, too."""
         arms = []
         for arm in self.arms:
-            reference = self.references.get(arm)
+            reference, salience = self.references.get(arm), self.salience(arm)
             arms.append(
                 {
                     "label": arm.label,
@@ -139,6 +147,7 @@ class Evaluation:
                     "swept": dict(arm.swept),
                     "against": reference.label if reference is not None and reference != arm else None,
                     **self.score(arm).to_json(),
+                    "salience": salience and salience.to_json(),
                     "tasks": {task: self.score(arm, task).to_json() for task in self.tasks},
                 }
             )
@@ -156,7 +165,7 @@ class Evaluation:
 
     def _decode(
         self, program: Optimized, arm: Arm, batch: Sequence[Question], say: Callable[[str, int], None]
-    ) -> list[Result]:
+    ) -> tuple[list[Result], Counted | None]:
         def count(progress: Progress) -> None:
             say(f"{progress.decoded} tokens", progress.finished)
 
@@ -175,4 +184,12 @@ class Evaluation:
             mark = None if question.answer is None else right(question.answer, text)
             seen = (arm.label, question.task, question.prompt, mark, text, ids)
             found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
-        return found
+        return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
+
+
+def _counting_layers(program: Optimized) -> Iterator[int]:
+    """Layers that count their salient rows."""
+    graph = program.graph()
+    for layer in range(program.spec.layers):
+        if any(graph.find(op, layer) for op in FINDERS):
+            yield layer

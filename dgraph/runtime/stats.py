@@ -29,6 +29,7 @@ class GenerationStats:
         total: seconds of the whole call.
         salient: per step of the decode loop, the salient rows of each layer that has a gate (DyLLM, figure 5 and
             table 4) or runs on some of its rows (dLLM-Cache), all rows in a full step; empty where no layer does.
+        stage_rows: live rows of every run of a stage, in order, by stage.
         sequence_steps: steps of each prompt, in the order of the prompts.
         sequence_decoded: tokens committed of each.
         sequence_rows: rows of each that went through the last layers, counted on the device.
@@ -43,6 +44,7 @@ class GenerationStats:
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
     salient: list[list[int]] = field(default_factory=list)
+    stage_rows: dict[str, list[int]] = field(default_factory=dict)
     sequence_steps: list[int] = field(default_factory=list)
     sequence_decoded: list[int] = field(default_factory=list)
     sequence_rows: list[int] = field(default_factory=list)
@@ -51,6 +53,11 @@ class GenerationStats:
     def kept_rows(self) -> int:
         """Rows that went through the last layers."""
         return sum(self.sequence_rows)
+
+    @property
+    def step_rows(self) -> list[int]:
+        """Rows that each step of the decode loop forwarded: the most it can have been where the host did not look."""
+        return next((list(rows) for name, rows in self.stage_rows.items() if name != "prefill"), [])
 
     @property
     def rows_per_token(self) -> float:
@@ -71,6 +78,7 @@ class GenerationStats:
     def count_stage(self, name: str, rows: int, padded: int, seconds: float) -> None:
         """Add one run of a stage."""
         self.rows[name] = self.rows.get(name, 0) + rows
+        self.stage_rows.setdefault(name, []).append(rows)
         self.padded[name] = self.padded.get(name, 0) + padded
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
@@ -96,6 +104,7 @@ class GenerationStats:
             "total": self.total,
             "kept_rows": self.kept_rows,
             "salient": [list(counts) for counts in self.salient],
+            "step_rows": self.step_rows,
             "sequence_steps": list(self.sequence_steps),
             "sequence_decoded": list(self.sequence_decoded),
             "sequence_rows": list(self.sequence_rows),

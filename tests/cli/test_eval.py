@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dgraph.evaluate.run import Evaluation
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import refused
 from tests.evaluate import programs
+from tests.recipes.bidirectional import setup_of
 
 SMALL = ("--backend", "eager", "--max-new-tokens", 12)
 
@@ -47,6 +49,7 @@ def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: P
     ]
     assert "EM % (95 %)" in result.stdout
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "plot-salient.png").exists()
     results = (tmp_path / "r.jsonl").read_text()
     assert results.count("\n") == 3 * 4, "the tasks here have the same prompts, so they share results"
     assert run(*command).stdout == result.stdout
@@ -60,6 +63,28 @@ def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: P
     assert focus["agreement"]["prompts"] == 8
 
 
+def test_salient_rows_are_printed_kept_and_drawn(
+    run: Run, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    canvas = replace(setup_of("llada").model, tokenizer=programs.load(folder).tokenizer)
+    monkeypatch.setattr(dgraph, "load", lambda *_: canvas)
+    arms = ("-r", "dyllm:tau=0.9,full_steps=2", "-r", "dense", "--against", "none", "--steps", 8)
+    command = ("eval", folder, "--data", data, "--count", 2, *SMALL, *arms, "--out", "r.jsonl")
+    result = run(*command, "--plot", "plot.png")
+    assert result.exit_code == 0, result.stderr
+    (table,) = (part for part in result.stdout.split("\n\n") if part.startswith("salient rows"))
+    assert table.count("dyllm, tau=0.9") == 1
+    assert "dense" not in table
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plot-salient.png", "plot.png", "r.jsonl"]
+    assert run(*command).stdout == result.stdout
+    dyllm, dense = json.loads(run(*command, "--json").stdout)["arms"]
+    assert dense["salience"] is None
+    assert dyllm["salience"]["prompts"] == 2, "the tasks here have the same prompts"
+    assert dyllm["salience"]["by_step"][:2] == [1.0, 1.0]
+    assert 0 < dyllm["salience"]["mean"] < 1
+
+
 def test_a_damaged_line_is_decoded_again(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
     command = ("eval", folder, "--data", data, *SMALL, "-r", "dense", "--against", "none", "--out", "r.jsonl", "--json")
     whole = run(*command)
@@ -68,7 +93,7 @@ def test_a_damaged_line_is_decoded_again(run: Run, folder: Path, data: Path, tmp
     file.write_text("".join([lines[0], lines[1][:40] + "\n", *lines[2:]]))
     again = run(*command)
     assert again.exit_code == 0
-    assert "warning: r.jsonl: 1 damaged line(s) left out (2); what they held is decoded again." in again.stderr
+    assert "warning: r.jsonl: 1 damaged line(s) left out (2); results that they held are decoded again." in again.stderr
     figures = [json.loads(result.stdout)["arms"][0]["tasks"]["one"] for result in (whole, again)]
     assert {**figures[0], "seconds": 0} == {**figures[1], "seconds": 0}
     assert len(file.read_text().splitlines()) == len(lines) + 1

@@ -18,6 +18,8 @@ def test_derived_figures() -> None:
     assert stats.rows == {"prefill": 10, "prefix": 20, "suffix": 16}
     assert stats.padded == {"prefill": 16, "prefix": 32, "suffix": 32}
     assert stats.seconds == {"prefill": 1.0, "prefix": 0.5, "suffix": 0.5, "decode loop": 1.0}
+    assert stats.step_rows == [20], "of the first stage of a step"
+    assert stats.stage_rows["suffix"] == [12, 4]
     assert stats.rows_per_token == 2.0
     assert stats.tokens_per_step == 1.6
     assert stats.tokens_per_second == 2.0
@@ -29,6 +31,7 @@ def test_nothing_decoded() -> None:
     stats = GenerationStats()
     stats.finish(0.0)
     assert (stats.rows_per_token, stats.tokens_per_step, stats.tokens_per_second) == (0.0, 0.0, 0.0)
+    assert stats.step_rows == []
 
 
 def test_a_run_counts_stages() -> None:
@@ -42,6 +45,7 @@ def test_a_run_counts_stages() -> None:
     assert sum(stats.sequence_rows) == stats.kept_rows == stats.rows["step"]
     assert stats.commit_rows == 8
     assert stats.rows == {"prefill": 4, "step": 4 * 8 + 8}
+    assert stats.step_rows == [8, 8, 16, 8], "the third commits both first blocks"
     assert stats.padded == {"prefill": 6, "step": 4 * 8 + 8 + 4 * 3}
     assert stats.seconds["prefill"] == 0.25
     assert stats.seconds["step"] == 4 * 0.5
