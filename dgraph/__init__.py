@@ -7,6 +7,8 @@ print(opt.generate("Sort these words: river stone cloud maple").texts[0])
 from __future__ import annotations
 
 from dgraph.api import Optimized, Result, adopt, capture, load, optimize, recipe, rewrite
+from dgraph.calibrate import calibrate
+from dgraph.calibration import Calibration
 from dgraph.errors import DgraphError
 from dgraph.families import Embedded, Family, Model
 from dgraph.graph import Graph
@@ -18,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "Calibration",
     "DgraphError",
     "Embedded",
     "Family",
@@ -29,6 +32,7 @@ __all__ = [
     "Recipe",
     "Result",
     "adopt",
+    "calibrate",
     "capture",
     "diff",
     "dump",

@@ -29,14 +29,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from dgraph.calibration import FILE, apply_calibration
 from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
 from dgraph.spec import ModelSpec
 
@@ -189,7 +191,10 @@ def resolve(
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
-    """Load an embedded model by name or a checkpoint folder by path; see `resolve`."""
+    """Load an embedded model by name or a checkpoint folder by path; see `resolve`.
+
+    Warns of a calibration in the folder that cannot be used, and goes on without.
+    """
     target = torch.device(device or "cpu")
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(name)
     if not folder.is_dir():
@@ -210,5 +215,17 @@ def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch
     for family in families().values():
         loaded = family.load(folder, dtype, target)
         if loaded is not None:
-            return loaded
+            return _calibrated(loaded, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
+
+
+def _calibrated(model: Model, folder: Path) -> Model:
+    """The model with the importance of its layers, if that was measured."""
+    path = folder / FILE
+    if not path.is_file():
+        return model
+    try:
+        return replace(model, spec=apply_calibration(path, model.spec))
+    except CheckpointError as error:
+        warnings.warn(f"{error} Until then no layer counts as more important than another.", stacklevel=4)
+        return model

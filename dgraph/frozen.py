@@ -86,11 +86,12 @@ def captured(module: nn.Module, spec: ModelSpec, prefix: str = "", store: Store 
 
 
 def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
-    """The key of a captured graph."""
+    """The key of a captured graph; what recipes alone read of the spec is no part of it."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    said = {name: value for name, value in spec.to_json().items() if name != "layer_importance"}
     facts = {
         "identity": identity,
-        "spec": json.dumps(spec.to_json(), sort_keys=True),
+        "spec": json.dumps(said, sort_keys=True),
     }
     return graph_key(facts, device, Path(inspect.getfile(type(module))))
 

@@ -3,6 +3,9 @@
 In a bidirectional model every row sees the whole canvas, so every decoded token changes every key. A method that does
 not forward all rows in all steps reads keys and values as they were last written; which rows it does forward, and how
 often all of them, is all that distinguishes the published caches of this kind.
+
+In a block-causal model the keys of earlier blocks are final, and a step forwards the current block. There a plan only
+says which steps of a block are full: its region is "block", and of the numbers it has `full_steps` and `every`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 
-REGIONS = ("all", "response", "suffix", "block")
+REGIONS = ("all", "response", "suffix", "block", "next")
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class RowPlan:
     Whether decoded rows of the region are forwarded again is the block cache's business (see `Recipe.block_cache`).
 
     Attributes:
-        region: "all" (every row), "response" (all behind the prompt), "suffix" (the current block and all behind it) or
-            "block" (the current block).
+        region: "all" (every row), "response" (all behind the prompt), "suffix" (the current block and all behind it),
+            "block" (the current block) or "next" (the rows that the step decodes from, those that were decoded in the
+            step before, and masked ones around the former; for policies that know before a step what it commits).
         full_steps: full steps at the beginning of every block; 0 only with a warm-up.
         every: another full step every so many steps of a block; 0 for none.
         warm_up: full steps at the beginning of a response.
@@ -35,6 +39,9 @@ class RowPlan:
             recomputed, every so many steps of a response, and all of the response is recomputed every so many
             (dLLM-Cache). Both or neither.
         behind, ahead: rows in front of the current block and behind it that belong to the region "block".
+        window: masked rows that each row that the step decodes from brings into the region "next": one after the other,
+            in the order in which they are decoded, takes the nearest ones of the response, in the block or behind it,
+            that do not belong to the region yet, and of two that are equally near the left one first.
     """
 
     region: str = "all"
@@ -46,6 +53,7 @@ class RowPlan:
     response_every: int = 0
     behind: int = 0
     ahead: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.region not in REGIONS:
@@ -71,6 +79,8 @@ class RowPlan:
             )
         if self.region != "block" and (self.behind or self.ahead):
             raise InputError(f"behind and ahead widen the region 'block', not {self.region!r}; leave them at 0.")
+        if self.region != "next" and self.window:
+            raise InputError(f"window widens the region 'next', not {self.region!r}; leave it at 0.")
 
     def rows_of(self, step: int, prompt: int, new: int) -> int | None:
         """The most rows that a sequence forwards in a step, known without looking at what it has decoded.
@@ -86,10 +96,17 @@ class RowPlan:
             return prompt + new
         if self.region != "response" or self.full_steps or self.every:
             return None
+        return prompt + new if self.forwards_prompt(step) else new + 1
+
+    def forwards_prompt(self, step: int) -> bool:
+        """Whether a step forwards every row, of sequences that have all taken as many; only if `rows_of` says a
+        number.
+        """
+        if self.region == "all":
+            return True
         if self.prompt_every:
-            return prompt + new if step % self.prompt_every == 0 else new + 1
-        wide = step < self.warm_up or (self.widen and (step - self.warm_up) % self.widen == 0)
-        return prompt + new if wide else new + 1
+            return step % self.prompt_every == 0
+        return step < self.warm_up or bool(self.widen and (step - self.warm_up) % self.widen == 0)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RowPlan:

@@ -6,6 +6,8 @@ A size is a static integer or an expression over symbols. The symbols have one m
     N       rows of a step (all tokens of all sequences, packed)
     K       rows left after an eviction (K1, K2, ... after further ones)
     pages   pages of a KV cache;  P  pages addressed by one sequence
+    M       key rows that are read from a cache
+    entries, sequences   entries of the packed caches, and sequences that have some
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ class ModelSpec:
         logit_shift: 0 if the logits of row i predict position i, 1 if they predict position i + 1 (Dream).
         max_positions: the model's window in tokens, prompt and response together.
         dtype: dtype of the weights.
+        layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
+            it, MaskKV, section 3.3); empty if it was not measured.
     """
 
     family: str
@@ -44,6 +46,7 @@ class ModelSpec:
     logit_shift: int
     max_positions: int
     dtype: torch.dtype
+    layer_importance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
@@ -57,6 +60,11 @@ class ModelSpec:
             raise InputError(f"{self.family}: {self.heads} heads are not a multiple of {self.kv_heads} KV heads.")
         if self.block_length < 1:
             raise InputError(f"{self.family}: block_length must be at least 1, got {self.block_length}.")
+        if len(self.layer_importance) not in (0, self.layers):
+            raise InputError(
+                f"{self.family}: layer_importance has {len(self.layer_importance)} values for {self.layers} layers; "
+                f"give one for each, or none."
+            )
         if not self.dtype.is_floating_point:
             raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
 
@@ -64,5 +72,6 @@ class ModelSpec:
         """Plain values only, in field order."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         out["eos_ids"] = list(self.eos_ids)
+        out["layer_importance"] = list(self.layer_importance)
         out["dtype"] = str(self.dtype).removeprefix("torch.")
         return out

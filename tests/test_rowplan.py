@@ -24,13 +24,19 @@ def test_a_plan_is_a_value() -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [*map(RowPlan, REGIONS), RowPlan("block", 2, 3, 4, behind=5, ahead=6), RowPlan(full_steps=0, warm_up=1), APART],
+    [
+        *map(RowPlan, REGIONS),
+        RowPlan("next", window=4),
+        RowPlan("block", 2, 3, 4, behind=5, ahead=6),
+        RowPlan(full_steps=0, warm_up=1),
+        APART,
+    ],
 )
 def test_json_says_all_of_a_plan(plan: RowPlan) -> None:
     assert RowPlan(**json.loads(json.dumps(plan.to_json()))) == plan
 
 
-@pytest.mark.parametrize("name", ["full_steps", "every", "warm_up", "behind", "ahead"])
+@pytest.mark.parametrize("name", ["full_steps", "every", "warm_up", "behind", "ahead", "window"])
 @pytest.mark.parametrize("value", [-1, 1.0, "2", None, True])
 def test_counts_are_integers(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"{name} must be an integer of at least 0, got {value!r}"):
@@ -49,6 +55,15 @@ def test_an_unknown_region(region: Any) -> None:
 def test_only_a_block_has_a_vicinity(region: str, side: str) -> None:
     with pytest.raises(InputError, match=rf"behind and ahead widen the region 'block', not '{region}'"):
         RowPlan(region, **{side: 1})
+
+
+def test_only_what_comes_next_has_a_window() -> None:
+    for region in REGIONS:
+        if region == "next":
+            assert RowPlan(region, window=3).window == 3
+            continue
+        with pytest.raises(InputError, match=rf"window widens the region 'next', not '{region}'; leave it at 0"):
+            RowPlan(region, window=1)
 
 
 def test_the_first_step_is_a_full_one() -> None:

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from dgraph.cli import bench, cache, doctor, eval, generate, tables, views
+from dgraph.cli.calibrate import calibrate
 from dgraph.cli.compile import compile_
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.errors import DgraphError
@@ -92,6 +93,7 @@ app.command("dump")(views.dump)
 app.command("diff")(views.diff)
 app.command("explain")(views.explain)
 app.command("compile")(compile_)
+app.command("calibrate")(calibrate)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.command("eval")(eval.evaluate)

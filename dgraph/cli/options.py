@@ -41,11 +41,9 @@ def recipe_options(recipe: str, given: Sequence[str] | None) -> dict[str, Any]:
         UnknownName: an unknown recipe or option.
         InputError: no `=`, or a value of another type.
     """
-    from dgraph.recipes import RECIPES, options_of
+    from dgraph.recipes import RECIPES, builder_of, options_of
 
-    if recipe not in RECIPES:
-        raise UnknownName("recipe", recipe, RECIPES)
-    return read_options(f"option of recipe {recipe!r}", options_of(RECIPES[recipe]), given)
+    return read_options(f"option of recipe {recipe!r}", options_of(builder_of(RECIPES, recipe)), given)
 
 
 def shared_options(recipes: Sequence[str], given: Sequence[str] | None) -> dict[str, Any]:
@@ -54,19 +52,19 @@ def shared_options(recipes: Sequence[str], given: Sequence[str] | None) -> dict[
     Raises:
         UnknownName, InputError: as `recipe_options`.
     """
-    from dgraph.recipes import RECIPES, options_of
+    from dgraph.recipes import RECIPES, builder_of, options_of
     from dgraph.views import CAPTURED
 
     defaults: dict[str, Any] = {}
     for recipe in recipes:
-        if recipe != CAPTURED and recipe not in RECIPES:
+        if recipe not in (*RECIPES, CAPTURED) and "+" not in recipe:
             raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
-        defaults |= options_of(RECIPES[recipe]) if recipe != CAPTURED else {}
+        defaults |= options_of(builder_of(RECIPES, recipe)) if recipe != CAPTURED else {}
     return read_options(f"option of {' or '.join(map(repr, recipes))}", defaults, given)
 
 
 def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
-    """`key=value` texts, each read as the type of its default; see `recipe_options`."""
+    """`key=value` texts, each read as the type of its default, None as a whole number; see `recipe_options`."""
     options = {}
     for text in given or ():
         key, equals, value = text.partition("=")
@@ -74,7 +72,7 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise InputError(f"--option takes KEY=VALUE, got {text!r}.")
         if key not in defaults:
             raise UnknownName(kind, key, defaults)
-        options[key] = _typed(key, value, type(defaults[key]))
+        options[key] = _typed(key, value, int if defaults[key] is None else type(defaults[key]))
     return options
 
 

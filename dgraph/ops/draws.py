@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ def pad_rows(value: Tensor, rows: int) -> Tensor:
     """`value` with padding rows: NaN, True or a large number, which no result may depend on."""
     filler = float("nan") if value.is_floating_point() else True if value.dtype == torch.bool else 1_000_003
     return torch.cat([value, value.new_full((rows, *value.shape[1:]), filler)])
+
+
+def without_pages(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """A call whose argument number `at` is a page table, with no page for each sequence's first positions."""
+    table = args[at].clone()
+    table[:, 0] = -1
+    return *args[:at], table, *args[at + 1 :]
 
 
 def page_table_of(lengths: Sequence[int], page: int, generator: torch.Generator) -> tuple[Tensor, int]:

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
 from dgraph.ops.registry import Op, Sample, define, register
-from dgraph.ops.rows import slots_of
+from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
 Position p of sequence s lives at cache[page_table[s, p // page], p % page].
 Writes values [K, F] of every live row to cache [pages, page, F], of the same dtype; returns nothing.
 positions i64[K]; page_table i32[b, P]; cu_rows i32[b+1], the offsets of these K rows.
 Padding rows write nothing and may hold anything; the rows of a step address distinct slots, so the order of the
-writes does not matter. A row whose page is not assigned (a negative entry) is an error in the reference and
-undefined in a kernel."""
+writes does not matter. A row whose position has no page (a negative entry) writes nothing. A page that the cache does
+not have is an error in the reference and undefined in a kernel."""
 
 
 def reference(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
-    slots = slots_of("feature_write", positions, page_table, cu_rows, cache.shape[1])
-    cache[slots] = values[: slots[0].shape[0]]
+    rows, slots = placed_rows("feature_write", positions, page_table, cu_rows, cache)
+    cache[slots] = values[rows]
 
 
 def fake(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
@@ -30,6 +30,15 @@ def fake(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, c
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
+    yield from placed_samples(generator)
+    for sample in placed_samples(generator):
+        if sample.name.startswith("ragged"):
+            assert sample.padded is not None
+            yield Sample("pages missing", *(without_pages(args, 3) for args in (sample.args, sample.padded)))
+
+
+def placed_samples(generator: torch.Generator) -> Iterator[Sample]:
+    """Samples in which every position has a page."""
     for name, counts, starts, page, width in (
         ("one sequence", (4,), (0,), 4, 16),
         ("ragged, an empty sequence, across pages", (5, 0, 7, 1), (3, 9, 14, 31), 8, 20),

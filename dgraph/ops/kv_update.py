@@ -60,7 +60,7 @@ OP = register(
             mutates=("k_cache", "v_cache"),
         ),
         reference=reference,
-        samples=kv_write.samples,
+        samples=kv_write.placed_samples,
         contract=CONTRACT,
         mutates=("k_cache", "v_cache"),
     )

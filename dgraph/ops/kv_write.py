@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
 from dgraph.ops.registry import Op, Sample, define, register
-from dgraph.ops.rows import slots_of
+from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
 Position p of sequence s lives at cache[page_table[s, p // page], p % page].
@@ -18,7 +18,8 @@ returns nothing.
 positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1].
 Padding rows write nothing and may hold anything; table entries that no row addresses are not read. The
 rows of a step address distinct slots, so the order of the writes does not matter.
-A row whose page is not assigned (a negative entry) is an error in the reference and undefined in a kernel."""
+A row whose position has no page (a negative entry) writes nothing. A page that the caches do not have is an error in
+the reference and undefined in a kernel."""
 
 
 def reference(
@@ -30,10 +31,9 @@ def reference(
     page_table: Tensor,
     cu_rows: Tensor,
 ) -> None:
-    slots = slots_of("kv_write", positions, page_table, cu_rows, k_cache.shape[1])
-    live = slots[0].shape[0]
-    k_cache[slots] = k[:live]
-    v_cache[slots] = v[:live]
+    rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, k_cache)
+    k_cache[slots] = k[rows]
+    v_cache[slots] = v[rows]
 
 
 def fake(
@@ -49,6 +49,15 @@ def fake(
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
+    yield from placed_samples(generator)
+    for sample in placed_samples(generator):
+        if sample.name.startswith("ragged"):
+            assert sample.padded is not None
+            yield Sample("pages missing", *(without_pages(args, 5) for args in (sample.args, sample.padded)))
+
+
+def placed_samples(generator: torch.Generator) -> Iterator[Sample]:
+    """Samples in which every position has a page."""
     for name, counts, starts, page, heads, d in (
         ("one sequence", (4,), (0,), 4, 2, 8),
         ("ragged, an empty sequence, blocks across pages", (5, 0, 7, 1), (3, 9, 14, 31), 8, 2, 6),

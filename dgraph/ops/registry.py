@@ -46,6 +46,7 @@ class Op:
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
         cut: the host must read its result size; a program is cut into stages here.
         mutates: names of the arguments that it writes.
+        own_keys: its keys have rows and offsets of their own, which may be another row set than that of its queries.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Op:
     inline: bool = False
     cut: bool = False
     mutates: tuple[str, ...] = ()
+    own_keys: bool = False
 
 
 OPS: dict[str, Op] = {}

@@ -55,6 +55,32 @@ def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pa
     return pages, positions[:live] % page
 
 
+def placed_rows(
+    op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, cache: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The live rows whose position has a page: i64[r], ascending; and where they lie in `cache` [pages, page, ...]:
+    i64[r] pages, and i64[r] places within them.
+
+    Raises:
+        InputError: a row's position or page lies behind the last one that there is; the message names `op`.
+    """
+    (pages, page), live = cache.shape[:2], min(int(cu_rows[-1]), positions.shape[0])
+    at = positions[:live] // page
+    if bool((at >= page_table.shape[1]).any()):
+        raise InputError(
+            f"dgraph::{op}: a row has position {int(positions[:live].max())}, but the page table holds "
+            f"{page_table.shape[1]} pages of {page} positions. Widen it; -1 stands for a page that does not exist."
+        )
+    found = page_table[sequence_of(cu_rows, live), at].long()
+    if bool((found >= pages).any()):
+        raise InputError(
+            f"dgraph::{op}: a row's position lies on page {int(found.max())}, but the cache has {pages} pages. Pass "
+            f"the caches as they are behind the last allocation."
+        )
+    rows = (found >= 0).nonzero()[:, 0]
+    return rows, (found[rows], positions[rows] % page)
+
+
 def offsets_of(flags: Tensor, cu_rows: Tensor) -> Tensor:
     """i64[b+1]: row offsets of the rows that are flagged, from bool[N] and the offsets of all rows."""
     running = F.pad(flags.cumsum(0), (1, 0))

@@ -14,6 +14,7 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.passes.sparse_kv import SparseKV
 
 PASSES: dict[str, type[Pass]] = {
     cls.__name__: cls
@@ -25,6 +26,7 @@ PASSES: dict[str, type[Pass]] = {
         GateFFN,
         PartialAttention,
         ReuseRows,
+        SparseKV,
         ChunkLMHead,
         CountRows,
         OnlyKV,
@@ -47,5 +49,6 @@ __all__ = [
     "Pass",
     "Report",
     "ReuseRows",
+    "SparseKV",
     "run_passes",
 ]

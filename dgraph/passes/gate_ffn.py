@@ -147,7 +147,7 @@ def feed_forward(graph: Graph, attention: Node) -> FeedForward | str:
     layer = attention.meta["layer"]
     if layer is None:
         return "an attention outside the layers has no feed-forward network"
-    if graph.find("feature_read", layer):
+    if graph.find("feature_read", layer) or graph.find("feature_merge", layer):
         return "the layer is gated already"
     ends = [
         n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -21,6 +21,8 @@ from dgraph.shapes import InputSpec
 
 aten = torch.ops.aten
 
+ADAPT = InputSpec("adapt", torch.bool, ("N",))
+
 
 @dataclass(frozen=True)
 class ReuseRows(Pass):
@@ -32,7 +34,11 @@ class ReuseRows(Pass):
     new queries, keys, attention and feed-forward network. What these add to the residual stream is kept per position,
     and added for every row to the stream as it now is. The first layer stays as it is. New inputs: `full`, and per
     layer l `a_cache_l` and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers - 1], the number of rows
-    that each layer behind the first ran on.
+    that each layer behind the first ran on. A row whose position has no page in the caches must be full; nothing is
+    kept of it.
+
+    With `idle`, a further input `adapt` bool[N] says which rows take part in this. Rows that are neither full nor adapt
+    keep what is cached of them, values included (MaskKV A.9, algorithm 5: where the prompt alone is refreshed).
 
         before  %13 = linear(%1, self_attn.v_proj.weight)                                       f32[N, 32]
                 dgraph.kv_write(%12, %14, k_cache, v_cache, positions, page_table, cu_rows)
@@ -43,8 +49,7 @@ class ReuseRows(Pass):
                 %7, %8, %9, %10 = dgraph.compact([%1, %3, positions, limit], %5)
                 dgraph.kv_write(%16, %8, k_cache, v_cache, %9, page_table, %6)
                 %17 = dgraph.paged_attention(%13, k_cache, v_cache, page_table, %6, %10, 0.25)
-                dgraph.feature_write(%19, a_cache, %9, page_table, %6)
-                %20 = dgraph.feature_read(a_cache, positions, page_table, cu_rows)              f32[N, 64]
+                %20 = dgraph.feature_merge(%19, %5, a_cache, positions, page_table, cu_rows)    f32[N, 64]
                 %21 = add(stream, %20)                                                          f32[N, 64]
 
     A projection of queries, keys and values together is taken apart: queries with keys, and values, each over a view of
@@ -52,14 +57,19 @@ class ReuseRows(Pass):
     dense one.
 
     Attributes:
-        share: of a sequence's rows that are not full, in [0, 1]; rounded down to whole rows. 0 reuses all of them.
+        share: of a sequence's rows that adapt, all but the full ones if none is idle, in [0, 1]; rounded down to whole
+            rows. 0 reuses all of them.
+        idle: whether some rows may neither be recomputed nor adapt.
     """
 
     share: float = 0.25
+    idle: bool = False
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "layers run on the rows whose values have turned away most (dLLM-Cache)"
-    signature: ClassVar[frozenset[str]] = frozenset({salience.FULL.name, salience.SALIENT, "a_cache_*", "f_cache_*"})
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {salience.FULL.name, ADAPT.name, salience.SALIENT, "a_cache_*", "f_cache_*"}
+    )
     changes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -67,6 +77,8 @@ class ReuseRows(Pass):
             raise InputError(
                 f"share must be a number from 0 (reuse all rows) to 1 (recompute all), got {self.share!r}."
             )
+        if not isinstance(self.idle, bool):
+            raise InputError(f"idle must be True or False, got {self.idle!r}.")
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
@@ -97,7 +109,10 @@ class ReuseRows(Pass):
         limit, scale = args_of(attention)[-2:]
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
-        similar = (v, v_cache, full, positions, page_table, cu_rows, float(self.share))
+        similar: tuple[Any, ...] = (v, v_cache, full, positions, page_table, cu_rows, float(self.share))
+        if self.idle:
+            graph.add_input(ADAPT)
+            similar += (graph.on_rows_of("adapt", attention, by),)
         flags = graph.call(OPS["least_similar"], similar, before=write, by=by)
         rows = salience.listed(graph, flags, cu_rows, write, by)
 
@@ -120,10 +135,8 @@ class ReuseRows(Pass):
             width, dtype = int(result.meta["val"].shape[1]), result.meta["val"].dtype
             name = f"{kind}_cache_{attention.meta['layer']}"
             cache = graph.add_input(InputSpec(name, dtype, ("pages", "page", width)))
-            graph.call(OPS["feature_write"], (moved[result], cache, *place), before=total, by=by, like=result)
-            where = (cache, positions, page_table, cu_rows)
-            kept = graph.call(OPS["feature_read"], where, before=total, by=by, like=result)
-            total.replace_input_with(result, kept)
+            merge = (moved[result], rows.index, cache, positions, page_table, cu_rows)
+            total.replace_input_with(result, graph.call(OPS["feature_merge"], merge, before=total, by=by, like=result))
 
         ffn = found.ffn
         keep("a", found.mixing, found.mixed, ffn.stream)

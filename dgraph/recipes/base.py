@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.kvplan import KVPlan
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.rowplan import RowPlan
-from dgraph.spec import ModelSpec
 
 BLOCK_CACHES = ("off", "dc", "dc+")
 
@@ -22,7 +22,7 @@ class Phase:
     """A program to derive from the captured graph.
 
     Attributes:
-        name: "prefill" or "step".
+        name: "prefill", "step", or "refresh": the step in which some sequence chooses what it keeps.
         passes: applied in this order. Phases share the work of a common beginning.
         optional: names of passes that may apply nowhere.
     """
@@ -47,7 +47,9 @@ class Recipe:
         block_cache: which rows of the current block stay cached between its steps: "off" (none), "dc" (decoded rows),
             "dc+" (decoded rows whose right neighbour is decoded too: FOCUS, section 4.3).
         refresh: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
-        plan: which rows a step of a bidirectional model forwards; None for a block-causal one.
+        plan: which rows a step of a bidirectional model forwards; which steps of a block-causal one are full, None
+            where its programs do not ask.
+        kv: which keys and values stay; None for all of them.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Recipe:
     block_cache: str = "off"
     refresh: bool = True
     plan: RowPlan | None = None
+    kv: KVPlan | None = None
 
     def __post_init__(self) -> None:
         if self.block_cache not in BLOCK_CACHES:
@@ -92,6 +95,7 @@ class Recipe:
             "block_cache": self.block_cache,
             "refresh": self.refresh,
             **({} if self.plan is None else {"plan": self.plan.to_json()}),
+            **({} if self.kv is None else {"kv": self.kv.to_json()}),
             "phases": [p.to_json() for p in self.phases],
         }
 
@@ -113,7 +117,8 @@ class Recipe:
                 for p in value["phases"]
             )
             plan = RowPlan.from_json(value["plan"]) if "plan" in value else None
-            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"], plan)
+            kv = KVPlan.from_json(value["kv"]) if "kv" in value else None
+            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"], plan, kv)
         except UnknownName:  # a KeyError, too
             raise
         except KeyError as error:
@@ -128,36 +133,3 @@ def options_of(builder: Builder) -> dict[str, Any]:
     """A builder's options and their defaults, in order."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]
     return {p.name: p.default for p in parameters}
-
-
-def check_recipe(recipes: dict[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
-    """Refuse, before a model is loaded, what `build` would refuse of a name or of a finished recipe.
-
-    Raises:
-        UnknownName: an unknown recipe.
-        InputError: options beside a finished recipe.
-    """
-    if isinstance(recipe, str):
-        if recipe not in recipes:
-            raise UnknownName("recipe", recipe, recipes)
-    elif options:
-        raise InputError(
-            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
-        )
-
-
-def build(recipes: dict[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
-    """Build a recipe by name; a finished one is returned as it is.
-
-    Raises:
-        UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
-        InputError: an option's value is out of range, or options beside a finished recipe.
-    """
-    check_recipe(recipes, recipe, options)
-    if not isinstance(recipe, str):
-        return recipe
-    known = options_of(recipes[recipe])
-    for option in options:
-        if option not in known:
-            raise UnknownName(f"option of recipe {recipe!r}", option, known)
-    return recipes[recipe](spec, **options)

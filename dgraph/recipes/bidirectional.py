@@ -13,6 +13,9 @@ CACHES = {"prefix": "suffix", "dual": "block"}
 """Fast-dLLM's caches, and the region that a step forwards under each."""
 
 
+DKV_VARIANTS = ("decode", "greedy")
+
+
 def fast_dllm(
     spec: ModelSpec,
     cache: str = "dual",
@@ -40,20 +43,44 @@ def fast_dllm(
     return Recipe("fast_dllm", 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)
 
 
-def dkv_cache(spec: ModelSpec, every: int = 8, max_num_logits: int = 2048) -> Recipe:
-    """dKV-Cache (decode): rows that are not decoded, and those decoded in the step before.
+def dkv_cache(
+    spec: ModelSpec,
+    variant: str = "decode",
+    every: int | None = None,
+    window: int | None = None,
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """dKV-Cache: what is not decoded and what was decoded in the step before, or little more than what is decoded next.
 
-    A token's keys are cached one step after it was decoded. The first two steps of a block, and every `every`-th,
-    forward the whole canvas.
+    Variant "decode": a token's keys are cached one step after it was decoded; all rows that are not decoded are
+    forwarded in every step. The first two steps of a block, and every `every`-th, forward the whole canvas.
+
+    Variant "greedy": a step forwards the rows that it decodes from, those that were decoded in the step before, and
+    `window` masked rows around each of the former (see `RowPlan`). A block's first step, and every `every`-th, forward
+    the whole canvas. It takes a policy that knows before a step what it commits: "dkv_greedy", LLaDA's random remasking
+    in an order drawn once per block, as published, or "sequential". In a model with shifted logits (Dream), for which
+    nothing is published, the row in front of a token is the one that it is decoded from, and its own row is the one
+    that was decoded.
 
     Args:
         spec: the model; bidirectional.
-        every: steps between full ones; 0 for none but the first two of a block.
+        variant: "decode" or "greedy".
+        every: steps between full ones, 0 for none but a block's first; default 8, for "greedy" 2, as in the published
+            examples.
+        window: masked rows around each row that "greedy" decodes from; default 4, as there.
         max_num_logits: rows whose logits exist at a time.
     """
     _bidirectional("dkv_cache", spec)
-    plan = RowPlan("all", full_steps=2, every=every)
-    return Recipe("dkv_cache", 1, phases_of(spec, ChunkLMHead(max_num_logits)), "dc", plan=plan)
+    if variant not in DKV_VARIANTS:
+        raise UnknownName("variant of dkv_cache", variant, DKV_VARIANTS)
+    if variant == "decode":
+        if window is not None:
+            raise InputError(f"window={window} belongs to the variant 'greedy' of dkv_cache; leave it out.")
+        plan, cache = RowPlan("all", full_steps=2, every=8 if every is None else every), "dc"
+    else:
+        plan = RowPlan("next", every=2 if every is None else every, window=4 if window is None else window)
+        cache = "off"
+    return Recipe("dkv_cache", 1, phases_of(spec, ChunkLMHead(max_num_logits)), cache, plan=plan)
 
 
 def vicinity(

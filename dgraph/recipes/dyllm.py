@@ -16,10 +16,13 @@ from dgraph.spec import ModelSpec
 def dyllm(
     spec: ModelSpec,
     tau: float | tuple[float, ...] = 0.99,
-    full_steps: int = 4,
-    response_only_period: int = 4,
+    full_steps: int | None = None,
+    every: int = 0,
+    response_only_period: int | None = None,
     gate: bool = True,
     partial: bool = True,
+    block_cache: str = "off",
+    refresh: bool = True,
     max_num_logits: int = 2048,
 ) -> Recipe:
     """DyLLM: feed-forward, keys and values of rows whose attention context turned; the others' are kept.
@@ -29,34 +32,54 @@ def dyllm(
     of the step before is below tau) go through the feed-forward network, give the next layer new keys and values, and
     attend exactly there; the context of the others is updated (paper, algorithms 1 to 4).
 
+    On a block-causal model the same is done within each block, whose first steps compute everything, and so do the rows
+    that commit the block before: keys of finished blocks are what the dense model gives for these tokens. A row that a
+    block cache spares keeps its keys as they were last written; where that is a tail of the block, which then is out of
+    sight, what it gave to the contexts that are updated stays in them.
+
     Args:
-        spec: the model; bidirectional.
+        spec: the model.
         tau: the cosine below which a row is salient, or one for each layer; lower is faster. The paper uses 0.99 or
             0.995 for LLaDA, 0.995 or 0.9975 for Dream. Above 1, and with a `response_only_period` of 1, it is the dense
             model.
-        full_steps: steps at the beginning of a response that compute everything, at least 1.
-        response_only_period: every so many steps behind these, all rows are forwarded; the first one is such a step. 0:
-            never the prompt's again.
+        full_steps: steps that compute everything, at least 1: at the beginning of a response, default 4; of each block
+            of a block-causal model, default 1.
+        every: another such step every so many steps of a block, from its first on; 0 for none.
+        response_only_period: every so many steps behind the first full ones, all rows are forwarded; the first one is
+            such a step. 0: never the prompt's again. Bidirectional models only; default 4.
         gate: whether feed-forward networks run on salient rows only.
         partial: whether keys, values and attention are updated for salient rows only.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
+        refresh: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
-    if spec.attention != "bidirectional":
-        raise InputError(
-            f"recipe 'dyllm' spares rows of a canvas that change little from step to step; {spec.family} is "
-            f"{spec.attention}: a step forwards {spec.block_length} rows, the keys of all others are exact, and what a "
-            f"step caches of its rows ends with their block. Use 'dense' or 'focus'."
-        )
     for name, given in (("gate", gate), ("partial", partial)):
         if not isinstance(given, bool):
             raise InputError(f"{name} must be True or False, got {given!r}.")
     if not gate and not partial:
         raise InputError("gate and partial are both False, which leaves the dense model; use 'dense' instead.")
-    for name, value, least in (("full_steps", full_steps, 1), ("response_only_period", response_only_period, 0)):
+    causal = spec.attention == "block_causal"
+    full = full_steps if full_steps is not None else 1 if causal else 4
+    period = 4 if response_only_period is None else response_only_period
+    for name, value, least in (("full_steps", full, 1), ("every", every, 0), ("response_only_period", period, 0)):
         if type(value) is not int or value < least:
             raise InputError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    if causal:
+        if response_only_period is not None:
+            raise InputError(
+                f"response_only_period={response_only_period} says how often a bidirectional model forwards its prompt "
+                f"again; {spec.family} is block-causal, and the keys of its prompt are final. Leave it out."
+            )
+        plan = RowPlan("block", full_steps=full, every=every)
+    else:
+        if block_cache != "off":
+            raise InputError(
+                f"block_cache={block_cache!r} spares rows of the current block; on {spec.family}, which is "
+                f"bidirectional, dyllm forwards the whole response, and spares what has not changed of it. Leave it "
+                f"'off'."
+            )
+        plan = RowPlan("response", full_steps=0, every=every, warm_up=full, widen=period)
     passes: tuple[Pass, ...] = (GateFFN(tau),) if gate else ()
     passes += (PartialAttention(tau),) if partial else ()
     phases = phases_of(spec, *passes, ChunkLMHead(max_num_logits))
-    plan = RowPlan("response", full_steps=0, warm_up=full_steps, widen=response_only_period)
-    return Recipe("dyllm", 1, phases, plan=plan)
+    return Recipe("dyllm", 1, phases, block_cache, refresh, plan)

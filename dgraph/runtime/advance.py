@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
+from dgraph.ops.sparse import REUSE
 from dgraph.runtime.cudagraph import GraphPool, Replay
 from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.policies import Policy, edits, needs_of
@@ -62,24 +63,24 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step program, by name; row inputs are padded to `capacity`.
-        summary: i64[4], see `DecodeState.summary`; what the host reads in front of a step.
+        summary: i64[5], see `DecodeState.summary`; what the host reads in front of a step.
     """
 
     def __init__(self, rule: Rule, state: DecodeState, capacity: int, pool: GraphPool | None = None):
         self.rule, self.state, self.capacity, self._pool = rule, state, capacity, pool
-        self._keys = sequence_keys(rule.seed, state.prompt)
+        state.keys = sequence_keys(rule.seed, state.prompt)
         self._editing = edits(rule.policy)
         self.rows = state.rows(capacity, self._editing)
         self.summary = state.summary()
-        self.inputs = inputs_of(self.rows, state, rule, self._keys)
+        self.inputs = inputs_of(self.rows, state, rule, state.keys)
         self._given: dict[str, Tensor] = {}
         self._graph: Replay | None = None
         self._steps = 0
 
     def load(self, state: DecodeState, seed: int) -> None:
         """Start over with another batch of the same shape, in the tensors that are there."""
+        state.keys = sequence_keys(seed, state.prompt)
         _assign(self.state, state)
-        self._keys.copy_(sequence_keys(seed, state.prompt))
         self._pack()
 
     def __call__(self, outputs: Mapping[str, Tensor], observed: bool = False) -> Decision | None:
@@ -134,11 +135,11 @@ class Advance:
         if "noise" not in needs_of(self.rule.policy):
             return None
         columns = torch.arange(self.state.block, device=self.state.start.device)
-        return policy_noise(self._keys, self.state.start[:, None] + columns, self.state.counter)
+        return policy_noise(self.state.keys, self.state.start[:, None] + columns, self.state.counter)
 
     def _pack(self) -> None:
         _assign(self.rows, self.state.rows(self.capacity, self._editing))
-        for name, value in inputs_of(self.rows, self.state, self.rule, self._keys, constants=False).items():
+        for name, value in inputs_of(self.rows, self.state, self.rule, self.state.keys, constants=False).items():
             if self.inputs[name] is not value:
                 self.inputs[name].copy_(value)
         self.summary.copy_(self.state.summary())
@@ -183,6 +184,10 @@ def inputs_of(
     }
     if rows.full is not None and rows.changed is not None:
         inputs |= {"full": rows.full, "changed": rows.changed}
+    window, phase = state.window, state.phase
+    if window is not None and phase is not None:
+        # Where a prompt is refreshed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
+        inputs |= {"window": window, "phase": phase, "adapt": phase[rows.sequence] == REUSE}
     if constants:
         inputs["temperature"] = torch.full((n,), rule.temperature, dtype=torch.float32, device=device)
     if keys is not None and (rule.temperature > 0 or rule.select_noise):

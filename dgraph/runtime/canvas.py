@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgraph.kvplan import KVPlan
+from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows
 
 
@@ -26,7 +29,8 @@ class CanvasState(DecodeState):
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
     token, so the block cache may spare the row.
 
-    Fixed: plan; size: columns of a block; shift: 0 if a row predicts its own position, 1 if the next one (Dream).
+    Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
+    position, 1 if the next one (Dream).
     """
 
     masked: Tensor
@@ -35,6 +39,7 @@ class CanvasState(DecodeState):
     changed: Tensor
     frozen: Tensor
     plan: RowPlan
+    kv: KVPlan | None
     size: int
     shift: int
 
@@ -51,6 +56,7 @@ class CanvasState(DecodeState):
         mask_id: int,
         stop_ids: Tensor,
         plan: RowPlan,
+        kv: KVPlan | None = None,
         shift: int = 0,
     ) -> CanvasState:
         """Before the first step, which is a full one.
@@ -75,6 +81,7 @@ class CanvasState(DecodeState):
             stop_ids=stop_ids,
             mask_id=mask_id,
             plan=plan,
+            kv=kv,
             size=block,
             shift=shift,
         )
@@ -99,6 +106,26 @@ class CanvasState(DecodeState):
     def average(self) -> Tensor:
         """f32[b]: as in `DecodeState`; inf in front of a full step, which may evict nothing: others read its keys."""
         return torch.where(self.full, math.inf, super().average)
+
+    @property
+    def window(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.kv.window == "block":
+            bounds = self.start - self.shift, torch.minimum(self.start + self.size, self.end)
+        else:
+            bounds = self.prompt_end - self.shift, self.end
+        return torch.stack(bounds, dim=1).int()
+
+    @property
+    def phase(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.kv.window == "block":
+            found = torch.where(self.full, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
+        else:
+            found = torch.where(self._whole(), torch.where(self.counter == 0, SELECT, REPACK), REUSE)
+        return torch.where(self.active, found, REUSE).int()
 
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]
@@ -140,13 +167,15 @@ class CanvasState(DecodeState):
         inside = (positions >= start - self.shift - behind) & (positions < start + self.size + ahead)
         return inside & (positions < self.end[:, None])
 
-    def _write(self, commit: Tensor, token: Tensor) -> None:
+    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
         columns = self.columns
-        self.canvas = self.canvas.scatter(1, columns, torch.where(commit, token, self.block_tokens))
-        self.masked = self.masked.scatter(1, columns, self.block_masked & ~commit)
-        self.changed = torch.zeros_like(self.changed).scatter(1, columns, commit)
+        self.canvas = self.canvas.scatter(1, columns, torch.where(written, token, self.block_tokens))
+        self.masked = self.masked.scatter(1, columns, left)
+        self.changed = torch.zeros_like(self.changed).scatter(1, columns, written)
 
-    def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+    ) -> None:
         # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
         before = self.masked.scatter(1, self.columns, masked)
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
@@ -169,17 +198,42 @@ class CanvasState(DecodeState):
             region = everything & (positions >= (self.prompt_end - self.shift)[:, None])
         elif plan.region == "suffix":
             region = self._span(0, self.canvas.shape[1])
+        elif plan.region == "next":
+            region = everything & self._next_rows(policy)
         else:
             region = self._span(plan.behind, plan.ahead)
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
-        needed = self._predicting()
-        wide = full if not plan.prompt_every else self.counter % plan.prompt_every == 0
-        if plan.widen:
-            wide = wide | ((self.counter - plan.warm_up) % plan.widen == 0)
-        self.pending = torch.where(wide[:, None], everything, region & (~self.frozen | needed))
+        needed = self._predicting(self.block_masked)
         self.full = full
+        self.pending = torch.where(self._whole()[:, None], everything, region & (~self.frozen | needed))
 
-    def _predicting(self) -> Tensor:
-        """bool[b, T]: rows whose prediction for the current block is still wanted."""
-        span = torch.zeros_like(self.masked).scatter(1, self.columns, self.block_masked)
+    def _whole(self) -> Tensor:
+        """bool[b]: the next step forwards every row."""
+        plan = self.plan
+        if plan.prompt_every:
+            return self.counter % plan.prompt_every == 0
+        return self.full | ((self.counter - plan.warm_up) % plan.widen == 0) if plan.widen else self.full
+
+    def _predicting(self, flags: Tensor) -> Tensor:
+        """bool[b, T]: rows that predict the flagged positions, bool[b, B], of the current block."""
+        span = torch.zeros_like(self.masked).scatter(1, self.columns, flags)
         return torch.roll(span, -self.shift, dims=1)
+
+    def _next_rows(self, policy: Policy) -> Tensor:
+        """bool[b, T]: the rows of the region "next"; see `RowPlan`."""
+        coming = policy.foresee(self.block_masked, self.steps, self.decoded, self.order)  # type: ignore[attr-defined]
+        some = coming >= 0
+        flags = torch.zeros_like(self.columns, dtype=torch.bool)
+        flags = torch.cat([flags, flags[:, :1]], dim=1).scatter(1, torch.where(some, coming, self.size), True)[:, :-1]
+        rows = self._predicting(flags) | self.changed
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        far = 2 * self.canvas.shape[1]
+        window = min(self.plan.window, self.canvas.shape[1])
+        centres = self.start[:, None] + coming - self.shift
+        for column in range(coming.shape[1] if window else 0):
+            away = positions - centres[:, column, None]
+            distance = torch.where(self.masked & ~rows, 2 * away.abs() + (away > 0), far)  # the left one first
+            distance, nearest = distance.topk(window, dim=1, largest=False)
+            chosen = (distance < far) & some[:, column, None]
+            rows = rows | torch.zeros_like(rows).scatter(1, nearest, chosen)
+        return rows

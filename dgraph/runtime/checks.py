@@ -10,28 +10,37 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from dgraph.errors import InputError, LoweringError, UnknownName
+from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
-from dgraph.runtime.policies import Policy, check_needs, edits
+from dgraph.runtime.policies import Policy, check_needs, edits, foresees
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
 
 ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperature", "seed"})
-CANVAS_INPUTS = frozenset({"full", "changed"})
-"""Row inputs that only a bidirectional model's loop has."""
+PLAN_INPUTS = frozenset({"full", "changed"})
+"""Row inputs that only a loop with a plan has; that of a bidirectional model always has one."""
+KEPT_INPUTS = frozenset({"window", "phase", "pack_start", "key_positions", "cu_keys", "adapt"})
+"""Inputs that only a loop has that keeps few keys."""
 SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "progress"})
 
 
 def check_session(
-    spec: ModelSpec, programs: Mapping[str, Program], block_cache: str, select_noise: bool, plan: RowPlan | None
+    spec: ModelSpec,
+    programs: Mapping[str, Program],
+    block_cache: str,
+    select_noise: bool,
+    plan: RowPlan | None,
+    kv: KVPlan | None = None,
 ) -> None:
     """What a `BlockSession` needs of its model and programs."""
     causal = spec.attention == "block_causal"
-    if causal and plan is not None:
+    if causal and plan is not None and plan != RowPlan("block", full_steps=max(1, plan.full_steps), every=plan.every):
         raise InputError(
             f"{spec.family}: {plan} says which rows of a bidirectional model are forwarded again; the keys of this "
-            f"block-causal one are final once a block is committed. Leave the plan out."
+            f"block-causal one are final once a block is committed. Leave the plan out, or say which steps of a block "
+            f"are full: RowPlan('block', full_steps=..., every=...)."
         )
     if causal and spec.logit_shift:
         raise InputError(
@@ -42,9 +51,12 @@ def check_session(
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     known = ROW_INPUTS | SEQUENCE_INPUTS
     known |= {f"{kind}_cache_{layer}" for kind in "kvcfa" for layer in range(spec.layers)}
-    if not causal:
-        known |= CANVAS_INPUTS
-    needed = ("prefill", "step") if causal else ("step",)
+    if not causal or plan is not None:
+        known |= PLAN_INPUTS
+    if kv is not None:
+        known |= KEPT_INPUTS | {f"{kind}_pack_{layer}" for kind in "kv" for layer in range(spec.layers)}
+        known |= {f"pack_{kind}_{layer}" for kind in ("count", "index") for layer in range(spec.layers)}
+    needed = (*(("prefill",) if causal else ()), *(("refresh",) if kv is not None else ()), "step")
     for name in needed:
         if name not in programs:
             raise InputError(
@@ -65,8 +77,21 @@ def check_session(
             )
 
 
-def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str) -> None:
-    """What a policy and a sampler need of the step program, before anything runs; `InputError` if it has none."""
+def check_plan(policy: Policy, plan: RowPlan | None) -> None:
+    """Refuse a policy that decides by what a step predicts where the plan asks in front of it what it commits."""
+    if plan is not None and plan.region == "next" and not foresees(policy):
+        raise InputError(
+            f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "
+            f"which {policy!r} does not say. Use policy='dkv_greedy' with its steps per block (random remasking in an "
+            f"order drawn once per block), policy='sequential', or another recipe."
+        )
+
+
+def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str, plan: RowPlan | None = None) -> None:
+    """What a policy and a sampler need of the step program and the plan, before anything runs; `InputError` if they
+    do not have it.
+    """
+    check_plan(policy, plan)
     outputs = step.output_names
     logits = "logits" in outputs
     if sampler.needs_logits and not logits:
@@ -80,7 +105,7 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
             f"evicts rows, in the two not the same; use a recipe that evicts none, or leave cfg_scale at 0."
         )
     statistics = {"margin", "entropy"} if logits else {"margin", "entropy"} & outputs
-    check_needs(policy, {"noise", "forwards", "editable", "passes"} | statistics)
+    check_needs(policy, {"noise", "order", "forwards", "editable", "passes"} | statistics)
     if not edits(policy):
         return
     if block_cache != "off":

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgraph.lowering.executor import Runner, Slots, StagePlan
+from dgraph.lowering.executor import Runner, StagePlan
+from dgraph.lowering.steps import Slots
 from dgraph.torch_private import copy_all
 
 
@@ -44,7 +45,7 @@ class GraphPool:
         limit: graphs kept at most; a bucket beyond it runs step by step.
         captured: names and row counts of what was captured, in order.
         bytes: device memory that graphs took: buffers, and what lies between them.
-        refused: the same for buckets that did not fit, with the reason.
+        refused: the same for buckets that did not fit or run in chunks of rows, with the reason.
         preparing: whether stages that nobody waits for are only captured, not run (a warm-up).
         capture: makes a graph from a function without arguments; replaced in tests, where there is no device.
     """
@@ -114,11 +115,15 @@ class _GraphStage:
         self._captured: dict[Hashable, _Captured | None] = {}
         self._buffers = _Buffers(pool)
         self._warm = False
+        self._in_chunks: set[int] = set()
 
     def __call__(self, slots: Slots, rows: int) -> None:
-        """Run the stage; a bucket that cannot be captured runs step by step."""
-        for step in self.plan.bridge:
-            step.run(slots)
+        """Run the stage; a bucket that cannot be captured, or is so large that it runs in chunks, runs step by step."""
+        for gather in self.plan.bridge:
+            gather.run(slots)
+        if self.plan.chunk_rows is not None and rows > self.plan.chunk_rows:
+            self._run_in_chunks(slots, rows, self.plan.chunk_rows)
+            return
         key = tuple(slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs)
         if key not in self._captured:
             self._captured[key] = self._capture(slots, rows)
@@ -132,6 +137,14 @@ class _GraphStage:
             found.graph.replay()
         for slot, value in found.outputs.items():
             slots[slot] = value
+
+    def _run_in_chunks(self, slots: Slots, rows: int, most: int) -> None:
+        # A graph would hold the memory of so many rows for good, and saves launches, which count for little here.
+        if rows not in self._in_chunks:
+            self._in_chunks.add(rows)
+            self.pool.refused.append((self.plan.name, rows, f"more than {most} rows, which run in chunks"))
+        for step in self.plan.steps:
+            step.run(slots)
 
     def _capture(self, slots: Slots, rows: int) -> _Captured | None:
         if len(self.pool.captured) >= self.pool.limit:

@@ -15,8 +15,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies import Candidates, Policy, edits, may_wait
+from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
 from dgraph.runtime.rows import RowResults, StepRows
+from dgraph.runtime.seeds import policy_order
 
 BlockCache = Literal["off", "dc", "dc+"]
 BLOCK_CACHES: tuple[BlockCache, ...] = ("off", "dc", "dc+")
@@ -49,7 +50,8 @@ class DecodeState(ABC):
     decoded so far, mask tokens elsewhere.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
-    max_new_tokens; stop_ids i64[E]; mask_id.
+    max_new_tokens; stop_ids i64[E]; mask_id; keys i64[2, b]: what draws start from, see `sequence_keys`; zeros until
+    there is a seed.
     """
 
     start: Tensor
@@ -64,6 +66,7 @@ class DecodeState(ABC):
     passes: Tensor
     active: Tensor
     broken: Tensor
+    keys: Tensor
     canvas: Tensor
     prompt: Tensor
     prompt_end: Tensor
@@ -86,6 +89,7 @@ class DecodeState(ABC):
             "commit_rows": zeros(),
             "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
             "broken": torch.zeros(b, dtype=torch.bool, device=device),
+            "keys": zeros(2, b),
         }
 
     @property
@@ -125,11 +129,13 @@ class DecodeState(ABC):
         """i64[]: rows of the step that are forwarded for their keys alone."""
 
     @abstractmethod
-    def _write(self, commit: Tensor, token: Tensor) -> None:
-        """Write tokens i64[b, B] where commit bool[b, B] says."""
+    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
+        """Write tokens i64[b, B] where written bool[b, B] says; left bool[b, B]: the columns that are masks then."""
 
     @abstractmethod
-    def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+    ) -> None:
         """Finish sequences, move on to the next block, and decide which rows the next step forwards.
 
         masked bool[b, B]: the block as it was forwarded. settled bool[b]: whether the block is done, where that is not
@@ -143,9 +149,24 @@ class DecodeState(ABC):
         return torch.where(self.steps > 0, mean, 1.0)
 
     @property
+    def window(self) -> Tensor | None:
+        """i32[b, 2]: the positions whose keys are always seen; None where all are."""
+        return None
+
+    @property
+    def phase(self) -> Tensor | None:
+        """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`."""
+        return None
+
+    @property
     def columns(self) -> Tensor:
         """i64[b, B]: positions of the current block."""
         return self.start[:, None] + torch.arange(self.block, device=self.start.device)
+
+    @property
+    def order(self) -> Tensor:
+        """f32[b, B]: of the current block's positions, see `policy_order`."""
+        return policy_order(self.keys, self.columns)
 
     @property
     def editable(self) -> Tensor:
@@ -161,8 +182,11 @@ class DecodeState(ABC):
         return type(self)(**values)
 
     def summary(self) -> Tensor:
-        """i64[4]: rows of the next step, active sequences, tokens decoded so far, broken sequences."""
-        return torch.stack([self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()])
+        """i64[5]: rows of the next step, active sequences, tokens decoded so far, broken sequences, and sequences
+        whose next step does not reuse what is packed (0 where nothing is).
+        """
+        counts = [self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()]
+        return torch.stack([*counts, torch.zeros_like(counts[0]) if self.phase is None else (self.phase != 0).sum()])
 
     def apply(
         self,
@@ -195,6 +219,7 @@ class DecodeState(ABC):
             margin=None if results.margin is None else self._on_block(rows, results.margin, -math.inf),
             entropy=None if results.entropy is None else self._on_block(rows, results.entropy, math.inf),
             noise=noise,
+            order=self.order if "order" in needs_of(policy) else None,
             forwards=self.forwards,
             editable=self.editable if editing else None,
             passes=self.passes,
@@ -213,12 +238,16 @@ class DecodeState(ABC):
         self.counter = self.counter + self.active
         if progress is not None:
             self.progress = torch.where(self.active, progress, self.progress)
-        count = (commit & masked).sum(dim=1)
+        written, left = commit, masked & ~commit
+        if remasks(policy):
+            back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
+            written, left, token = commit | back, left | back, torch.where(back, self.mask_id, token)
+        count = masked.sum(dim=1) - left.sum(dim=1)
         self.decoded = self.decoded + count
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
-        self._write(commit, token)
-        self._advance(masked, block_cache, refresh, settled)
+        self._write(written, token, left)
+        self._advance(masked, policy, block_cache, refresh, settled)
         return commit
 
     def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from dgraph.errors import DgraphError, InputError
 from dgraph.spec import ModelSpec
 
+NO_PAGE = -1
+
 
 class KVStore:
     """One key and one value cache [pages, page, Hkv, D] per layer, further caches, and who owns which page.
@@ -94,35 +96,45 @@ class KVStore:
         """Pages that hold `tokens` positions."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, tokens: Sequence[int]) -> list[int]:
+    def allocate(self, tokens: Sequence[int], first: Sequence[int] | None = None) -> list[int]:
         """Room for one sequence per entry, for that many positions; returns their handles in order.
 
+        first: of each sequence, the first position that needs a page; those on pages in front of it have none.
         What a page holds at first is finite but arbitrary: zeros, or what an earlier sequence left.
         """
-        counts = [self.pages_for(n) for n in tokens]
+        absent = [0] * len(tokens) if first is None else [n // self.page_size for n in first]
+        counts = [self.pages_for(n) - none for n, none in zip(tokens, absent, strict=True)]
         missing = sum(counts) - len(self._free)
         if missing > 0:
             self._grow(self._pages + missing)
         handles = []
-        for count in counts:
-            self._owned[self._next] = [self._free.pop() for _ in range(count)]
+        for count, none in zip(counts, absent, strict=True):
+            self._owned[self._next] = [NO_PAGE] * none + [self._free.pop() for _ in range(count)]
             handles.append(self._next)
             self._next += 1
         return handles
 
     def free(self, sequence: int) -> None:
         """Hand the pages of a sequence back."""
-        self._free.extend(reversed(self._pages_of(sequence)))
+        self._free.extend(page for page in reversed(self._pages_of(sequence)) if page != NO_PAGE)
         del self._owned[sequence]
 
+    def release(self, sequence: int, first: int) -> None:
+        """Hand those pages of a sequence back that hold positions in front of `first` only."""
+        owned = self._pages_of(sequence)
+        for i in range(min(first // self.page_size, len(owned))):
+            if owned[i] != NO_PAGE:
+                self._free.append(owned[i])
+                owned[i] = NO_PAGE
+
     def page_table(self, sequences: Sequence[int], rows: int = 0, columns: int = 0) -> Tensor:
-        """i32[b, P], P the most pages of any of them; entries past a sequence's own pages are -1.
+        """i32[b, P], P the most pages of any of them; -1 where a sequence has no page.
 
         rows, columns: at least so many; rows past the sequences belong to none.
         """
         pages = [self._pages_of(s) for s in sequences]
         shape = max(rows, len(pages)), max([columns, *map(len, pages)])
-        table = torch.full(shape, -1, dtype=torch.int32)
+        table = torch.full(shape, NO_PAGE, dtype=torch.int32)
         for row, owned in zip(table, pages, strict=False):
             row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
         return table.to(self.device)
@@ -131,17 +143,24 @@ class KVStore:
         """The caches under the names that programs ask for: k_cache_0, v_cache_0, k_cache_1, ..."""
         return dict(self._caches)
 
-    def gather(self, sequence: int, tokens: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Per layer, copies of the keys and values [tokens, Hkv, D] of positions 0 .. tokens-1 (default:
+    def gather(self, sequence: int, tokens: int | None = None, first: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, copies of the keys and values [tokens - first, Hkv, D] of positions first .. tokens-1 (default:
         all pages).
+
+        Raises:
+            DgraphError: a position without a page.
         """
         pages = torch.tensor(self._pages_of(sequence), dtype=torch.int64, device=self.device)
         room = len(pages) * self.page_size
         if tokens is not None and tokens > room:
             raise DgraphError(f"KV store: sequence {sequence} has {room} positions, asked for {tokens}.")
 
+        begin = first // self.page_size
+        if (pages[begin:] == NO_PAGE).any():
+            raise DgraphError(f"KV store: sequence {sequence} has no pages for position {first}; ask for later ones.")
+
         def rows(kind: str, layer: int) -> Tensor:
-            return self._caches[f"{kind}_cache_{layer}"][pages].flatten(0, 1)[:tokens]
+            return self._caches[f"{kind}_cache_{layer}"][pages].flatten(0, 1)[first:tokens]
 
         return [(rows("k", layer), rows("v", layer)) for layer in range(self._layers)]
 

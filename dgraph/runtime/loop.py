@@ -1,6 +1,6 @@
 """The decode loop of one batch: prefill, then steps until every sequence is finished.
 
-Host reads: four integers per step at most (`DecodeState.summary`; the row count is among them, which the next step's
+Host reads: five integers per step at most (`DecodeState.summary`; the row count is among them, which the next step's
 tensors are sized by), and the results once at the end. Everything else stays on the device. A program may
 read more, and so does decoding logits here (see `BlockLoop._decide`).
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, LoweringError
+from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
@@ -36,8 +37,11 @@ PREFILL_ROWS = 32768
 class BlockLoop:
     """How to decode one batch; see `BlockSession` and its `generate` for what the fields mean.
 
+    refresh: instead of `step` where some sequence chooses which keys it keeps; None if all are.
+    kv: which keys are kept; None for all.
+    release: gives back what no step behind the first reads; None if there is nothing.
     advance: makes the transition of a batch from its state in front of the first step.
-    plan: which rows a step of a bidirectional model forwards; None for a block-causal one.
+    plan: which rows a step of a bidirectional model forwards; which steps of a block-causal one are full, or None.
     stride: the canvas has a multiple of so many columns, itself a multiple of the block.
     unread: steps after each host read that go without one, where the plan says how many rows they have at most. A
         sequence that ends meanwhile, or a step that goes wrong, is noticed that much later.
@@ -47,8 +51,11 @@ class BlockLoop:
     spec: ModelSpec
     prefill: Program | None
     step: Program
+    refresh: Program | None
     rule: Rule
     plan: RowPlan | None
+    kv: KVPlan | None
+    release: Callable[[], None] | None
     max_new_tokens: int
     block: int
     advance: Callable[[DecodeState], Advance]
@@ -84,18 +91,22 @@ class BlockLoop:
             if unread:
                 unread -= 1
                 rows = self._most_rows(step, prompts, running)
-                self._step(step, rows, advance, caches, stats, salient, unconditional)
+                program = self.refresh if self.plan is not None and self.plan.forwards_prompt(step) else None
+                self._step(program or self.step, step, rows, advance, caches, stats, salient, unconditional)
                 step += 1
                 continue
             # The one host read of a step.
-            count, active, decoded, broken = advance.summary.tolist()
+            count, active, decoded, broken, choosing = advance.summary.tolist()
             if broken:
                 raise self._broken(advance.state)
             if report is not None:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            self._step(step, count, advance, caches, stats, salient, unconditional)
+            program = self.refresh if choosing else None
+            self._step(program or self.step, step, count, advance, caches, stats, salient, unconditional)
+            if step == 0 and self.release is not None:
+                self.release()
             step += 1
             if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
                 running = advance.state.active.tolist()
@@ -125,7 +136,8 @@ class BlockLoop:
     def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
         b, device = len(page_table), page_table.device
         longest = max(map(len, prompts)) + self.max_new_tokens
-        if self.plan is not None:
+        causal = self.spec.attention == "block_causal"
+        if not causal:
             longest += self.block  # a last block that is cut short has columns all the same
         canvas = torch.full((b, -(-longest // self.stride) * self.stride), self.spec.mask_id)
         for row, prompt in zip(canvas, prompts, strict=False):
@@ -138,10 +150,12 @@ class BlockLoop:
             "block": self.block,
             "mask_id": self.spec.mask_id,
             "stop_ids": torch.tensor(self.spec.eos_ids, dtype=torch.int64, device=device),
+            "plan": self.plan,
+            "kv": self.kv,
         }
-        if self.plan is None:
+        if causal:
             return StepState.begin(*tensors, **settings)
-        return CanvasState.begin(*tensors, **settings, plan=self.plan, shift=self.spec.logit_shift)
+        return CanvasState.begin(*tensors, **settings, shift=self.spec.logit_shift)
 
     def _prefill(
         self,
@@ -177,6 +191,7 @@ class BlockLoop:
 
     def _step(
         self,
+        program: Program,
         number: int,
         count: int,
         advance: Advance,
@@ -186,13 +201,15 @@ class BlockLoop:
         unconditional: Tensor | None,
     ) -> None:
         inputs = {**caches, **advance.inputs}
-        result, other = self.step(inputs, count), None
+        if program is self.refresh and isinstance(advance.state, StepState):
+            inputs |= advance.state.key_rows()
+        result, other = program(inputs, count), None
         if unconditional is not None:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
             twin = self._without_prompt(inputs, advance.rows, advance.state, unconditional)
-            other = self.step(twin, count).outputs["logits"]
-        for stage in zip(self.step.stage_names, result.rows, result.padded, result.seconds, strict=True):
+            other = program(twin, count).outputs["logits"]
+        for stage in zip(program.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
         if "salient" in result.outputs:
             salient.append(result.outputs["salient"].clone())  # counts stay on the device until the end

@@ -19,8 +19,8 @@ class StepRows:
     bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no
     sequence: sequence, column, input_ids, positions and limit 0, masked False.
 
-    Of a bidirectional model, else None: full bool[N]: the row's sequence takes a full step; changed bool[N]: the row's
-    token was decoded in the step before, or the step is a full one.
+    Where there is a plan, else None: full bool[N]: everything is recomputed for the row, because its sequence takes a
+    full step or the row commits a block; changed bool[N]: the row's token was decoded in the step before, or full.
     """
 
     sequence: Tensor

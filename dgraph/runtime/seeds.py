@@ -58,3 +58,8 @@ def policy_noise(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
     keys: i64[2, b]; positions i64[b, B], below 2^30; counter i64[b].
     """
     return uniform(row_seeds(keys[:, :, None], positions ^ _POLICY, counter[:, None]))
+
+
+def policy_order(keys: Tensor, positions: Tensor) -> Tensor:
+    """f32[b, B] in [0, 1), as `policy_noise`, but the same in every step: an order of positions that is drawn once."""
+    return policy_noise(keys, positions, torch.full_like(keys[0], WORD))  # a count that no sequence reaches

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import Advance, Rule
@@ -20,6 +21,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
+from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import check_script
@@ -33,11 +35,13 @@ class SequenceKV:
 
     committed: positions before it are final; those of the last block (from `committed` on) are as its steps
     left them, since nobody would read a commit. A bidirectional model has no final ones: 0. layers: per layer K and V
-    [positions, Hkv, D], after RoPE.
+    [positions, Hkv, D], after RoPE. first: the position that they begin with, above 0 where only some of the keys in
+    front of it are kept.
     """
 
     committed: int
     layers: list[tuple[Tensor, Tensor]]
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,15 @@ class BlockSession:
             or "dc+" (see `ready_columns`).
         refresh: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
-        plan: which rows a step of a bidirectional model forwards; None for all of them.
+        plan: which rows a step of a bidirectional model forwards, None for all of them; or which steps of a
+            block-causal one are full (region "block"), for programs that ask.
         select_noise: give programs the input noise f32[N], uniform in [0, 1) (random selection, an ablation);
             None: if one of them reads it.
         device: where the programs run.
         kv_dtype: dtype of the caches; default the model's.
         page_size: positions per page; default the block length.
+        kv: which keys and values stay, for programs that read packed ones; None for all. It needs the program
+            "refresh", for steps in which some sequence chooses.
         pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With one,
             batches are padded to a power of two of sequences, the canvas to few widths and the page table to the
             model's longest sequence, so that what was captured serves later calls.
@@ -102,6 +109,7 @@ class BlockSession:
         block_cache: BlockCache = "off",
         refresh: bool = True,
         plan: RowPlan | None = None,
+        kv: KVPlan | None = None,
         select_noise: bool | None = None,
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype | None = None,
@@ -110,7 +118,7 @@ class BlockSession:
     ):
         if select_noise is None:
             select_noise = any("noise" in program.input_names for program in programs.values())
-        check_session(spec, programs, block_cache, select_noise, plan)
+        check_session(spec, programs, block_cache, select_noise, plan, kv)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
         self.block_cache: BlockCache = block_cache
@@ -121,6 +129,7 @@ class BlockSession:
         self._sequences = 1
         names = frozenset().union(*(program.input_names for program in programs.values()))
         self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device, names=names)
+        self.packed = None if kv is None else PackedKV(spec, kv, kv_dtype, self.device)
 
     @torch.no_grad()
     def generate(
@@ -161,22 +170,31 @@ class BlockSession:
             max_batch=max_batch,
         )
         sampler = Sampler(temperature) if sampler is None else sampler
-        step = self.programs["step"]
+        step, refresh = self.programs["step"], self.programs.get("refresh")
         if sampler.needs_logits and "logits" not in step.output_names:
             step = self.programs.get("logits", step)
-        check_rule(policy, sampler, step, self.block_cache)
+            refresh = self.programs.get("refresh_logits", refresh)
+        check_rule(policy, sampler, step, self.block_cache, self.plan)
         scripted = "script" in step.input_names
         check_script(policy, block, scripted)
         temperature = float(sampler.temperature)
         rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, temperature, seed, scripted)
         fixed = self.pool is not None and observer is None
         guided = sampler.cfg_scale > 0
+        if guided and self.packed is not None:
+            raise InputError(
+                f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
+                f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
+            )
         loop = BlockLoop(
             spec=self.spec,
-            prefill=self.programs["prefill"] if self.plan is None else None,
+            prefill=self.programs["prefill"] if self.spec.attention == "block_causal" else None,
             step=step,
+            refresh=refresh,
             rule=rule,
             plan=self.plan,
+            kv=None if self.packed is None else self.packed.plan,
+            release=None,
             max_new_tokens=max_new_tokens,
             block=block,
             advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
@@ -193,14 +211,18 @@ class BlockSession:
         for first in range(0, len(ids), width):
             batch = ids[first : first + width]
             positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
-            both = self.kv.allocate(positions * (2 if guided else 1))
+            both = self.kv.allocate(positions * (2 if guided else 1), self._first_pages(batch))
             handles, twins = both[: len(batch)], both[len(batch) :]
             try:
                 report = progress and partial(_report, progress, stats.decoded, first, len(ids))
                 shape = self._table_shape(len(batch)) if fixed else ()
                 caches = {"page_table": self.kv.page_table(handles, *shape), **self.kv.tensors()}
+                if self.packed is not None:
+                    self.packed.prepare(self._candidates(batch, max_new_tokens, block), len(caches["page_table"]))
+                    caches |= self.packed.tensors()
                 unconditional = self.kv.page_table(twins, *shape) if guided else None
-                state = loop.run(batch, first, caches, stats, report, unconditional)
+                release = partial(self._release, handles, batch, block, caches["page_table"])
+                state = replace(loop, release=release).run(batch, first, caches, stats, report, unconditional)
                 token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
                 if keep_kv:
                     kept += self._kv_of(handles, state)
@@ -241,6 +263,9 @@ class BlockSession:
         handles = self.kv.allocate([max(tokens, 2 * block)] * batch)
         try:
             caches = {"page_table": self.kv.page_table(handles, *self._table_shape(batch)), **self.kv.tensors()}
+            if self.packed is not None:
+                self.packed.prepare([tokens] * batch, self._sequences)
+                caches |= self.packed.tensors()
             self.pool.preparing = True
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
@@ -253,6 +278,30 @@ class BlockSession:
             for handle in reversed(handles):
                 self.kv.free(handle)
         return len(sizes)
+
+    def _first_pages(self, prompts: Sequence[Sequence[int]]) -> list[int] | None:
+        """Of each sequence, the first position that needs a page; None: all do.
+
+        Of a bidirectional model's candidates only what is kept is stored, elsewhere; a block-causal model prefills
+        them.
+        """
+        if self.packed is None or self.spec.attention == "block_causal":
+            return None
+        return [len(prompt) - self.spec.logit_shift for prompt in prompts]
+
+    def _release(self, handles: list[int], prompts: Sequence[Sequence[int]], block: int, table: Tensor) -> None:
+        """Give the pages of prompts back, once what is kept of them is packed elsewhere."""
+        if self.packed is None or self.spec.attention != "block_causal" or self.packed.plan.window == "block":
+            return
+        for handle, prompt in zip(handles, prompts, strict=True):
+            self.kv.release(handle, len(prompt) // block * block)
+        table.copy_(self.kv.page_table(handles, *table.shape))
+
+    def _candidates(self, prompts: Sequence[Sequence[int]], new: int, block: int) -> list[int]:
+        """Of each sequence, positions outside of its window, at most."""
+        assert self.packed is not None
+        behind = new if self.packed.plan.window == "block" else 0
+        return [len(prompt) + behind for prompt in prompts]
 
     def _table_shape(self, batch: int) -> tuple[int, int]:
         """Rows and columns of the page table for a batch."""
@@ -268,12 +317,24 @@ class BlockSession:
             self._advance[1].load(state, rule.seed)
         return self._advance[1]
 
+    def _first_kept(self, state: DecodeState) -> list[int]:
+        """Of each sequence, the first position whose keys are in the cache."""
+        if self.packed is None:
+            return [0] * len(state.end)
+        if self.spec.attention == "bidirectional":
+            return (state.prompt_end - self.spec.logit_shift).tolist()
+        causal = self.packed.plan.window == "response"
+        return (state.prompt_end // state.block * state.block * causal).tolist()
+
     def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
-        found = []
-        for handle, start, end in zip(handles, state.start.tolist(), state.end.tolist(), strict=False):
+        found, causal = [], self.spec.attention == "block_causal"
+        firsts = self._first_kept(state)
+        for handle, first, start, end in zip(
+            handles, firsts, state.start.tolist(), state.end.tolist(), strict=False
+        ):
             # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
-            committed, written = (start, start + state.block) if self.plan is None else (0, end)
-            found.append(SequenceKV(committed, self.kv.gather(handle, written)))
+            committed, written = (start, start + state.block) if causal else (0, end)
+            found.append(SequenceKV(committed, self.kv.gather(handle, written, first), first))
         return found
 
 
@@ -297,8 +358,11 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
         "script": torch.zeros(rows, device=device),
         "full": torch.ones(rows, dtype=torch.bool, device=device),
         "changed": torch.ones(rows, dtype=torch.bool, device=device),
+        "adapt": torch.ones(rows, dtype=torch.bool, device=device),
         "average": torch.ones(sequences, device=device),
         "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
+        "window": torch.tensor([0, 2 * block], dtype=torch.int32, device=device).repeat(sequences, 1),
+        "phase": torch.zeros(sequences, dtype=torch.int32, device=device),
     }
 
 

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgraph.kvplan import KVPlan
+from dgraph.ops.sparse import DENSE, REUSE, SELECT
+from dgraph.rowplan import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
+from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows
 
 __all__ = ["BLOCK_CACHES", "BlockCache", "StepState", "ready_columns"]
@@ -24,12 +28,18 @@ class StepState(DecodeState):
     """State of b sequences of a block-causal model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet (its token is
-    the mask token; programs never answer a mask with a mask, but one that does still ends).
+    the mask token; programs never answer a mask with a mask, but one that does still ends); changed bool[b, B]: decoded
+    in the step before, None without a plan.
+
+    Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
     """
 
     tokens: Tensor
     pending: Tensor
     masked: Tensor
+    changed: Tensor | None
+    plan: RowPlan | None
+    kv: KVPlan | None
 
     @classmethod
     def begin(
@@ -43,6 +53,8 @@ class StepState(DecodeState):
         block: int,
         mask_id: int,
         stop_ids: Tensor,
+        plan: RowPlan | None = None,
+        kv: KVPlan | None = None,
     ) -> StepState:
         """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
         block.
@@ -56,11 +68,15 @@ class StepState(DecodeState):
         columns = start[:, None] + torch.arange(-block, block, device=device)
         pending = torch.zeros(b, 2 * block, dtype=torch.bool, device=device)
         pending[:, block:] = True
+        masked = columns[:, block:] >= prompt_end[:, None]
         return cls(
             **cls.counters(start, sequences),
             tokens=canvas.gather(1, columns.clamp(min=0)),
             pending=pending,
-            masked=columns[:, block:] >= prompt_end[:, None],
+            masked=masked,
+            changed=None if plan is None else torch.zeros_like(masked),
+            plan=plan,
+            kv=kv,
             canvas=canvas,
             prompt=prompt,
             prompt_end=prompt_end,
@@ -85,6 +101,39 @@ class StepState(DecodeState):
     def block_tokens(self) -> Tensor:
         return self.tokens[:, self.block :]
 
+    @property
+    def window(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        begin = self.start if self.kv.window == "block" else self.prompt_end // self.block * self.block
+        return torch.stack([begin, torch.maximum(self.end, self.start) + self.block], dim=1).int()
+
+    @property
+    def phase(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.kv.window == "block":
+            dense = torch.where(self.forwards < self.kv.delay, DENSE, REUSE)
+            selects = self.forwards == self.kv.delay
+            if self.kv.every:
+                selects = selects | (self.forwards > self.kv.delay) & (self.forwards % self.kv.every == 0)
+            found = torch.where(selects, SELECT, dense)
+        else:
+            found = torch.where(self.counter == 0, SELECT, REUSE)
+        return torch.where(self.active, found, REUSE).int()
+
+    def key_rows(self) -> dict[str, Tensor]:
+        """Inputs of a step that selects: key_positions i64[b * T], cu_keys i32[b+1]; all positions that a row of a
+        sequence may see, where it does not reuse what is packed.
+        """
+        assert self.phase is not None
+        positions = torch.arange(self.canvas.shape[1], device=self.start.device)
+        seen = (positions < (self.start + self.block)[:, None]) & (self.phase != REUSE)[:, None]
+        index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
+        cu_keys = torch.zeros(len(seen) + 1, dtype=torch.int32, device=seen.device)
+        cu_keys[1:] = seen.sum(dim=1).cumsum(0)
+        return {"key_positions": index % len(positions), "cu_keys": cu_keys}
+
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]
 
@@ -105,6 +154,11 @@ class StepState(DecodeState):
         masked = current & wanted[sequence, (column - block).clamp(min=0)]
         cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
         cu_rows[1:] = live.sum(dim=1).cumsum(0)
+        full = changed = None
+        if self.plan is not None and self.changed is not None:
+            # The keys of a commit are final, so nothing of its rows is spared.
+            full = (~current | self._full(self.plan)[sequence]) & real
+            changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
         return StepRows(
             sequence=sequence,
             column=column,
@@ -113,20 +167,31 @@ class StepState(DecodeState):
             limit=limit.int(),
             masked=masked & real,
             cu_rows=cu_rows,
+            full=full,
+            changed=changed,
         )
+
+    def _full(self, plan: RowPlan) -> Tensor:
+        """bool[b]: the next step is a full one of the current block."""
+        full = self.forwards < plan.full_steps
+        return full | (self.forwards % plan.every == 0) if plan.every else full
 
     def _own_rows(self) -> Tensor:
         return self.live()[:, : self.block].sum()
 
-    def _write(self, commit: Tensor, token: Tensor) -> None:
+    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
         block = self.block
-        current = torch.where(commit, token, self.tokens[:, block:])
+        current = torch.where(written, token, self.tokens[:, block:])
         self.tokens = torch.cat([self.tokens[:, :block], current], dim=1)
-        self.masked = self.masked & ~commit
+        self.masked = left
+        if self.changed is not None:
+            self.changed = written
         # A finished sequence's block no longer changes, so writing it again is harmless.
         self.canvas = self.canvas.scatter(1, self.columns, current)
 
-    def _advance(self, masked: Tensor, block_cache: BlockCache, refresh: bool, settled: Tensor | None) -> None:
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+    ) -> None:
         block = self.block
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)

@@ -29,6 +29,9 @@ _SYMBOLS = {
     "t": "tokens of the longest sequence",
     "P": "pages of one sequence",
     "pages": "pages of the cache",
+    "M": "key rows read from the cache",
+    "entries": "entries of the packed caches",
+    "sequences": "sequences of the packed caches",
     "page": "positions of a page",
 }
 

@@ -54,6 +54,17 @@ def test_generate_as_json_has_the_stats_under_their_names(run: Run, folder: Path
     assert next(p for p in step["passes"] if p["pass"] == "EvictTokens")["alpha"] == "inf"
 
 
+def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+    dyllm = ("-r", "dyllm", "-o", "tau=1.01", "-o", "full_steps=2")
+    found = one_object(run("generate", folder, "-p", PROMPT, *dyllm, *EAGER, "--json"))
+    assert found["token_ids"] == dense.generate([PROMPT], max_new_tokens=8).token_ids
+    assert [layers[0] for layers in found["salient"]] == [layers[-1] for layers in found["salient"]]
+    assert found["recipe"]["plan"]["full_steps"] == 2
+    result = run("generate", folder, "-p", PROMPT, *dyllm, "-o", "response_only_period=2", *EAGER)
+    assert result.exit_code != 0
+    assert "response_only_period=2 says how often a bidirectional model forwards its prompt again" in result.stderr
+
+
 def test_generate_with_every_setting(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
     settings = ("--steps", 4, "--temperature", 0.7, "--seed", 3, "--max-batch", 1, "--buckets", "8,16", "-r", "dense")
     found = one_object(run("generate", folder, "-p", PROMPT, "-p", "w9", *settings, *EAGER, "--json"))
@@ -233,14 +244,15 @@ def test_no_command_is_a_request_for_help(run: Run) -> None:
 
 
 def test_options_are_read_as_the_type_of_their_default() -> None:
-    defaults = {"alpha": 1.5, "keep": 0, "refresh": True, "signal": "delta"}
-    given = ["alpha=inf", "keep=4", "refresh=false", "signal=importance"]
+    defaults = {"alpha": 1.5, "keep": 0, "refresh": True, "signal": "delta", "window": None}
+    given = ["alpha=inf", "keep=4", "refresh=false", "signal=importance", "window=3"]
     options = read_options("option", defaults, given)
-    assert options == {"alpha": math.inf, "keep": 4, "refresh": False, "signal": "importance"}
-    assert [type(v) for v in options.values()] == [float, int, bool, str]
+    assert options == {"alpha": math.inf, "keep": 4, "refresh": False, "signal": "importance", "window": 3}
+    assert [type(v) for v in options.values()] == [float, int, bool, str, int]
     for text, message in (
         ("alpha=much", "option alpha is a number .inf allowed., got 'much'"),
         ("keep=1.5", "option keep is a whole number, got '1.5'"),
+        ("window=wide", "option window is a whole number, got 'wide'"),
         ("refresh=perhaps", "option refresh is true or false"),
         ("alpha", "--option takes KEY=VALUE, got 'alpha'"),
     ):

@@ -110,6 +110,21 @@ def test_kv_write_stores_live_rows_and_nothing_else(seed: int) -> None:
     assert_close((step["k_cache"], step["v_cache"]), (expected["k_cache"], expected["v_cache"]), rtol=0, atol=0)
 
 
+def test_kv_write_skips_rows_whose_position_has_no_page() -> None:
+    step = random_step(5)
+    args = [step[x] for x in ("k", "v", "k_cache", "v_cache", "positions", "page_table", "cu_rows")]
+    caches, at, table, cu_rows = [c.clone() for c in args[2:4]], *args[4:]
+    ops.kv_write(*args)
+    page, gone = caches[0].shape[1], table[:, :1].clone()
+    assert any(int(at[i]) < page for rows in sequences(cu_rows) for i in rows)
+    table[:, :1] = -1
+    ops.kv_write(args[0], args[1], *caches, at, table, cu_rows)
+    written = [s for s, rows in enumerate(sequences(cu_rows)) if any(int(at[i]) < page for i in rows)]
+    for mine, whole in zip(caches, args[2:4], strict=True):
+        differ = [p for p in range(len(mine)) if not torch.equal(mine[p], whole[p])]
+        assert differ == sorted(gone[written, 0].tolist())
+
+
 @pytest.mark.parametrize("block", [4, 8, 32])
 def test_write_then_read_is_packed_attention(block: int) -> None:
     """A block-causal prefill through the cache sees what the same prefill without a cache sees."""
@@ -184,5 +199,7 @@ def test_errors_say_what_is_wrong() -> None:
         ops.paged_attention(q[:, :2], cache, cache, table, cu_rows, limit + 3, 1.0)
     with pytest.raises(InputError, match="page_table entry is negative"):
         ops.paged_attention(q[:, :2], cache, cache, table - 1, cu_rows, limit, 1.0)
-    with pytest.raises(InputError, match="page_table entry is negative"):
-        ops.kv_write(k, k, cache, cache.clone(), at, table - 1, cu_rows)
+    with pytest.raises(InputError, match="kv_write: a row's position lies on page 1, but the cache has 1 pages"):
+        ops.kv_write(k, k, cache, cache.clone(), at, table + 1, cu_rows)
+    with pytest.raises(InputError, match="kv_write: a row has position 5, but the page table holds 1 pages of 4"):
+        ops.kv_write(k, k, cache, cache.clone(), at + 4, table, cu_rows)

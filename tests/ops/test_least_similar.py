@@ -53,10 +53,30 @@ def test_what_was_never_cached_comes_first() -> None:
     assert chosen([[3.1, float("nan"), 0.1]], 0.34) == [[1]]
 
 
-def test_a_row_without_a_page_is_an_error() -> None:
-    def call(table: Tensor) -> Tensor:
-        rows = torch.zeros(1, 1, 2), torch.zeros(1, 4, 1, 2), torch.zeros(1).bool(), torch.tensor([5])
-        return ops.least_similar(*rows, table, cu_rows_of([1]), 0.5)
+def test_the_share_is_of_the_rows_that_adapt() -> None:
+    """Of rows 1, 3 and 4 of the first sequence; the second, whose values have turned more, is idle."""
+    angles = torch.tensor([0.9, 0.1, 0.8, 0.3, 0.2, 1.0, 1.1])
+    cache = torch.stack([angles.cos(), angles.sin()], 1).view(7, 1, 1, 2)  # one page per row
+    before, v = cache.clone(), torch.tensor([[[3.0, 0.0]]]).repeat(7, 1, 1)
+    full, adapt = torch.zeros(7).bool(), torch.tensor([0, 1, 0, 1, 1, 0, 0]).bool()
+    full[0] = True
+    table, positions = torch.tensor([[0, 1, 2, 3, 4], [5, 6, -1, -1, -1]]).int(), torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    found = ops.least_similar(v, cache, full, positions, table, cu_rows_of([5, 2]), 0.67, adapt)
+    assert found.nonzero()[:, 0].tolist() == [0, 3, 4]
+    for row in range(7):
+        assert torch.equal(cache[row, 0], (before[row, 0] if row in (2, 5, 6) else v[row])), row
 
-    with pytest.raises(InputError, match="dgraph::least_similar: a row's position lies in a page"):
-        call(torch.tensor([[0, -1]]).int())
+
+def test_a_row_without_a_page_is_full_or_an_error() -> None:
+    def call(full: bool, table: Tensor) -> tuple[Tensor, Tensor]:
+        v, cache = torch.ones(2, 1, 2), torch.zeros(1, 4, 1, 2)
+        rows = torch.tensor([full, False]), torch.tensor([1, 5])
+        return ops.least_similar(v, cache, *rows, table, cu_rows_of([2]), 1.0), cache
+
+    found, cache = call(True, torch.tensor([[-1, 0]]).int())
+    assert found.tolist() == [True, True]
+    assert cache[0, :, 0, 0].tolist() == [0, 1, 0, 0]
+    with pytest.raises(InputError, match=r"least_similar: a row that is not full has a position without a page"):
+        call(False, torch.tensor([[-1, 0]]).int())
+    with pytest.raises(InputError, match=r"least_similar: a row's position lies on page 3, but the cache has 1 pages"):
+        call(True, torch.tensor([[-1, 3]]).int())

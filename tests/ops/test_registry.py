@@ -18,11 +18,14 @@ NAMES = (
     "compact",
     "drift",
     "experts",
+    "feature_merge",
     "feature_read",
     "feature_write",
     "importance",
     "keep_index",
+    "kv_scores",
     "kv_update",
+    "kv_votes",
     "kv_write",
     "least_similar",
     "list_kept",
@@ -35,15 +38,19 @@ NAMES = (
     "route",
     "rows_linear",
     "select_tokens",
+    "sparse_attention",
 )
 # What an op gives for padding rows, by result; None: any value, because nobody reads it.
 PADDING: dict[str, tuple[float | None, ...]] = {
     "compact": (0, 0, 0, 0),
     "drift": (0,),
     "experts": (0,),
+    "feature_merge": (0,),
     "feature_read": (0,),
     "importance": (0,),
+    "kv_scores": (0,),
     "kv_update": (0,),
+    "kv_votes": (0,),
     "least_similar": (0,),
     "list_kept": (-1,),
     "lm_head": (-1, -torch.inf, -torch.inf, torch.inf),
@@ -55,6 +62,7 @@ PADDING: dict[str, tuple[float | None, ...]] = {
     "rows_linear": (None,),
     "route": (None, None),
     "select_tokens": (0, 0),
+    "sparse_attention": (0,),
 }
 
 

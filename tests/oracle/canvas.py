@@ -8,6 +8,9 @@ forwards; all others are seen with the keys and values that they were last given
 - Fast-dLLM: all rows in a block's first step, then the block (dual) or the block and all behind it (prefix).
 - dKV-Cache (decode): with D_i the positions decoded when step i of the block is over, step i forwards all rows but
   D_(i-2), so that a token is cached one step after it was decoded; all rows in steps 0, 1 and every N-th.
+- dKV-Cache (greedy): the order in which a block is decoded is drawn in front of it, so that the rows that a step
+  decodes are known before it: these, those decoded in the step before, and around each of the former, one after the
+  other, the W nearest rows of masks that are not among the rows yet, the left one first; all rows in every N-th step.
 - vicinity (dInfer): all rows in the first steps of the response and in a block's first step, then the block and so many
   rows in front of it and behind it.
 - block cache (FOCUS, 4.3): of the rows that a step would forward, decoded ones are spared once they were forwarded as
@@ -103,6 +106,7 @@ class Moment:
     shift: int
     number: int  # steps of the response so far
     decoded: list[set[int]]  # in front of each step of the block, the coming one last; the prompt is decoded
+    coming: list[int]  # positions that the step will decode, in order, where that is known
 
     @property
     def step(self) -> int:
@@ -152,6 +156,20 @@ def dkv_cache(every: int) -> Method:
             return None
         after_two_steps_ago = moment.decoded[moment.step - 1]
         return (moment.clamp(0, moment.end) - after_two_steps_ago) | moment.predicting()
+
+    return rows
+
+
+def dkv_greedy(every: int, window: int) -> Method:
+    def rows(moment: Moment) -> set[int] | None:
+        if moment.step == 0 or (every and moment.step % every == 0):
+            return None
+        chosen = moment.decoded[-1] - moment.decoded[-2] | {p - moment.shift for p in moment.coming}
+        masks = moment.clamp(0, moment.end) - moment.decoded[-1]
+        for position in moment.coming:
+            row = position - moment.shift
+            chosen |= set(sorted(masks - chosen, key=lambda p: (abs(p - row), p))[:window])
+        return chosen
 
     return rows
 
@@ -226,10 +244,15 @@ def generate(
     threshold: float | None = None,
     steps: int | None = None,
     dream_steps: int | None = None,
+    order: Callable[[int], float] | None = None,
+    schedule: str = "block",
     eviction: Eviction | None = None,
 ) -> Trace:
     """Decode greedily, committing by a threshold, in `steps` steps per block, or along Dream's timesteps with the least
     entropy first (alg "entropy", alg_temp 0).
+
+    order: in `steps` steps, the highest first, whatever is predicted. schedule "masks": the steps share out the masks
+    that the block began with, instead of its length.
     """
     size, end = block_length, len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]
@@ -240,9 +263,14 @@ def generate(
         decoded: list[set[int]] = []
         yields: list[int] = []
         progress = start - 1
+        total = size if schedule == "block" else stop - start
         while mask_id in canvas[start:stop] and not finished:
             decoded.append({p for p in range(end) if canvas[p] != mask_id})
-            moment = Moment(start, stop, end, size, shift, len(trace.steps), decoded)
+            done = sum(n > 0 for n in yields)
+            count = 0 if steps is None else max(1, total // steps + (done < total % steps))
+            coming = [p for p in range(start, stop) if canvas[p] == mask_id]
+            coming = [] if order is None else sorted(coming, key=lambda p: (-order(p), p))[:count]
+            moment = Moment(start, stop, end, size, shift, len(trace.steps), decoded, coming)
             chosen = method(moment)
             positions = sorted(range(end) if chosen is None else chosen)
             wanted = moment.predicting()
@@ -267,9 +295,7 @@ def generate(
                 score = {p: (token, float(torch.xlogy(q, q).sum())) for p, (token, q) in found.items()}
                 count = dream_count(len(wanted), len(yields), dream_steps)
             else:
-                score = {p: (token, float(q.max())) for p, (token, q) in found.items()}
-                done = sum(n > 0 for n in yields)
-                count = 0 if steps is None else max(1, size // steps + (done < size % steps))
+                score = {p: (token, float(q.max()) if order is None else order(p)) for p, (token, q) in found.items()}
             committed = choose(score, threshold, count)
             for position, token in committed:
                 canvas[position] = token
@@ -278,7 +304,7 @@ def generate(
                 Step(
                     full=chosen is None,
                     positions=positions,
-                    masked=sorted(wanted),
+                    masked=sorted(wanted.intersection(positions)),
                     kept=kept,
                     committed=committed,
                     average=average,

@@ -61,11 +61,12 @@ def forward(
     rho: float,
     full: Sequence[bool],
     feed_forward: FeedForward = gated,
+    adapt: Sequence[bool] | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
     """Logits [n, vocab] of n rows of a Llama, Qwen2 or Qwen3, each of which sees all positions [0, end); and the
     positions that each layer computed.
 
-    full: by row, whether it is refreshed.
+    full: by row, whether it is refreshed. adapt: whether it is updated if not; the others only add what is cached.
     """
     at, rows = torch.tensor(positions), range(len(positions))
     h = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
@@ -86,13 +87,14 @@ def forward(
         if layer == 0:
             chosen = list(rows)
         else:
-            adaptive = [i for i in rows if not full[i]]
+            adaptive = [i for i in rows if not full[i] and (adapt is None or adapt[i])]
             similar = {i: cosine(v[i], memory.v[layer][positions[i]]) for i in adaptive}
             least = sorted(adaptive, key=lambda i: (similar[i], i))[: int(rho * len(adaptive))]
             chosen = [i for i in rows if full[i] or i in least]
         where = at[chosen]
         computed.append(where.tolist())
-        memory.v[layer][at] = v
+        fresh = [i for i in rows if layer == 0 or full[i] or adapt is None or adapt[i]]
+        memory.v[layer][at[fresh]] = v[fresh]
         memory.k[layer][where] = rope(heads(x[chosen], "k"), where, config.rope_theta)
         q = rope(heads(x[chosen], "q"), where, config.rope_theta)
         keys, values = memory.k[layer][:end], memory.v[layer][:end]

@@ -12,6 +12,8 @@ and the feed-forward network's output F. A full step computes and stores all of 
 
 With tau above 1 every row is salient, and every row attends exactly, in the first layer, too. `gate` and `partial`
 leave out the one half or the other.
+
+`generate` decodes a bidirectional model; see `tests.oracle.dyllm_blocks` for a block-causal one.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from tests.oracle.canvas import dream_count
 from tests.oracle.focus import choose, stopped
 from tests.oracle.qwen3 import Config, FeedForward, Weights, attention, gated, project, rms_norm, rope
 
+Turn = Callable[[Tensor, Tensor, float], Tensor]
+"""Rotates x [n, H, D] at positions i64[n] with a base, as `rope` does."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -38,6 +43,7 @@ class Method:
     period: int = 4
     gate: bool = True
     partial: bool = True
+    every: int = 0
 
     def of(self, layer: int) -> float:
         return self.tau[layer] if isinstance(self.tau, tuple) else self.tau
@@ -82,11 +88,31 @@ def forward(
     full: bool,
     feed_forward: FeedForward = gated,
 ) -> tuple[Tensor, list[Layer]]:
-    """Logits [n, vocab] of n rows of a Llama, Qwen2 or Qwen3, each of which sees all positions [0, end).
+    """Logits [n, vocab] of n rows of a Llama, Qwen2 or Qwen3, each of which sees all positions [0, end)."""
+    h, layers = hidden(
+        weights, config, tokens, positions, [end] * len(positions), memory, method, changed, full, feed_forward
+    )
+    return project(weights, h), layers
+
+
+def hidden(
+    weights: Weights,
+    config: Config,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    limits: Sequence[int],
+    memory: Memory,
+    method: Method,
+    changed: Sequence[int],
+    full: bool,
+    feed_forward: FeedForward = gated,
+    turn: Turn = rope,
+) -> tuple[Tensor, list[Layer]]:
+    """States [n, hidden] behind the last norm of n rows, each of which sees the positions before its limit.
 
     changed: positions that were decoded in the step before; not looked at in a full step.
     """
-    at, rows = torch.tensor(positions), range(len(positions))
+    at, limit, rows = torch.tensor(positions), torch.tensor(limits), range(len(positions))
     salient = list(rows) if full else [i for i in rows if positions[i] in set(changed)]
     h = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
     layers = []
@@ -103,7 +129,7 @@ def forward(
             y = y.view(len(x), y.shape[1] // config.head_dim, config.head_dim)
             if f"{path}_norm.weight" in weights:
                 y = rms_norm(y, weights[f"{path}_norm.weight"], config.eps)
-            return y if name == "v" else rope(y, which, config.rope_theta)
+            return y if name == "v" else turn(y, which, config.rope_theta)
 
         x = rms_norm(h, weight("input_layernorm"), config.eps)
         projected = salient if method.partial else list(rows)
@@ -111,17 +137,20 @@ def forward(
         q, k, v = heads(x, at, "q"), heads(x[projected], where, "k"), heads(x[projected], where, "v")
         dv = v - memory.v[layer][where]
         memory.k[layer][where], memory.v[layer][where] = k, v
-        keys, values = memory.k[layer][:end], memory.v[layer][:end]
+        keys, values = memory.k[layer][: max(limits)], memory.v[layer][: max(limits)]
         assert keys.isfinite().all(), f"layer {layer} reads keys that were never written"
 
         tau, cached = method.of(layer), memory.c[layer][at]
-        context = attention(q, keys, values, torch.full((len(at),), end))
+        context = attention(q, keys, values, limit)
         if method.partial and not full and tau <= 1:
             others = [i for i in rows if i not in projected]
             group = config.heads // config.kv_heads
             scores = torch.einsum("nhd,lhd->nhl", q[others], keys.repeat_interleave(group, 1)) * config.head_dim**-0.5
-            share = scores.softmax(-1)[:, :, where]
-            context[others] = cached[others] + torch.einsum("nhl,lhd->nhd", share, dv.repeat_interleave(group, 1))
+            unseen = torch.arange(len(keys)) >= limit[others][:, None, None]
+            inside = where < len(keys)
+            share = scores.masked_fill(unseen, -torch.inf).softmax(-1)[:, :, where[inside]]
+            change = torch.einsum("nhl,lhd->nhd", share, dv[inside].repeat_interleave(group, 1))
+            context[others] = cached[others] + change
         salient = [i for i in rows if full or cosine(context[i], cached[i]) < tau or tau > 1]
         memory.c[layer][at] = context
         layers.append(Layer(where.tolist(), at[salient].tolist()))
@@ -131,7 +160,7 @@ def forward(
         run = salient if method.gate else list(rows)
         memory.f[layer][at[run]] = feed_forward(x[run], lambda name, weight=weight: weight(f"mlp.{name}"))
         h = h + memory.f[layer][at]
-    return project(weights, rms_norm(h, weights["model.norm.weight"], config.eps)), layers
+    return rms_norm(h, weights["model.norm.weight"], config.eps), layers
 
 
 @dataclass(frozen=True)
@@ -190,7 +219,7 @@ def generate(
         stop, yields = min(start + block_length, end), list[int]()
         while mask_id in canvas[start:stop] and not finished:
             t = len(trace.steps)
-            full = t < method.full_steps
+            full = t < method.full_steps or (method.every > 0 and len(yields) % method.every == 0)
             wide = full or (method.period > 0 and (t - method.full_steps) % method.period == 0)
             positions = list(range(0 if wide else max(0, len(prompt) - shift), end))
             row_tokens = [canvas[p] for p in positions]

@@ -225,6 +225,7 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "PartialAttention": Effect.APPROXIMATE,
         "CountRows": Effect.REASSOCIATES,
         "ReuseRows": Effect.APPROXIMATE,
+        "SparseKV": Effect.APPROXIMATE,
         "ChunkLMHead": Effect.REASSOCIATES,
         "OnlyKV": Effect.EXACT,
     }

@@ -47,7 +47,7 @@ def test_it_fires_once_per_layer_but_the_first(name: str, fused: bool) -> None:
     assert [a.layer for a in report.applied] == list(range(1, layers))
     assert report.skipped == []
     graph = rewritten(cached, ReuseRows())
-    for op, count in (("least_similar", 1), ("list_kept", 1), ("compact", 2), ("feature_write", 2)):
+    for op, count in (("least_similar", 1), ("list_kept", 1), ("compact", 2), ("feature_merge", 2)):
         assert [n.meta["layer"] for n in graph.find(op)] == [i for i in range(1, layers) for _ in range(count)], op
     assert len(graph.find("kv_write")) == len(graph.find("paged_attention")) == layers
     assert ops_of(graph, 0) == ops_of(cached, 0)
@@ -68,17 +68,11 @@ def test_the_program_is_one_stage_over_one_row_set(name: str) -> None:
 # -- the method --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("share", [0, 0.3, 1])
-@pytest.mark.parametrize("name", FAMILIES[:-1])
-def test_it_is_the_method_in_plain_pytorch(name: str, share: float, padding: int) -> None:
-    """Logits, rows and all caches of three steps; in the last one some rows of an updated sequence are full."""
+def check(name: str, reuse: ReuseRows, steps: list[dict[str, Tensor]]) -> None:
+    """Logits, rows and all caches of the steps are the method's."""
     family = family_of(name)
-    graph = rewritten(family.cached, FuseProjections(), ReuseRows(share))
+    graph = rewritten(family.cached, FuseProjections(), reuse)
     memory, layers, flags = caches_of(graph), graph.spec.layers, list[Tensor]()
-    steps = three_steps(graph.spec, padding)
-    steps[2]["full"][:4] = True
-    steps[2]["input_ids"][LENGTHS[0] + 1] = 31  # where no value turns at all, rounding would rank the rows
 
     def least_similar(*args: Any) -> Tensor:
         flags.append(references["least_similar"](*args))
@@ -90,10 +84,12 @@ def test_it_is_the_method_in_plain_pytorch(name: str, share: float, padding: int
         mine, rows = dllm_cache.Memory(family.config, n), slice(first, first + n)
         for t, (inputs, out) in enumerate(zip(steps, found, strict=True)):
             tokens, full = inputs["input_ids"][rows].tolist(), inputs["full"][rows].tolist()
+            adapt = inputs["adapt"][rows].tolist() if reuse.idle else None
             with torch.no_grad():
                 logits, computed = dllm_cache.forward(
-                    family.weights, family.config, tokens, range(n), n, mine, share, full, family.feed_forward
-                )
+                    family.weights, family.config, tokens, range(n), n, mine, reuse.share, full, family.feed_forward,
+                    adapt,
+                )  # fmt: skip
             torch.testing.assert_close(out["logits"][rows], logits, rtol=1e-4, atol=1e-4)
             places = flags[t * (layers - 1) : (t + 1) * (layers - 1)]
             assert [f[rows].nonzero()[:, 0].tolist() for f in places] == computed[1:]
@@ -103,6 +99,75 @@ def test_it_is_the_method_in_plain_pytorch(name: str, share: float, padding: int
                 got = read_cache(memory, f"{kind}_cache_{layer}", s, n)
                 torch.testing.assert_close(got, values[layer], rtol=1e-4, atol=1e-4)
         first += n
+
+
+def mixed_steps(name: str, padding: int) -> list[dict[str, Tensor]]:
+    """Three steps; in the last one some rows of an updated sequence are full."""
+    steps = three_steps(family_of(name).cached.spec, padding)
+    steps[2]["full"][:4] = True
+    steps[2]["input_ids"][LENGTHS[0] + 1] = 31  # where no value turns at all, rounding would rank the rows
+    return steps
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+@pytest.mark.parametrize("name", FAMILIES[:-1])
+def test_it_is_the_method_in_plain_pytorch(name: str, share: float, padding: int) -> None:
+    check(name, ReuseRows(share), mixed_steps(name, padding))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+@pytest.mark.parametrize("name", FAMILIES[:-1])
+def test_rows_that_do_not_adapt_keep_what_they_have(name: str, share: float, padding: int) -> None:
+    """In the second step a whole sequence and rows of another are idle, in the third all rows that are not full."""
+    steps = mixed_steps(name, padding)
+    for step in steps:
+        step["adapt"] = torch.ones_like(step["full"])
+    steps[1]["adapt"][LENGTHS[0] + 2 : sum(LENGTHS)] = False
+    steps[2]["adapt"][: sum(LENGTHS)] = False
+    check(name, ReuseRows(share, idle=True), steps)
+
+
+def test_if_all_rows_adapt_none_is_idle() -> None:
+    cached = family_of("llada").cached
+    plain, idle = (rewritten(cached, ReuseRows(0.3, idle)) for idle in (False, True))
+    assert set(idle.inputs) - set(plain.inputs) == {"adapt"}
+    assert ops_of(plain) == ops_of(idle)
+    steps = three_steps(cached.spec)
+    adapting = [{**step, "adapt": torch.ones_like(step["full"])} for step in steps]
+    for got, wanted in zip(logits_of(idle, adapting), logits_of(plain, steps), strict=True):
+        assert torch.equal(got["logits"], wanted["logits"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_without_a_page_take_what_they_compute(name: str) -> None:
+    """A full step in which the first page of each sequence is missing; keys are read from the rows themselves."""
+    cached = family_of(name).cached
+    graph, held = rewritten(cached, ReuseRows(0)), list[Any]()
+    (step, *_) = three_steps(cached.spec, padding=2)
+    memory = caches_of(graph)
+    whole = {key: value.clone() for key, value in memory.items()}
+    wanted = interpret(graph, {**step, **whole})
+
+    def write(*args: Any) -> None:
+        held[:] = args
+        references["kv_write"](*args)
+
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, *rest: Any) -> Tensor:
+        k, v, _, _, positions, *_ = held
+        cu_rows, limit, scale = rest
+        return references["packed_attention"](q, k, v, positions, cu_rows, limit, scale)
+
+    gone = memory["page_table"][:, 0].clone()
+    memory["page_table"][:, 0] = -1
+    got = interpret(graph, {**step, **memory}, {"kv_write": write, "paged_attention": attend})
+    live = sum(LENGTHS)
+    torch.testing.assert_close(got["logits"][:live], wanted["logits"][:live], rtol=1e-4, atol=1e-4)
+    for key in memory.keys() - {"page_table"}:
+        assert memory[key][gone.long()].isnan().all(), key
+        whole[key][gone.long()] = torch.nan
+        torch.testing.assert_close(memory[key], whole[key], rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,10 +236,22 @@ def test_shares_out_of_range(share: Any) -> None:
         ReuseRows(share)
 
 
+@pytest.mark.parametrize("idle", [1, None, "yes"])
+def test_idle_is_a_switch(idle: Any) -> None:
+    with pytest.raises(InputError, match="idle must be True or False, got"):
+        ReuseRows(0.25, idle)
+
+
 def test_it_reads_back_from_json() -> None:
-    assert pass_from_json(ReuseRows(0.5).to_json(), PASSES) == ReuseRows(0.5)
+    for reuse in (ReuseRows(0.5), ReuseRows(0.5, idle=True)):
+        assert pass_from_json(reuse.to_json(), PASSES) == reuse
 
 
 def test_the_dump_of_a_step() -> None:
     passes = (FuseProjections(), ReuseRows(), ChunkLMHead())
     check_golden("qwen3_reused_step.txt", dump(rewritten(family_of("sdar").cached, *passes)))
+
+
+def test_the_dump_of_a_step_with_idle_rows() -> None:
+    passes = (FuseProjections(), ReuseRows(idle=True), ChunkLMHead())
+    check_golden("qwen3_idle_step.txt", dump(rewritten(family_of("sdar").cached, *passes)))

@@ -33,6 +33,7 @@ LIMITS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]]
     "every step full, prefix": (("fast_dllm", {"cache": "prefix", "every": 1}), ("dense", {})),
     "every step full, block cache": (("fast_dllm", {"every": 1, "block_cache": "dc+"}), ("dense", {})),
     "dkv, every step full": (("dkv_cache", {"every": 1}), ("dense", {})),
+    "dkv greedy, every step full": (("dkv_cache", {"variant": "greedy", "every": 1}), ("dense", {})),
     "vicinity of everything": (("vicinity", {"behind": 256, "ahead": 256, "warm_up": 0}), ("dense", {})),
     "endless warm-up": (("vicinity", {"warm_up": 999}), ("dense", {})),
     "vicinity of nothing": (("vicinity", {"behind": 0, "ahead": 0, "warm_up": 0}), ("fast_dllm", {})),
@@ -64,8 +65,19 @@ def same_bits(got: Result, want: Result) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lossless_limits(setups: dict[str, Setup], family: str, limit: str) -> None:
     runs = [setups[family].optimized(name, 16, **options) for name, options in LIMITS[limit]]
-    settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "threshold": 0.8, "keep_kv": True}
-    same_bits(*(run.generate(**settings) for run in runs))
+    settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "keep_kv": True}
+    rule = {"policy": "dkv_greedy", "steps": 6} if "greedy" in limit else {"threshold": 0.8}
+    same_bits(*(run.generate(**settings, **rule) for run in runs))
+
+
+def test_a_window_of_all_masks_is_the_delayed_cache(setups: dict[str, Setup]) -> None:
+    """Then the rows are those that are not decoded and those decoded in the step before."""
+    runs = [
+        setups["llada"].optimized("dkv_cache", 16, variant="greedy", every=0, window=999),
+        setups["llada"].optimized("dense", 16, block_cache="dc"),
+    ]
+    settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "keep_kv": True}
+    same_bits(*(run.generate(**settings, policy="dkv_greedy", steps=6) for run in runs))
 
 
 def test_a_lossless_limit_compiled(setups: dict[str, Setup]) -> None:
@@ -97,6 +109,10 @@ def test_plans() -> None:
     assert recipe("fast_dllm").plan == RowPlan("block")
     assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan("suffix", every=4)
     assert recipe("dkv_cache", every=5).plan == RowPlan("all", full_steps=2, every=5)
+    assert recipe("dkv_cache").plan == RowPlan("all", full_steps=2, every=8)
+    assert recipe("dkv_cache", variant="greedy").plan == RowPlan("next", every=2, window=4)
+    assert recipe("dkv_cache", variant="greedy", every=5, window=0).plan == RowPlan("next", every=5)
+    assert recipe("dkv_cache", variant="greedy").block_cache == "off"
     assert recipe("vicinity").plan == RowPlan("block", warm_up=4, behind=16, ahead=16)
     assert recipe("dkv_cache").block_cache == "dc"
     assert recipe("fast_dllm", block_cache="dc+").block_cache == "dc+"
@@ -132,6 +148,9 @@ def test_block_causal_models_are_refused(name: str) -> None:
         ("fast_dllm", {"every": -1}, InputError, r"every must be an integer of at least 0, got -1"),
         ("fast_dllm", {"block_cache": "on"}, InputError, r"block_cache must be one of"),
         ("dkv_cache", {"every": 2.0}, InputError, r"every must be an integer of at least 0, got 2\.0"),
+        ("dkv_cache", {"variant": "gredy"}, UnknownName, r"variant of dkv_cache 'gredy'\. Did you mean 'greedy'"),
+        ("dkv_cache", {"variant": "greedy", "window": -1}, InputError, r"window must be an integer of at least 0"),
+        ("dkv_cache", {"window": 4}, InputError, r"window=4 belongs to the variant 'greedy' of dkv_cache"),
         ("vicinity", {"behind": -3}, InputError, r"behind must be an integer of at least 0, got -3"),
         ("vicinity", {"warm_up": True}, InputError, r"warm_up must be an integer of at least 0, got True"),
         ("vicinity", {"ahaed": 3}, UnknownName, r"unknown option of recipe 'vicinity' 'ahaed'\. Did you mean 'ahead'"),

@@ -16,7 +16,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import policy_of
-from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.seeds import policy_order, row_seeds, sequence_keys, uniform
 from dgraph.runtime.session import BlockSession, Generation
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import canvas as oracle
@@ -32,6 +32,22 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "high threshold": ({"threshold": 0.95}, {"threshold": 0.95}),
     "steps": ({"steps": 5}, {"steps": 5}),
     "dream": ({"policy": "dream_entropy", "steps": 5}, {"dream_steps": 5}),
+}
+
+# The same for rules that know before a step what it commits; the order of the first is that of `drawn_order`.
+FORESEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one each": ({"policy": "dkv_greedy", "steps": 16}, {"steps": 16, "schedule": "masks"}),
+    "three or four each": ({"policy": "dkv_greedy", "steps": 5}, {"steps": 5, "schedule": "masks"}),
+    "from the left": ({"policy": "sequential", "steps": 6}, {"steps": 6, "order": lambda position: -position}),
+}
+
+# dKV-Cache (greedy): options, and the oracle's words for them.
+GREEDY: dict[str, tuple[dict[str, Any], oracle.Method]] = {
+    "defaults": ({}, oracle.dkv_greedy(2, 4)),
+    "every 4": ({"every": 4}, oracle.dkv_greedy(4, 4)),
+    "never": ({"every": 0, "window": 3}, oracle.dkv_greedy(0, 3)),
+    "no window": ({"every": 0, "window": 0}, oracle.dkv_greedy(0, 0)),
+    "all around": ({"every": 0, "window": 999}, oracle.dkv_greedy(0, 999)),
 }
 
 # Recipe, its options, and the same in the oracle's words.
@@ -117,6 +133,7 @@ def traces(
     eviction: Callable[[int], Eviction | None],
     **rule: Any,
 ) -> list[oracle.Trace]:
+    ordered = "schedule" in rule
     return [
         oracle.generate(
             setup.weights,
@@ -129,10 +146,16 @@ def traces(
             eos_ids=setup.model.spec.eos_ids,
             shift=setup.shift,
             eviction=eviction(i),
-            **rule,
+            **(rule | {"order": drawn_order(i)} if ordered else rule),
         )
         for i, prompt in enumerate(prompts)
     ]
+
+
+def drawn_order(prompt: int) -> Callable[[int], float]:
+    """The order of a prompt's positions at seed 0."""
+    order = policy_order(sequence_keys(0, torch.tensor([prompt])), torch.arange(200)[None])[0].tolist()
+    return lambda position: order[position]
 
 
 def check(
@@ -145,7 +168,7 @@ def check(
 ) -> list[oracle.Trace]:
     """Every step of a generation, and its caches at the end, are the oracle's, which is returned."""
     prompts, records = prompts_for(block), []
-    mine, theirs = RULES[rule]
+    mine, theirs = (RULES | FORESEEING)[rule]
     result = run.generate(
         input_ids=prompts, max_new_tokens=new_tokens(block), keep_kv=True, observer=records.append, **mine
     )
@@ -274,6 +297,37 @@ def test_focus_with_a_fixed_number_of_rows(setups: dict[str, Setup], family: str
     check_focus(setups[family], 16, setups[family].optimized("focus", 16, keep=4), "high threshold", {"keep": 4})
 
 
+@pytest.mark.parametrize("rule", FORESEEING)
+@pytest.mark.parametrize("case", GREEDY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dkv_greedy(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
+    options, method = GREEDY[case]
+    found = check(
+        setups[family], 16, setups[family].optimized("dkv_cache", 16, variant="greedy", **options), rule, method
+    )
+    sparse = [step for trace in found for step in trace.steps if not step.full]
+    assert sparse
+    if case == "no window":
+        assert max(len(step.positions) for step in sparse) <= 4 + 4
+
+
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dkv_greedy_in_other_blocks_and_padded(setups: dict[str, Setup], family: str, block: int) -> None:
+    run = setups[family].optimized("dkv_cache", block, buckets=[40, 100, 400], variant="greedy")
+    check(setups[family], block, run, "three or four each", oracle.dkv_greedy(2, 4))
+
+
+def test_greedy_cases_differ(setups: dict[str, Setup]) -> None:
+    for setup in setups.values():
+        rows = set()
+        for _, method in GREEDY.values():
+            for _, rule in FORESEEING.values():
+                found = traces(setup, prompts_for(16), 16, method, lambda prompt: None, **rule)
+                rows.add(str([step.positions for trace in found for step in trace.steps]))
+        assert len(rows) == len(GREEDY) * len(FORESEEING)
+
+
 # -- how it is run ------------------------------------------------------------------------------------------------
 
 
@@ -317,11 +371,29 @@ def test_a_batch_gives_what_each_prompt_gives_alone(
     assert together.token_ids == run.generate(input_ids=prompts_for(16), max_batch=2, **settings).token_ids
 
 
-@pytest.mark.parametrize("case", ["dense", "dense dc", "dual dc+", "dkv every 3", "vicinity", "focus"])
+@pytest.mark.parametrize("rule", FORESEEING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_greedy_gives_what_each_prompt_gives_alone(setups: dict[str, Setup], family: str, rule: str) -> None:
+    """An order belongs to the prompt's index, so each prompt stands where it stood, beside others."""
+    run = setups[family].optimized("dkv_cache", 16, variant="greedy", every=3)
+    settings = {"max_new_tokens": new_tokens(16), **FORESEEING[rule][0]}
+    prompts = prompts_for(16)
+    together = run.generate(input_ids=prompts, **settings)
+    for size in (1, 2):
+        apart = run.generate(input_ids=prompts, max_batch=size, **settings)
+        assert apart.token_ids == together.token_ids
+        assert apart.stats.sequence_steps == together.stats.sequence_steps
+        assert apart.stats.sequence_rows == together.stats.sequence_rows
+    other = run.generate(input_ids=prompts, seed=1, **settings)
+    assert (other.token_ids == together.token_ids) == (rule == "from the left")
+    assert run.generate(input_ids=[[6, 7], *prompts[1:]], **settings).token_ids[1:] == together.token_ids[1:]
+
+
+@pytest.mark.parametrize("case", ["dense", "dense dc", "dual dc+", "dkv every 3", "greedy", "vicinity", "focus"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Setup], family: str, case: str) -> None:
     setup = setups[family]
-    name, options, _ = CASES.get(case, (case, {}, None))
+    name, options, *_ = {"greedy": ("dkv_cache", {"variant": "greedy"}), **CASES}.get(case, (case, {}))
     model, recipe = setup.model, dgraph.recipe(name, setup.model.spec, **options)
     phases = dgraph.rewrite(setup.graph, recipe)
 
@@ -338,9 +410,14 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
     captured, plain = session(pool), session(None)
     batches = [prompts_for(16), [[9, 8, 7], list(range(20, 61)), [11]], prompts_for(16)]
     rules = [policy_of(0.6), policy_of("dream_entropy", 5)]
+    if case == "greedy":
+        rules = [policy_of("dkv_greedy", 6), policy_of("sequential", 5)]
+    if case == "dense":
+        rules.append(policy_of("hierarchical_remask", remask_threshold=0.7))
 
     def run(of: BlockSession, prompts: list[list[int]], policy: Any) -> Generation:
-        return of.generate(prompts, max_new_tokens=new_tokens(32) // 2, policy=policy, keep_kv=True)
+        seed = prompts[0][0]
+        return of.generate(prompts, max_new_tokens=new_tokens(32) // 2, policy=policy, seed=seed, keep_kv=True)
 
     for policy in rules:
         for prompts in batches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], Method]] = {
         Method(0.7, full_steps=1, period=2),
     ),
     "never wide": ({"tau": 0.7, "full_steps": 2, "response_only_period": 0}, Method(0.7, full_steps=2, period=0)),
+    "every third full": ({"tau": 0.7, "full_steps": 2, "every": 3}, Method(0.7, full_steps=2, every=3)),
     "nothing salient": ({"tau": -1.01, "full_steps": 2}, Method(-1.01, full_steps=2)),
 }
 
@@ -213,6 +213,7 @@ def test_its_passes_and_rows() -> None:
     assert [p.name for p in recipe(partial=False).phase("step").passes][3:] == ["GateFFN", "ChunkLMHead"]
     assert [p.name for p in recipe().phases] == ["step"]
     assert recipe().plan == RowPlan("response", full_steps=0, warm_up=4, widen=4)
+    assert recipe(every=3).plan == RowPlan("response", full_steps=0, every=3, warm_up=4, widen=4)
     assert recipe(full_steps=2, response_only_period=0).plan == RowPlan("response", full_steps=0, warm_up=2)
 
 
@@ -228,6 +229,8 @@ def test_it_reads_back_from_json() -> None:
         ({"full_steps": 0}, "full_steps must be an integer of at least 1, got 0"),
         ({"full_steps": 1.5}, "full_steps must be an integer of at least 1, got 1.5"),
         ({"response_only_period": -1}, "response_only_period must be an integer of at least 0, got -1"),
+        ({"every": -1}, "every must be an integer of at least 0, got -1"),
+        ({"block_cache": "dc+"}, r"block_cache='dc\+' spares rows of the current block; on hand, which is bidirect"),
         ({"gate": 1}, "gate must be True or False, got 1"),
         ({"gate": False, "partial": False}, "which leaves the dense model; use 'dense' instead"),
     ],
@@ -235,11 +238,6 @@ def test_it_reads_back_from_json() -> None:
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         recipe(**options)
-
-
-def test_a_block_causal_model_is_refused() -> None:
-    with pytest.raises(InputError, match=r"hand is block_causal: a step forwards 8 rows.*Use 'dense' or 'focus'"):
-        build(RECIPES, "dyllm", replace(SPEC, attention="block_causal"), {})
 
 
 def test_as_many_taus_as_layers(setups: dict[str, Setup]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.rowplan import RowPlan
-from dgraph.runtime import BlockSession, ConfidenceThreshold
+from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of
 from dgraph.runtime.rows import RowResults
 from tests.runtime.fake import FakeProgram, fake_spec
 
@@ -38,7 +40,25 @@ def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int =
     )
 
 
-def step(state: CanvasState, decode: dict[tuple[int, int], int], cache: Any = "off") -> Tensor:
+class Coming(ConfidenceThreshold):
+    """Says that a column comes next."""
+
+    foresees = True
+
+    def __init__(self, column: int):
+        super().__init__(0.5)
+        object.__setattr__(self, "column", column)
+
+    def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
+        return torch.tensor([[self.column, -1]])
+
+
+def step(
+    state: CanvasState,
+    decode: dict[tuple[int, int], int],
+    cache: Any = "off",
+    policy: ConfidenceThreshold = ConfidenceThreshold(0.5),  # noqa: B008
+) -> Tensor:
     """One step that decodes (sequence, position) -> token and offers nothing else."""
     rows = state.rows(state.summary().tolist()[0])
     token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
@@ -48,7 +68,7 @@ def step(state: CanvasState, decode: dict[tuple[int, int], int], cache: Any = "o
         assert rows.masked[at].all()
         token[at], confidence[at] = value, 0.9
     results = RowResults(token, confidence, torch.ones_like(rows.masked))
-    return state.apply(rows, results, ConfidenceThreshold(0.5), cache, True)
+    return state.apply(rows, results, policy, cache, True)
 
 
 def pending(state: CanvasState, sequence: int = 0) -> list[int]:
@@ -77,7 +97,7 @@ ALL = span(0, 13)
 
 def test_the_first_step_forwards_everything() -> None:
     state = begin([[1, 2, 3], [7]], 6)
-    assert state.summary().tolist() == [16, 2, 0, 0]
+    assert state.summary().tolist() == [16, 2, 0, 0, 0]
     rows = state.rows(18)
     assert rows.cu_rows.tolist() == [0, 9, 16]
     assert rows.live.tolist() == [True] * 16 + [False] * 2
@@ -182,7 +202,7 @@ def test_a_block_that_its_first_step_finishes() -> None:
     assert pending(state) == span(0, 11)
     assert state.average.tolist() == [math.inf]
     step(state, {(0, p): 10 + p for p in range(7, 11)})
-    assert state.summary().tolist() == [0, 0, 8, 0]
+    assert state.summary().tolist() == [0, 0, 8, 0, 0]
     assert state.canvas[0, :11].tolist() == [1, 2, 3, *span(13, 21)]
 
 
@@ -196,7 +216,7 @@ def test_a_last_block_that_is_cut_short() -> None:
     assert pending(state) == [7, 8]
     assert state.block_masked.tolist() == [[True, False, False, False]]
     step(state, {(0, 7): 10})
-    assert state.summary().tolist() == [0, 0, 6, 0]
+    assert state.summary().tolist() == [0, 0, 6, 0, 0]
     assert state.canvas[0, 9:].tolist() == [MASK] * 4
 
 
@@ -266,17 +286,81 @@ def test_a_copy_shares_nothing() -> None:
     assert (copy.plan, copy.size, copy.shift) == (state.plan, state.size, state.shift)
 
 
+def foreseen(plan: RowPlan, prompt: list[int], new: int, shift: int = 0, steps: int = 4) -> list[tuple[list[int], ...]]:
+    """Per step of 4-token blocks that are decoded from the left: rows that it forwards, and positions it commits."""
+    state, found = begin([prompt], new, plan, shift=shift), []
+    while state.active.any():
+        rows = state.rows(state.summary().tolist()[0])
+        token = torch.where(rows.masked, rows.positions, -1)
+        results = RowResults(token, torch.where(rows.masked, 0.5, NONE), torch.ones_like(rows.masked))
+        columns = state.columns
+        committed = state.apply(rows, results, Sequential(steps), "off", True)
+        found.append((rows.positions.tolist(), columns[committed].tolist()))
+    return found
+
+
+def test_what_comes_next_and_its_window() -> None:
+    assert foreseen(RowPlan("next", window=2), [1, 2, 3], 8) == [
+        (span(0, 11), [3]),
+        ([3, 4, 5, 6], [4]),  # nothing masked is on the left: both of the window on the right
+        ([4, 5, 6, 7], [5]),
+        ([5, 6, 7, 8], [6]),  # the window reaches behind the block
+        (span(0, 11), [7]),
+        ([7, 8, 9, 10], [8]),
+        ([8, 9, 10], [9]),  # and ends with the response
+        ([9, 10], [10]),
+    ]
+    assert [rows for rows, _ in foreseen(RowPlan("next"), [1, 2, 3], 4)] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
+    often = foreseen(RowPlan("next", every=2), [1, 2, 3], 4)
+    assert [rows for rows, _ in often] == [span(0, 7), [3, 4], span(0, 7), [5, 6]]
+    # Two at a time bring a window each, and what one has the other passes by.
+    two = foreseen(RowPlan("next", window=1), [1, 2, 3], 8, steps=2)
+    assert two[1] == ([3, 4, 5, 6, 7, 8], [5, 6])
+
+
+def test_of_two_that_are_equally_near_the_left_one_comes_first() -> None:
+    state = begin([[1, 2, 3]], 8, RowPlan("next", window=1))
+    step(state, {(0, 3): 13}, policy=Coming(2))
+    assert pending(state) == [3, 4, 5]
+    step(state, {(0, 5): 15}, policy=Coming(1))
+    assert pending(state) == [4, 5, 6]
+
+
+def test_the_row_in_front_of_what_comes_next() -> None:
+    """With shifted logits, row 3 predicts position 4; the row that was decoded is that of its own position."""
+    assert [rows for rows, _ in foreseen(RowPlan("next"), [1, 2, 3], 4, shift=1)] == [span(0, 7), [3], [4], [5]]
+    windows = foreseen(RowPlan("next", window=1), [1, 2, 3], 4, shift=1)
+    assert [rows for rows, _ in windows] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
+
+
 # -- sessions -----------------------------------------------------------------------------------------------------
 
 
 def test_what_a_session_refuses() -> None:
     both = {"prefill": FakeProgram("prefill"), "step": FakeProgram("step")}
-    with pytest.raises(InputError, match=r"fake: RowPlan\(region='block', .*are final once a block is committed"):
-        BlockSession(fake_spec(4), both, plan=DUAL)
+    with pytest.raises(InputError, match=r"fake: RowPlan\(region='all', .*are final once a block is committed"):
+        BlockSession(fake_spec(4), both, plan=RowPlan("all"))
     with pytest.raises(InputError, match=r"fake: a block-causal model commits .*got logit_shift=1, expected 0"):
         BlockSession(fake_spec(4, logit_shift=1), both)
     with pytest.raises(InputError, match="needs 'step' of a model whose attention is bidirectional; 'step' is missing"):
         BlockSession(fake_spec(4, attention="bidirectional"), {"prefill": both["prefill"]})
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [ConfidenceThreshold(0.5), FixedSteps(4), FixedSteps(4, remasking="random"), JointThreshold(), Dream()],
+    ids=repr,
+)
+def test_a_policy_that_waits_for_predictions_is_refused_where_rows_depend_on_it(policy: DecodeRule) -> None:
+    session = BlockSession(
+        fake_spec(4, attention="bidirectional"), {"step": FakeProgram("logits")}, plan=RowPlan("next", window=2)
+    )
+    message = rf"RowPlan\(region='next'.* known before its forward, which {re.escape(repr(policy))} .*'dkv_greedy'"
+    with pytest.raises(InputError, match=message):
+        session.generate([[1, 2]], max_new_tokens=5, policy=policy)
+    assert session.kv.pages == 0
+    found = session.generate([[1, 2]], max_new_tokens=5, policy=policy_of("dkv_greedy", 4))
+    assert len(found.token_ids) == 1
 
 
 def test_a_session_without_a_plan_forwards_everything() -> None:

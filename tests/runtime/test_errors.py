@@ -60,7 +60,11 @@ def test_the_whole_window_can_be_used() -> None:
 
 def test_models_and_programs_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="this block-causal one are final once a block is committed"):
-        BlockSession(fake_spec(8), programs(), plan=RowPlan("block"))
+        BlockSession(fake_spec(8), programs(), plan=RowPlan("suffix"))
+    for plan in (RowPlan("block", ahead=2), RowPlan("block", warm_up=1), RowPlan("block", full_steps=0, warm_up=1)):
+        with pytest.raises(InputError, match=r"Leave the plan out, or say which steps of a block are full: RowPlan\("):
+            BlockSession(fake_spec(8), programs(), plan=plan)
+    BlockSession(fake_spec(8), programs(), plan=RowPlan("block", full_steps=2, every=3))
     with pytest.raises(InputError, match=r"a model whose attention is bidirectional; 'step' is missing"):
         BlockSession(fake_spec(8, attention="bidirectional"), {"prefill": FakeProgram("prefill")})
     with pytest.raises(InputError, match="got logit_shift=1, expected 0"):
@@ -76,6 +80,11 @@ def test_models_and_programs_that_do_not_fit() -> None:
     strange.input_names |= {"k_cache_2", "hidden"}
     with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: hidden, k_cache_2"):
         BlockSession(fake_spec(8), programs() | {"step": strange})
+    sparse = FakeProgram("step")
+    sparse.input_names |= {"full", "changed"}
+    with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: changed, full\. Known"):
+        BlockSession(fake_spec(8), programs() | {"step": sparse})
+    BlockSession(fake_spec(8), programs() | {"step": sparse}, plan=RowPlan("block"))
     with pytest.raises(InputError, match="page_size must be a multiple or a divisor"):
         BlockSession(fake_spec(8), programs(), page_size=6)
 

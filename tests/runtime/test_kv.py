@@ -80,6 +80,33 @@ def test_it_grows_by_what_is_missing_and_keeps_what_is_there() -> None:
     assert kv.page_table([]).shape == (0, 0)
 
 
+def test_positions_in_front_of_the_first_have_no_pages() -> None:
+    kv = store()
+    whole, late, none = kv.allocate([6, 14, 8], first=[0, 9, 8])
+    assert (kv.pages, kv.free_pages) == (4, 0)  # 2 for [0, 6), 2 for [9, 14) with what shares a page, none for [8, 8)
+    assert kv.page_table([late, whole, none]).tolist() == [[-1, -1, 2, 3], [0, 1, -1, -1], [-1, -1, -1, -1]]
+    table = kv.page_table([late])[0].long()
+    for layer, cache in enumerate(kv.tensors().values()):
+        for p in range(8, 14):
+            cache[table[p // 4], p % 4] = layer / 8 + p
+    flat = [t for pair in kv.gather(late, 14, first=9) for t in pair]
+    for layer, cache in enumerate(flat):
+        assert cache.shape == (5, 3, 5)
+        assert cache.equal((layer / 8 + torch.arange(9, 14))[:, None, None].expand(-1, 3, 5))
+    assert [k.shape[0] for k, _ in kv.gather(late, first=8)] == [8, 8]
+    for first in (0, 7):
+        with pytest.raises(DgraphError, match=f"sequence {late} has no pages for position {first}; ask for later"):
+            kv.gather(late, 14, first)
+    kv.free(late)
+    assert kv.free_pages == 2
+    kv.free(none)
+    assert kv.free_pages == 2
+    assert kv.page_table(kv.allocate([8])).tolist() == [[2, 3]]  # what it gave back, in order
+    assert kv.pages == 4
+    kv.free(whole)
+    assert sorted(kv.page_table(kv.allocate([12], first=[5])).flatten().tolist()) == [-1, 0, 1]
+
+
 def test_unused_pages_are_finite() -> None:
     kv = store()
     (only,) = kv.allocate([9])

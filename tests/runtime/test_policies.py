@@ -21,6 +21,7 @@ from dgraph.runtime.policies import (
     Dream,
     EntropyBounded,
     FixedSteps,
+    HierarchicalRemask,
     JointThreshold,
     check_needs,
     edits,
@@ -28,6 +29,7 @@ from dgraph.runtime.policies import (
     needs_of,
     options_of,
     policy_of,
+    remasks,
 )
 from dgraph.runtime.rows import StepRows, row_results
 
@@ -156,7 +158,11 @@ def test_the_short_form() -> None:
         ("fixed_steps", {}, "FixedSteps: steps must be given, got none"),
         ("fixed_steps", {"steps": 0}, "FixedSteps: steps is a number of denoising steps per block, at least 1, got 0"),
         ("fixed_steps", {"steps": 2, "schedule": "x"}, "FixedSteps: schedule is one of block, masks, got 'x'"),
-        ("fixed_steps", {"steps": 2, "remasking": 1}, "remasking is one of low_confidence, random, got 1"),
+        (
+            "fixed_steps",
+            {"steps": 2, "remasking": 1},
+            "remasking is one of low_confidence, random, random_order, got 1",
+        ),
         ("confidence_threshold", {"threshold": 0.5, "inclusive": 1}, "inclusive is true or false, got 1"),
         ("dynamic_threshold", {"threshold": 0}, r"DynamicThreshold: threshold is a probability in (0, 1], got 0"),
         ("dynamic_threshold", {"steps": 2.0}, "per block, at least 1, or None for the block length, got 2.0"),
@@ -176,6 +182,13 @@ def test_the_short_form() -> None:
         ("hierarchical", {"threshold": "1"}, "Hierarchical: threshold is a probability in (0, 1], got '1'"),
         ("hierarchical", {"low_threshold": -1}, "Hierarchical: low_threshold is a probability in [0, 1], got -1"),
         ("hierarchical", {"fast_v2": 0}, "Hierarchical: fast_v2 is true or false, got 0"),
+        (
+            "hierarchical_remask",
+            {"threshold": 0},
+            "HierarchicalRemask: threshold is a probability in (0, 1], got 0",
+        ),
+        ("hierarchical_remask", {"low_threshold": 2}, "low_threshold is a probability in [0, 1], got 2"),
+        ("hierarchical_remask", {"remask_threshold": -1}, "got -1. 0 masks nothing again."),
         ("dream", {"alg": "margin"}, "Dream: alg is one of origin, maskgit_plus, topk_margin, entropy, got 'margin'"),
         ("dream", {"alg_temp": -1}, "Dream: alg_temp is a finite temperature, at least 0, or None, got -1"),
         ("dream", {"eps": 0}, "Dream: eps is the last timestep, in (0, 1), got 0"),
@@ -199,11 +212,13 @@ def test_what_is_refused(name: str, options: dict[str, object], message: str) ->
     [
         (EntropyBounded(), {"entropy"}),
         (FixedSteps(4, remasking="random"), {"noise"}),
+        (FixedSteps(4, remasking="random_order"), {"order"}),
         (Dream(alg="topk_margin"), {"forwards", "margin"}),
         (Dream(alg="entropy", alg_temp=0.5), {"forwards", "entropy", "noise"}),
         (Dream(alg="maskgit_plus"), {"forwards"}),
         (Dream(alg="origin"), {"forwards", "noise"}),
         (JointThreshold(), {"editable", "passes"}),
+        (HierarchicalRemask(), {"editable"}),
     ],
     ids=lambda value: repr(value) if isinstance(value, DecodeRule) else ",".join(sorted(value)),
 )
@@ -226,6 +241,9 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
     check_needs(All(), ())
     assert may_wait(Dream())
     assert edits(JointThreshold())
+    assert not remasks(All())
+    assert [p.name for p in EVERY if remasks(p)] == ["hierarchical_remask"]
+    assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "hierarchical_remask"}
     assert [p.name for p in EVERY if p.may_wait] == ["dream"] * 5
 
 

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies import Candidates, DecodeRule, policy_of
+from dgraph.runtime.policies import (
+    PRESETS,
+    Candidates,
+    DecodeRule,
+    FixedSteps,
+    HierarchicalRemask,
+    Sequential,
+    foresees,
+    policy_of,
+)
 
 NONE = -math.inf
 
@@ -31,6 +40,7 @@ class Sequence:
     margin: list[float]
     entropy: list[float]
     noise: list[float]
+    order: list[float]
     editable: list[bool]
     passes: int
 
@@ -47,6 +57,10 @@ class Sequence:
         """These, best first; ties: lower position."""
         score = self.c if score is None else score
         return sorted(self.open, key=lambda i: (-score[i], i))
+
+    def taken_back_below(self, threshold: float) -> list[int]:
+        """Decoded positions that may be edited and for which nothing as sure is predicted."""
+        return [i for i in range(self.block) if self.editable[i] and NONE < self.c[i] < single(threshold)]
 
 
 def draw(rng: random.Random, block: int, edit: bool = False) -> Sequence:
@@ -70,6 +84,7 @@ def draw(rng: random.Random, block: int, edit: bool = False) -> Sequence:
         margin=[value() if g else NONE for g in given],
         entropy=[value(rng.choice([0.1, 3])) if g else math.inf for g in given],
         noise=[rng.randrange(2**24) / 2**24 for _ in given],
+        order=[rng.randrange(2 if ties else 2**24) / 2**24 for _ in given],
         editable=[not m and rng.random() < 0.7 for m in masked],
         passes=rng.randint(0, 4) if not any(masked) else 0,
     )
@@ -85,7 +100,7 @@ def together(sequences: list[Sequence]) -> Candidates:
 
     whole = {n: column(n, torch.int64) for n in ("token", "current", "step", "decoded", "forwards", "passes")}
     flags = {n: column(n, torch.bool) for n in ("masked", "editable")}
-    real = {n: column(n, torch.float32) for n in ("margin", "entropy", "noise")}
+    real = {n: column(n, torch.float32) for n in ("margin", "entropy", "noise", "order")}
     zeros = torch.zeros(len(sequences), dtype=torch.int64)
     confidence = column("c", torch.float32)
     return Candidates(confidence=confidence, start=zeros, prompt=zeros, **whole, **flags, **real)
@@ -100,7 +115,7 @@ def n_of(total: int, steps: int, step: int) -> int:
 
 def fixed_steps(s: Sequence, steps: int, schedule: str = "block", remasking: str = "low_confidence") -> list[int]:
     total = s.block if schedule == "block" else s.masked.count(True) + s.decoded
-    order = s.sorted(s.noise if remasking == "random" else None)
+    order = s.sorted({"random": s.noise, "random_order": s.order}.get(remasking))
     return order[: n_of(total, steps, s.step)]
 
 
@@ -175,6 +190,24 @@ def hierarchical(s: Sequence, threshold: float, low_threshold: float, fast_v2: b
     return sorted(chosen)
 
 
+def hierarchical_remask(s: Sequence, threshold: float, low_threshold: float, remask_threshold: float) -> list[int]:
+    doubtful = s.taken_back_below(remask_threshold)
+    pool = [i for i in range(s.block) if i in doubtful or (s.masked[i] and s.c[i] > NONE)]
+    chosen = {i for i in pool if s.c[i] > single(threshold)}
+    stretch: list[int] = []
+    for i in range(s.block + 1):
+        if i < s.block and (s.masked[i] or i in doubtful):
+            stretch.append(i)
+            continue
+        inside = [j for j in stretch if j in pool]
+        best = max(inside, key=lambda j: (s.c[j], -j), default=None)
+        if best is not None and s.c[best] > single(low_threshold):
+            chosen.add(best)
+        stretch = []
+    rest = sorted((i for i in pool if i not in chosen), key=lambda i: (-s.c[i], i))
+    return [*chosen, *rest[: max(0, len(doubtful) + 1 - len(chosen))]]
+
+
 def dream(s: Sequence, alg: str, alg_temp: float | None, steps: int | None, eps: float = 1e-3) -> list[int]:
     steps = steps or s.block
     last = s.forwards >= steps - 1
@@ -206,6 +239,8 @@ CASES: list[tuple[str, Callable[..., list[int]], dict[str, Any]]] = [
     *(("fixed_steps", fixed_steps, {"steps": n, "schedule": "masks"}) for n in (1, 2, 5, 40)),
     ("fixed_steps", fixed_steps, {"steps": 3, "schedule": "masks", "remasking": "random"}),
     ("fixed_steps", fixed_steps, {"steps": 3, "remasking": "random"}),
+    *(("fixed_steps", fixed_steps, {"steps": n, "remasking": "random_order"}) for n in (1, 3, 40)),
+    ("fixed_steps", fixed_steps, {"steps": 3, "schedule": "masks", "remasking": "random_order"}),
     *(("sequential", sequential, {"steps": n}) for n in (None, 1, 3, 40)),
     *(("confidence_threshold", confidence_threshold, {"threshold": t, "inclusive": i}) for t, i in
       [(0.5, False), (0.5, True), (0.875, True), (1.0, False), (1.0, True)]),
@@ -219,6 +254,8 @@ CASES: list[tuple[str, Callable[..., list[int]], dict[str, Any]]] = [
     *(("hierarchical", hierarchical, {"threshold": t, "low_threshold": low, "fast_v2": fast}) for t, low, fast in
       [(0.9, 0.4, False), (0.5, 0.25, False), (0.75, 0.0, False), (0.25, 0.875, False), (0.25, 0.875, True),
        (0.9, 0.5, True)]),
+    *(("hierarchical_remask", hierarchical_remask, {"threshold": t, "low_threshold": low, "remask_threshold": r})
+      for t, low, r in [(0.9, 0.4, 0.4), (0.75, 0.25, 0.5), (0.5, 0.75, 0.625), (0.9, 0.5, 1.0), (0.9, 0.4, 0.0)]),
     *(("dream", dream, {"alg": a, "alg_temp": t, "steps": n}) for a in ("maskgit_plus", "topk_margin", "entropy")
       for t, n in [(None, 4), (0, None), (0.3, 3), (2.0, 40)]),
     *(("dream", dream, {"alg": "origin", "alg_temp": None, "steps": n, "eps": e}) for n, e in
@@ -250,6 +287,41 @@ def test_a_rule_is_its_formula(
             assert got or policy.may_wait or not sequence.open
 
 
+@pytest.mark.parametrize("block", [1, 4, 13, 32])
+@pytest.mark.parametrize(
+    ("formula", "policy"),
+    [
+        *((fixed_steps, FixedSteps(n, s, "random_order")) for n in (1, 3, 8, 40) for s in ("block", "masks")),
+        *((sequential, Sequential(n)) for n in (None, 1, 3, 40)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or repr(value),
+)
+def test_what_is_foreseen_is_what_is_chosen(formula: Callable[..., list[int]], policy: Any, block: int) -> None:
+    """In order, if every masked position gets a candidate."""
+    rng = random.Random(f"{policy} {block}")
+    assert foresees(policy)
+    for _ in range(40):
+        sequences = [draw(rng, block) for _ in range(rng.randint(1, 5))]
+        for sequence in sequences:
+            sequence.c = [0.5 if masked else NONE for masked in sequence.masked]
+        seen = together(sequences)
+        assert seen.order is not None
+        coming = policy.foresee(seen.masked, seen.step, seen.decoded, seen.order)
+        assert coming.shape == (len(sequences), math.ceil(block / min(block, policy.steps or block)))
+        for sequence, columns, row in zip(sequences, coming.tolist(), policy.choose(seen), strict=True):
+            wanted = formula(sequence, **{k: v for k, v in policy.to_json().items() if k != "rule"})
+            assert columns == wanted + [-1] * (len(columns) - len(wanted))
+            assert sorted(wanted) == row.nonzero()[:, 0].tolist()
+
+
+def test_who_foresees() -> None:
+    found = {name for name, policy in PRESETS.items() if foresees(policy)}
+    assert found == {"dkv_greedy"}
+    assert not foresees(FixedSteps(3))
+    assert not foresees(FixedSteps(3, remasking="random"))
+    assert not foresees(object())  # type: ignore[arg-type]
+
+
 def test_no_sequences_are_no_decisions() -> None:
     rng = random.Random(0)
     whole = together([draw(rng, 4)])
@@ -271,7 +343,7 @@ def play(policy: Any, confidences: list[list[float]], steps: int = 200) -> list[
         given = [single(x) if m else NONE for x, m in zip(c, masked, strict=True)]
         row = Sequence(
             given, masked, [0] * block, [9] * block, step, decoded, len(history), given,
-            [-x for x in given], [0.5] * block, [False] * block, 0,
+            [-x for x in given], [0.5] * block, [0.5] * block, [False] * block, 0,
         )  # fmt: skip
         chosen = policy.choose(together([row]))[0].nonzero()[:, 0].tolist()
         history.append(chosen)
@@ -345,7 +417,7 @@ def test_dreams_schedule_is_the_one_of_its_code() -> None:
 
 def _plain(c: list[float], forwards: int) -> Sequence:
     n, flags = len(c), [x > NONE for x in c]
-    return Sequence(c, flags, [0] * n, [1] * n, 0, 0, forwards, c, c, [0.5] * n, [False] * n, 0)
+    return Sequence(c, flags, [0] * n, [1] * n, 0, 0, forwards, c, c, [0.5] * n, [0.5] * n, [False] * n, 0)
 
 
 def test_a_temperature_on_the_order_draws_as_multinomial_does() -> None:
@@ -416,7 +488,7 @@ def test_joint_threshold_over_whole_blocks(seed: int, limit: int) -> None:
             taken += 1
             offered = [single(x) for x in c]
             editable = [not m and i >= prompt for i, m in enumerate(masked)]
-            row = Sequence(offered, masked, token, tokens, 0, 0, 0, offered, offered, offered, editable, passes)
+            row = Sequence(offered, masked, token, tokens, 0, 0, 0, *[offered] * 4, editable, passes)
             candidates = together([row])
             chosen = policy.choose(candidates)
             settled = policy.settled(candidates, chosen).item()
@@ -427,6 +499,42 @@ def test_joint_threshold_over_whole_blocks(seed: int, limit: int) -> None:
                 break
         assert tokens == want
         assert taken == number
+
+
+@pytest.mark.parametrize("remask_threshold", [0.0, 0.4, 0.7, 1.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_masked_again_is_less_than_what_is_decoded(seed: int, remask_threshold: float) -> None:
+    """Whatever is predicted, and for a block that begins with tokens of the prompt: these stay, and it ends."""
+    rng, block, given = random.Random(seed), 12, 3
+    policy = HierarchicalRemask(remask_threshold=remask_threshold)
+    masked, steps, again = [i >= given for i in range(block)], 0, 0
+    while any(masked):
+        sequence = draw(rng, block, edit=True)
+        sequence.masked = list(masked)
+        sequence.c = [single(rng.random()) for _ in masked]
+        sequence.editable = [i >= given and not m for i, m in enumerate(masked)]
+        seen = together([sequence])
+        chosen = policy.choose(seen)
+        back = policy.remask(seen, chosen)
+        doubtful = set(sequence.taken_back_below(remask_threshold))
+        taken, returned = ({int(i) for i in flags[0].nonzero()} for flags in (chosen, back))
+        assert returned == doubtful - taken
+        left = [(m and i not in taken) or i in returned for i, m in enumerate(masked)]
+        assert sum(left) < sum(masked)
+        assert not any(left[:given])
+        assert bool(policy.settled(seen, chosen)) == (not any(left))
+        masked, steps, again = left, steps + 1, again + len(returned)
+    assert steps <= block - given
+    assert again or remask_threshold < 0.5
+
+
+@pytest.mark.parametrize("block", [1, 4, 13, 32])
+def test_hierarchical_without_second_thoughts(block: int) -> None:
+    rng = random.Random(block)
+    for _ in range(40):
+        rows = together([draw(rng, block, edit=True) for _ in range(3)])
+        chosen = HierarchicalRemask(0.75, 0.25, 0.0).choose(rows)
+        assert chosen.equal(policy_of("hierarchical", threshold=0.75, low_threshold=0.25).choose(rows))
 
 
 def test_a_rule_that_does_not_edit_settles_with_its_last_mask() -> None:

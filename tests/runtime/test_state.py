@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dgraph.rowplan import RowPlan
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
@@ -15,7 +16,7 @@ MASK, STOP, NONE = 99, 50, -torch.inf
 ONE = ConfidenceThreshold(1.0)
 
 
-def begin(prompts: list[list[int]], new: int, block: int = 4) -> StepState:
+def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | None = None) -> StepState:
     width = -(-(max(map(len, prompts)) + new) // block) * block
     canvas = torch.full((len(prompts), width), MASK)
     for row, prompt in zip(canvas, prompts, strict=True):
@@ -23,7 +24,9 @@ def begin(prompts: list[list[int]], new: int, block: int = 4) -> StepState:
     lengths = torch.tensor([len(p) for p in prompts])
     stops = torch.tensor([STOP])
     index = torch.arange(len(prompts))
-    return StepState.begin(canvas, index, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops)
+    return StepState.begin(
+        canvas, index, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops, plan=plan
+    )
 
 
 def step(state: StepState, decode: dict[tuple[int, int], int], **options) -> Tensor:
@@ -110,6 +113,59 @@ def test_a_complete_block_is_committed_in_the_next_step() -> None:
         assert state.canvas[0, :8].tolist() == [1, 2, 20, 30, MASK, 49, MASK, MASK]
 
 
+def flags(state: StepState) -> tuple[list[int], list[int]]:
+    """Positions of the rows of the next step that are full, and of those that have changed."""
+    rows = state.rows(state.capacity)
+    assert rows.full is not None
+    assert rows.changed is not None
+    assert not (rows.full | rows.changed)[state.summary().tolist()[0] :].any(), "padding"
+    return rows.positions[rows.full].tolist(), rows.positions[rows.changed].tolist()
+
+
+def test_full_steps_and_changed_rows_of_a_block() -> None:
+    state = begin([[1]], 11, plan=RowPlan("block", full_steps=2))
+    assert flags(state) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    step(state, {(0, 2): 20})
+    assert flags(state) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    step(state, {(0, 1): 10})
+    assert flags(state) == ([], [1])
+    step(state, {(0, 3): 10})  # the commit rides with the first step of the next block
+    assert flags(state) == ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])
+    step(state, {(0, 4): 10, (0, 5): 10})
+    assert flags(state) == ([4, 5, 6, 7], [4, 5, 6, 7])
+    step(state, {(0, 6): 10})
+    assert flags(state) == ([], [6])
+
+
+def test_a_full_step_every_so_many() -> None:
+    state, found = begin([[1, 2]], 14, block=8, plan=RowPlan("block", every=2)), []
+    for position in range(2, 8):
+        found.append(len(flags(state)[0]))
+        step(state, {(0, position): 10}, cache="dc")
+    assert found == [8, 0, 5, 0, 3, 0], "rows that the block cache spares are not forwarded in a full step"
+
+
+def test_sequences_have_full_steps_of_their_own() -> None:
+    state = begin([[1, 2, 3], [4]], 6, plan=RowPlan("block"))
+    step(state, {(0, 3): 10, (1, 2): 11})
+    rows = state.rows(state.summary().tolist()[0])
+    assert rows.full is not None
+    assert rows.changed is not None
+    assert rows.full.tolist() == [True] * 8 + [False] * 4
+    assert rows.changed.tolist() == [True] * 8 + [False, False, True, False]
+    copy = state.clone()
+    step(state, {(0, 5): 12, (1, 3): 11})
+    assert copy.changed is not None
+    assert copy.changed[1].tolist() == [False, False, True, False]
+    assert copy.plan == state.plan
+
+
+def test_without_a_plan_nothing_says_what_changed() -> None:
+    state = begin([[1]], 3)
+    step(state, {(0, 2): 20})
+    assert state.rows(4).full is state.rows(4).changed is state.changed is None
+
+
 def test_a_sequence_ends_with_its_last_block_or_a_stop_token() -> None:
     state = begin([[1], [STOP, 2], [3, 4, 5, 6]], 2)
     step(state, {(0, 2): STOP, (1, 3): STOP, (2, 4): STOP})
@@ -117,7 +173,7 @@ def test_a_sequence_ends_with_its_last_block_or_a_stop_token() -> None:
     assert pending(state, 2) == []
     step(state, {(0, 1): 8, (1, 2): 9})
     assert state.active.tolist() == [False, False, False]
-    assert state.summary().tolist() == [0, 0, 5, 0]
+    assert state.summary().tolist() == [0, 0, 5, 0, 0]
     assert state.broken.tolist() == [False] * 3  # a finished sequence needs nothing to commit
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +15,10 @@ from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner
 
 def kernel(cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> Tensor:
     """dgraph::feature_read; see its contract."""
-    n, (_, page, width), b = positions.shape[0], cache.shape, cu_rows.shape[0] - 1
     check_slots("feature_read", cache=cache)
-    out = torch.empty((n, width), dtype=cache.dtype, device=cache.device)
+    n, page, b = positions.shape[0], cache.shape[1], cu_rows.shape[0] - 1
+    out = torch.empty((n, *cache.shape[2:]), dtype=cache.dtype, device=cache.device)
+    width = math.prod(cache.shape[2:])
     if not out.numel():
         return out
     page_table = dense_rows(page_table)

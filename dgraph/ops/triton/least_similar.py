@@ -13,7 +13,14 @@ from dgraph.ops.triton.rows import check_slots
 
 
 def kernel(
-    v: Tensor, v_cache: Tensor, full: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor, share: float
+    v: Tensor,
+    v_cache: Tensor,
+    full: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    cu_rows: Tensor,
+    share: float,
+    adapt: Tensor | None = None,
 ) -> Tensor:
     """dgraph::least_similar; see its contract. Nothing is read on the host."""
     check_slots("least_similar", v_cache=v_cache)
@@ -26,7 +33,7 @@ def kernel(
     b = cu_rows.shape[0] - 1
     sequence = sequence_of(cu_rows, n)
     live = sequence < b
-    free = live & ~full
+    free = live & ~full if adapt is None else live & ~full & adapt
     owner = torch.where(free, sequence, b)
     order = similar.argsort(stable=True)
     order = order[owner[order].argsort(stable=True)]  # by sequence, then by cosine, then by row
@@ -36,5 +43,5 @@ def kernel(
     rank = torch.arange(n, device=v.device) - first[owner]  # b has the rows behind the last sequence's
     taken = rank < F.pad(count, (0, 1))[owner]
     chosen = torch.zeros_like(full).scatter(0, order, taken)
-    feature_write.kernel(v.flatten(1), slots, *where)
+    feature_write.kernel(v.flatten(1), slots, *where, None if adapt is None else free | full)
     return chosen | (full & live)

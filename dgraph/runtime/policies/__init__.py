@@ -16,14 +16,16 @@ from dgraph.runtime.policies.base import (
     Policy,
     check_needs,
     edits,
+    foresees,
     may_wait,
     needs_of,
+    remasks,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
 from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
-from dgraph.runtime.policies.segments import Hierarchical
+from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 
 RULES: tuple[type[DecodeRule], ...] = (
@@ -35,6 +37,7 @@ RULES: tuple[type[DecodeRule], ...] = (
     Factor,
     EntropyBounded,
     Hierarchical,
+    HierarchicalRemask,
     Dream,
     DreamThreshold,
     JointThreshold,
@@ -44,6 +47,7 @@ POLICIES: dict[str, type[DecodeRule]] = {rule.name: rule for rule in RULES}
 PRESETS: dict[str, DecodeRule] = {
     "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
     "fast_dllm_factor": Factor(1.0),
+    "dkv_greedy": FixedSteps(32, schedule="masks", remasking="random_order"),
     "dinfer": RelativeThreshold(0.9),
     "dinfer_factor": Factor(1.0, variant="dinfer"),
     "hierarchical_fast_v2": Hierarchical(fast_v2=True),
@@ -142,6 +146,7 @@ __all__ = [
     "Factor",
     "FixedSteps",
     "Hierarchical",
+    "HierarchicalRemask",
     "JointThreshold",
     "Policy",
     "RelativeThreshold",
@@ -149,8 +154,10 @@ __all__ = [
     "check_needs",
     "chosen_policy",
     "edits",
+    "foresees",
     "may_wait",
     "needs_of",
     "options_of",
     "policy_of",
+    "remasks",
 ]

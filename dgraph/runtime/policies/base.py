@@ -16,6 +16,7 @@ ORIGINS = {
     "margin": "a step program that outputs margin, or logits",
     "entropy": "a step program that outputs entropy, or logits",
     "noise": "a uniform draw per position from the runtime",
+    "order": "a uniform draw per position from the runtime that lasts",
     "forwards": "the number of steps that the block has had",
     "editable": "a runtime that offers decoded positions for editing",
     "passes": "a runtime that offers decoded positions for editing",
@@ -35,8 +36,8 @@ class Candidates:
 
     What only some rules read (None where nobody gave it): margin f32: the two largest probabilities' difference,
     -inf without a candidate; entropy f32: nats, inf without a candidate; noise f32: uniform in [0, 1), a
-    function of seed, prompt, position and step; forwards i64[b]: steps of this block, those that decoded nothing
-    included.
+    function of seed, prompt, position and step; order f32: uniform in [0, 1), a function of seed, prompt and
+    position, hence the same in all steps; forwards i64[b]: steps of this block, those that decoded nothing included.
 
     For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
     part of the prompt; passes i64[b]: steps of this block that began with no mask left in it.
@@ -53,6 +54,7 @@ class Candidates:
     margin: Tensor | None = None
     entropy: Tensor | None = None
     noise: Tensor | None = None
+    order: Tensor | None = None
     forwards: Tensor | None = None
     editable: Tensor | None = None
     passes: Tensor | None = None
@@ -105,12 +107,13 @@ class DecodeRule:
     """Base of the policies here: frozen, comparable, JSON-able. Ties always go to the lower position.
 
     name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
-    decoded tokens, and `settled` says when a block is done.
+    decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back.
     """
 
     name: ClassVar[str]
     may_wait: ClassVar[bool] = False
     edits: ClassVar[bool] = False
+    remasks: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -121,8 +124,27 @@ class DecodeRule:
         """Its name under "rule" and its fields; `policy_of(**value)` gives an equal policy."""
         return {"rule": self.name, **asdict(self)}
 
+    @property
+    def foresees(self) -> bool:
+        """Whether what a step commits is known before its forward, so that `foresee` can say it."""
+        return False
+
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""
+        raise NotImplementedError
+
+    def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
+        """i64[b, K]: columns that the coming step commits, in order, and -1 behind them; K is the most that any does.
+
+        It is what `choose` takes of candidates for all masked positions. masked bool[b, B], step i64[b], decoded i64[b]
+        and order f32[b, B] are as in `Candidates`. Runs on the device and reads nothing back.
+        """
+        raise NotImplementedError
+
+    def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """bool[b, B]: decoded positions, none of them chosen, that become masks again. Fewer of them than chosen masks,
+        so that every step leaves fewer masks and a block ends.
+        """
         raise NotImplementedError
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
@@ -173,6 +195,16 @@ def edits(policy: Policy) -> bool:
     return bool(getattr(policy, "edits", False))
 
 
+def remasks(policy: Policy) -> bool:
+    """Whether the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
+    return bool(getattr(policy, "remasks", False))
+
+
+def foresees(policy: Policy) -> bool:
+    """Whether the policy knows before a step what it commits; it then has `foresee`, see `DecodeRule`."""
+    return bool(getattr(policy, "foresees", False))
+
+
 def check_needs(policy: Policy, given: Collection[str]) -> None:
     """Refuse a policy before anything has run.
 
@@ -202,6 +234,14 @@ def best(score: Tensor) -> Tensor:
 def leftmost(flags: Tensor, count: Tensor) -> Tensor:
     """bool[b, B]: the first count[b] of the flagged positions."""
     return flags & (flags.cumsum(dim=1) <= count[:, None])
+
+
+def first_columns(score: Tensor, count: Tensor, most: int) -> Tensor:
+    """i64[b, most]: columns of the count[b] largest scores of each row, the largest first (ties: lower position); -1
+    behind them.
+    """
+    columns = score.argsort(dim=1, descending=True, stable=True)[:, :most]
+    return torch.where(torch.arange(columns.shape[1], device=score.device) < count[:, None], columns, -1)
 
 
 def share(total: Tensor | int, steps: int, step: Tensor) -> Tensor:

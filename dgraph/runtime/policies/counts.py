@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, leftmost, rank, share
+from dgraph.runtime.policies.base import Candidates, DecodeRule, first_columns, leftmost, rank, share
 
 SCHEDULES = ("block", "masks")
-REMASKING = ("low_confidence", "random")
+REMASKING = ("low_confidence", "random", "random_order")
+_DRAWS = {"random": "noise", "random_order": "order"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class FixedSteps(DecodeRule):
     were evicted may need more with either.
 
     remasking "low_confidence": the best are the most confident. "random" (LLaDA, JetEngine): they are drawn
-    uniformly, and the confidence plays no part.
+    uniformly, and the confidence plays no part. "random_order" (dKV-Cache-Greedy): so they are, but the order of all
+    positions of a block is drawn once, so that what a step commits is known before it.
 
     SDAR's public code lets top-n_i run over decoded rows when fewer than n_i masks are left, and overwrites these;
     here it does not.
@@ -46,15 +48,28 @@ class FixedSteps(DecodeRule):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"noise"} if self.remasking == "random" else ())
+        return frozenset({_DRAWS[self.remasking]} if self.remasking in _DRAWS else ())
+
+    @property
+    def foresees(self) -> bool:
+        return self.remasking == "random_order"
 
     def choose(self, candidates: Candidates) -> Tensor:
-        committable, step = candidates.committable, candidates.step
-        total: Any = candidates.masks_at_start if self.schedule == "masks" else committable.shape[1]
+        committable = candidates.committable
         score = candidates.offered
-        if self.remasking == "random":
-            score = torch.where(committable, candidates.need("noise", self), -math.inf)
-        return (rank(score) < share(total, self.steps, step)[:, None]) & committable
+        if self.remasking in _DRAWS:
+            score = torch.where(committable, candidates.need(_DRAWS[self.remasking], self), -math.inf)
+        count = self._count(candidates.masked, candidates.step, candidates.decoded)
+        return (rank(score) < count[:, None]) & committable
+
+    def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
+        """See `DecodeRule.foresee`."""
+        count = self._count(masked, step, decoded).minimum(masked.sum(dim=1))
+        return first_columns(torch.where(masked, order, -math.inf), count, -(-masked.shape[1] // self.steps))
+
+    def _count(self, masked: Tensor, step: Tensor, decoded: Tensor) -> Tensor:
+        total: Any = masked.sum(dim=1) + decoded if self.schedule == "masks" else masked.shape[1]
+        return share(total, self.steps, step)
 
 
 @dataclass(frozen=True)
@@ -76,3 +91,15 @@ class Sequential(DecodeRule):
         committable = candidates.committable
         block = committable.shape[1]
         return leftmost(committable, share(block, self.steps or block, candidates.step))
+
+    @property
+    def foresees(self) -> bool:
+        return True
+
+    def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
+        """See `DecodeRule.foresee`."""
+        block = masked.shape[1]
+        steps = self.steps or block
+        count = share(block, steps, step).minimum(masked.sum(dim=1))
+        columns = torch.arange(block, dtype=order.dtype, device=order.device)
+        return first_columns(torch.where(masked, -columns, -math.inf), count, -(-block // steps))

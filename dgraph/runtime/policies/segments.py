@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, best
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best, rank
 from dgraph.runtime.policies.thresholds import THRESHOLD
 
 
@@ -45,6 +45,62 @@ class Hierarchical(DecodeRule):
         if self.fast_v2:
             chosen &= offered.amax(dim=1, keepdim=True) >= self.low_threshold
         return (chosen | top) & candidates.committable
+
+
+@dataclass(frozen=True)
+class HierarchicalRemask(DecodeRule):
+    """The hierarchical rule with second thoughts: decoded tokens that have become doubtful are masked again (dInfer
+    HierarchyDecoder, remasking variant).
+
+    A decoded position that is not of the prompt is in doubt if the step predicts a token there, the present one or
+    another, with c < remask_threshold. Masks and positions in doubt are decided alike: stretches are runs of both, of
+    each stretch the best is committed if c > low_threshold, and so is every c > threshold. If these are fewer than
+    r + 1, where r positions are in doubt, the most confident of the others make up for it. What is in doubt and not
+    committed becomes a mask.
+
+    So of m masks and r positions in doubt at most m - 1 are masks after the step, and a block takes at most as many
+    steps as it has positions. It ends with its last mask, before which a stop token ends nothing. As for every rule
+    that edits, the block cache must be "off".
+    """
+
+    threshold: float = THRESHOLD
+    low_threshold: float = 0.4
+    remask_threshold: float = 0.4
+
+    name: ClassVar[str] = "hierarchical_remask"
+    edits: ClassVar[bool] = True
+    remasks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.check_threshold()
+        self.check_number("low_threshold", 0, 1, "a probability in [0, 1]")
+        self.check_number("remask_threshold", 0, 1, "a probability in [0, 1]", "0 masks nothing again.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"editable"})
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        doubtful = self._doubtful(candidates)
+        score = torch.where(candidates.committable | doubtful, candidates.confidence, -math.inf)
+        stretches = best_of_stretches(score, candidates.masked | doubtful)
+        chosen = (score > self.threshold) | (stretches & (score > self.low_threshold))
+        missing = doubtful.sum(dim=1) + 1 - chosen.sum(dim=1)
+        others = torch.where(chosen, -math.inf, score)
+        return chosen | ((rank(others) < missing[:, None]) & (others > -math.inf))
+
+    def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """See `DecodeRule.remask`."""
+        return self._doubtful(candidates) & ~chosen
+
+    def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """bool[b]: no mask is left, and none has come back."""
+        return super().settled(candidates, chosen) & ~self.remask(candidates, chosen).any(dim=1)
+
+    def _doubtful(self, candidates: Candidates) -> Tensor:
+        predicted = candidates.confidence > -math.inf
+        doubtful = predicted & (candidates.confidence < self.remask_threshold)
+        return candidates.need("editable", self) & ~candidates.masked & doubtful
 
 
 def best_of_stretches(score: Tensor, flags: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""`dgraph calibrate`: the importance of a model's layers, kept beside the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import ERR, print_json, print_table, print_text, status
+from dgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dgraph.calibration import Calibration
+
+OWN_SEEDS = 1_000_000
+"""Added to a seed, so that no `dgraph eval --seed` draws the prompts of a calibration."""
+WIDTH = 40
+"""Characters of the longest bar."""
+
+
+def calibrate(
+    model: given.Model,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks.'),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Prompts at most.")] = 60,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Masks behind each prompt.", show_default="its tasks' or 128; a block, if it is block-causal"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write here.", show_default="calibration.json beside the model")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts of its tasks; `dgraph eval --seed` draws others.")] = 0,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    json: given.Json = False,
+) -> None:
+    """Measure how much each layer changes the hidden states that it is given, and keep it beside the model.
+
+    Recipe maskkv divides what it keeps among layers by it. The importance of a layer is 1 - the mean cosine of the
+    hidden states in front of it and behind it, over all positions of a prompt and a masked response.
+
+    \b
+    dgraph calibrate tiny_llada --out calibration.json
+    dgraph calibrate ./LLaDA-8B-Instruct --prompts longbench.jsonl --tokens 256 --device cuda
+    """
+    import dgraph
+    from dgraph.families import embedded
+
+    for name, value in (("--count", count), ("--tokens", tokens)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    known = embedded().get(model)
+    if known is None and not Path(model).is_dir():
+        dgraph.load(model)  # which says why it names no model
+    path = _writable(known.folder if known is not None else Path(model), out)
+    texts = _drawn(model, count, seed) if prompts is None else _read(prompts)[:count]
+    with status("loading"):
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+    if tokens is None and known is not None and known.exam is not None and found.spec.attention == "bidirectional":
+        tokens = known.exam.new_tokens
+    with _progress(len(texts)) as tell:
+        measured = dgraph.calibrate(
+            found, texts, max_new_tokens=tokens, seed=seed if prompts is None else None, progress=tell
+        )
+    measured.write(path)
+    if json:
+        print_json({"model": found.name, "file": str(path), **measured.to_json()})
+    else:
+        print_table(("layer", "importance", "spread", ""), _rows(measured))
+        print_text(f"\n{measured.prompts} prompts, {measured.max_new_tokens} masks behind each; written to {path}")
+
+
+def _writable(folder: Path, out: Path | None) -> Path:
+    """Where to write.
+
+    Raises:
+        InputError: that cannot be written.
+    """
+    from dgraph.calibration import FILE
+
+    path = folder / FILE if out is None else out
+    if out is not None and (out.is_dir() or not out.resolve().parent.is_dir()):
+        reason = "it is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise InputError(f"--out {out} cannot be written: {reason}; give a file.")
+    if path.parent.is_dir() and not os.access(path.parent, os.W_OK):
+        advice = "give a file in another" if out is not None else "give --out FILE"
+        raise InputError(f"{path} cannot be written: the folder is read-only for you; {advice}.")
+    return path
+
+
+def _drawn(model: str, count: int, seed: int) -> list[str]:
+    """Held-out prompts of an embedded model's tasks in turn, none of those that it is evaluated on by default.
+
+    Raises:
+        InputError: it has no tasks, or too few prompts.
+    """
+    from dgraph.evaluate.questions import drawn, stored
+    from dgraph.families import embedded
+
+    known = embedded().get(model)
+    if known is None or known.exam is None:
+        raise InputError(f"{model} comes with no tasks to draw prompts from; give --prompts FILE.jsonl.")
+    each = -(-count // len(known.exam.names))
+    by_task = []
+    for task in known.exam.names:
+        taken = {question.prompt for question in stored(model) if question.task == task}
+        fresh = [q.prompt for q in drawn(model, [task], each + len(taken), OWN_SEEDS + seed)]
+        by_task.append([prompt for prompt in fresh if prompt not in taken][:each])
+    return list(chain.from_iterable(zip(*by_task, strict=True)))[:count]
+
+
+def _read(file: Path) -> list[str]:
+    """The prompts of a JSONL file.
+
+    Raises:
+        InputError: it cannot be read, or a line has no prompt.
+    """
+    from dgraph.evaluate.questions import read_questions
+
+    try:
+        file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts {file} cannot be read: {error}.") from None
+    return [question.prompt for question in read_questions(file)]
+
+
+def _rows(measured: Calibration) -> list[tuple[str, str, str, str]]:
+    most = max(measured.importance) or 1.0
+    return [
+        (str(layer), f"{value:.4f}", f"{spread:.4f}", "#" * round(WIDTH * value / most))
+        for layer, (value, spread) in enumerate(zip(measured.importance, measured.spread, strict=True))
+    ]
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the prompts, while stderr is a terminal."""
+    if not ERR.is_terminal:
+        yield lambda done, count: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=ERR, transient=True) as bar:
+        task = bar.add_task("capturing", total=total)
+        yield lambda done, count: bar.update(task, completed=done, description="prompts")

@@ -1,0 +1,91 @@
+"""Which keys of a sequence stay in the dense cache, which are kept packed, and when they are chosen.
+
+A sequence has a window of positions whose keys are always seen (the current block, or the response). All others are
+candidates: of these, every layer keeps some for each KV head, copied together, and the rest is gone until a step
+forwards the sequence as a whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+
+WINDOWS = ("block", "response")
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """What a sequence keeps of its keys and values.
+
+    Attributes:
+        window: what is always seen: the "block" that is being decoded, or the whole "response".
+        delay: with the window "block": steps of a block in front of the one that chooses. These, and the choosing one,
+            are full steps that see every key. With the window "response" the first step of a response chooses; later
+            ones that forward the prompt give the chosen keys their new values.
+        every: with the window "block": choose anew every so many steps of a block; 0 for once.
+        ratio: share of its candidates that a head keeps on average, in (0, 1]; 0 if `pairs` says how many.
+        pairs: candidates that a head keeps on average, one number for all layers or one for each.
+    """
+
+    window: str = "response"
+    delay: int = 0
+    every: int = 0
+    ratio: float = 0.0
+    pairs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.window not in WINDOWS:
+            raise UnknownName("window", str(self.window), WINDOWS)
+        for name, steps in (("delay", self.delay), ("every", self.every)):
+            if type(steps) is not int or steps < 0:
+                raise InputError(f"{name} must be an integer of at least 0, got {steps!r}.")
+            if steps and self.window != "block":
+                raise InputError(f"{name} counts steps of a block; with the window {self.window!r} leave it at 0.")
+        check_budget(self.ratio, self.pairs)
+
+    @property
+    def repacks(self) -> bool:
+        """Whether kept entries get new values later, so that their positions must be remembered."""
+        return self.window == "response"
+
+    def entries(self, layer: int, candidates: int, kv_heads: int) -> int:
+        """The most entries that a sequence keeps in a layer, over all heads."""
+        pairs = self.pairs[layer if len(self.pairs) > 1 else 0] if self.pairs else int(self.ratio * candidates)
+        return min(pairs, candidates) * kv_heads
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> KVPlan:
+        """The plan that `to_json` described.
+
+        Raises:
+            UnknownName: a field that plans do not have.
+            InputError: a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise UnknownName("field of a KV plan", name, known)
+        return cls(**{**value, "pairs": tuple(value.get("pairs", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "pairs": list(self.pairs)}
+
+
+def check_budget(ratio: float, pairs: tuple[int, ...]) -> None:
+    """Refuse a budget that says nothing, or two things.
+
+    Raises:
+        InputError: not exactly one of the two, or a value out of range.
+    """
+    if type(ratio) not in (int, float) or not 0 <= ratio <= 1:
+        raise InputError(f"ratio must be a number in (0, 1], or 0 if pairs says how many, got {ratio!r}.")
+    if not isinstance(pairs, tuple) or any(type(n) is not int or n < 0 for n in pairs):
+        raise InputError(f"pairs must be a tuple of integers of at least 0, one or one for each layer, got {pairs!r}.")
+    if bool(ratio) == bool(pairs):
+        raise InputError(
+            f"give either ratio (a share of the candidates) or pairs (a number of them), got {ratio!r} and {pairs!r}."
+        )

@@ -1,0 +1,198 @@
+"""Chunks of rows: which steps may run on some rows at a time, so that what lies between them stays small.
+
+A transformer acts row by row except in attention. So the steps between two calls that look at other rows can run on
+a part of the rows after the other, and what they make on the way (gate and up, their product, the normed rows) exists
+for that part only. The largest of these is six times as wide as the hidden state: of a prompt of 32k rows it would be
+the largest tensor of a forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.lowering.schedule import Call, Region
+from dgraph.lowering.steps import AnyStep, RowChunks, Step
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import op_of
+from dgraph.shapes import Symbols, is_row_set
+
+CHUNK_ROWS = 8192
+"""Rows of a chunk: enough to fill any device, few enough that what lies between is small beside keys and values."""
+
+# Of these, the sizes tell whether they act row by row: an op that mixes rows has a result whose first dimension is
+# another, or that has the rows in a second one.
+_TOLD_BY_SIZES = {
+    *("linear", "reshape", "unsqueeze", "stack", "sum", "to"),
+    *("dgraph.rms_norm", "dgraph.rope", "dgraph.route"),
+}
+# These act along one dimension, which must not be that of the rows; the place of the argument that names it.
+_ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}
+# The rows of these are looked up by the rows of an index, so only the index may be cut.
+_TABLES = {"embedding": 0}
+# Opaque calls that act row by row on their first argument, and the place of the one that counts the live rows.
+_COUNTED = {"rows_linear": 3}
+# These allocate nothing.
+_VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a step is cut into chunks.
+
+    Attributes:
+        rows: the row set, which is the first dimension of everything that has rows.
+        count: the argument that says how many rows are live; None if the step need not know.
+    """
+
+    rows: str
+    count: Node | None = None
+
+
+def cut_of(graph: Graph, step: Region | Call) -> Cut | None:
+    """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
+    if isinstance(step, Region):
+        rows = _rows_of_region(graph.symbols, step)
+        return Cut(rows) if rows else None
+    op = op_of(step.node.target)
+    if op is None or op.name not in _COUNTED:
+        return None
+    args = args_of(step.node)
+    x, *others = [_row_set(graph.symbols, n) for n in (args[0], *step.node.all_input_nodes[1:])]
+    return Cut(x, args[_COUNTED[op.name]]) if is_row_set(x) and not any(others) else None
+
+
+def in_chunks(
+    graph: Graph,
+    origins: Sequence[Region | Call],
+    steps: Sequence[Step],
+    numbers: Mapping[Node, int],
+    kept: Collection[int],
+    limit: int,
+) -> tuple[AnyStep, ...]:
+    """The steps of a stage, those that run in chunks joined.
+
+    Args:
+        graph: what they are of.
+        origins: what each step was lowered from.
+        steps: in order.
+        numbers: slots of nodes.
+        kept: slots that something outside of `steps` reads.
+        limit: rows of a chunk, at least 1.
+    """
+    cuts = [cut_of(graph, origin) for origin in origins]
+    last = {slot: i for i, step in enumerate(steps) for slot in step.reads()}
+    found: list[AnyStep] = []
+    for rows, group in groupby(range(len(steps)), key=lambda i: cut.rows if (cut := cuts[i]) else None):
+        at = list(group)
+        members = steps[at[0] : at[-1] + 1]
+        if rows is None:
+            found += members
+            continue
+        after = {slot for slot, reader in last.items() if reader > at[-1]}.union(kept)
+        counts = {cut.count for i in at if (cut := cuts[i]) is not None and cut.count is not None}
+        joined = _joined(graph, origins[at[0] : at[-1] + 1], members, counts, numbers, after, limit)
+        found += [joined] if joined else members
+    return tuple(found)
+
+
+def _joined(
+    graph: Graph,
+    origins: Sequence[Region | Call],
+    members: Sequence[Step],
+    counts: Collection[Node],
+    numbers: Mapping[Node, int],
+    after: Collection[int],
+    limit: int,
+) -> RowChunks | None:
+    """Steps that follow each other as one; None if chunks would save nothing."""
+    nodes = [n for o in origins for n in (o.nodes if isinstance(o, Region) else [part for _, part in o.results])]
+    outputs = {n for n in nodes if numbers.get(n) in after}
+    held = {_viewed(n) for n in outputs}
+    if all(n in held or op_name(n.target) in _VIEWS or not _row_set(graph.symbols, n) for n in nodes):
+        return None
+    outside: dict[Node, None] = {}
+    for origin in origins:
+        inputs = origin.inputs if isinstance(origin, Region) else origin.node.all_input_nodes
+        outside.update(dict.fromkeys(n for n in inputs if n not in nodes))
+    rowed = [n for n in outside if _row_set(graph.symbols, n)]
+    # A count differs from chunk to chunk, so nothing else may read it, and it must be there before the first.
+    plain = {n for o in origins if isinstance(o, Region) for n in o.inputs}
+    if any(n in plain or n not in outside for n in counts):
+        return None
+    return RowChunks(
+        members,
+        [numbers[n] for n in rowed],
+        sorted(numbers[n] for n in counts),
+        [numbers[n] for n in nodes if n in outputs],
+        limit,
+    )
+
+
+def _viewed(node: Node) -> Node:
+    """What a view is of, which lives as long as it."""
+    while op_name(node.target) in _VIEWS:
+        node = args_of(node)[0]
+    return node
+
+
+def _rows_of_region(symbols: Symbols, region: Region) -> str:
+    """The one row set of a region that acts row by row; "" if it does not."""
+    found = {_row_set(symbols, node) for node in (*region.inputs, *region.nodes)} - {""}
+    if len(found) != 1 or _MIXED in found:
+        return ""
+    if not all(_acts_by_row(symbols, node) for node in region.nodes):
+        return ""
+    return found.pop() if all(_row_set(symbols, node) for node in region.outputs) else ""
+
+
+def _acts_by_row(symbols: Symbols, node: Node) -> bool:
+    """Whether a row of a node's result depends on the same row of its arguments only; none of them is mixed."""
+    target, args = node.target, args_of(node)
+    rowed = [n for n in node.all_input_nodes if _row_set(symbols, n)]
+    if target is operator.getitem:
+        return isinstance(args[0].meta["val"], (tuple, list))
+    if bool(rowed) != bool(_row_set(symbols, node)):
+        return False
+    tags: Collection[Any] = getattr(target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags or target._schema.is_mutable:  # type: ignore[union-attr]
+        return False
+    if not rowed:
+        return True
+    name = op_name(target)
+    if name in _TABLES:
+        return not _row_set(symbols, args[_TABLES[name]])
+    if name in _ALONG:
+        place = _ALONG[name]
+        dim = args[place] if len(args) > place else node.kwargs.get("dim", 0)
+        return isinstance(dim, int) and dim % rowed[0].meta["val"].dim() != 0
+    return name in _TOLD_BY_SIZES or torch.Tag.pointwise in tags
+
+
+_MIXED = "?"
+"""Of a value that has rows elsewhere than in its first dimension, or whose sizes are no tensor's."""
+
+
+def _row_set(symbols: Symbols, node: Node) -> str:
+    """The row set that is the first dimension of a value; "" if it has no rows at all."""
+    value = node.meta["val"]
+    found = {_rows_of_tensor(symbols, v) for v in (value if isinstance(value, (tuple, list)) else (value,))}
+    return found.pop() if len(found) == 1 else _MIXED
+
+
+def _rows_of_tensor(symbols: Symbols, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return _MIXED
+    if not any(is_row_set(name) for size in value.shape for name in symbols.names_in(size)):
+        return ""
+    first = symbols.row_set(value)
+    rest = (name for size in value.shape[1:] for name in symbols.names_in(size))
+    return first if first and not any(map(is_row_set, rest)) else _MIXED

@@ -1,0 +1,129 @@
+"""Steps over numbered slots: what a lowered program runs one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Slot(int):
+    """The number of a slot, as it stands for a value among arguments."""
+
+
+Slots = list[Any]
+"""The values of one run, by slot; None where there is none yet or no longer."""
+
+
+class Step:
+    """One function over slots: reads some, writes some, and frees those that nobody reads any more."""
+
+    __slots__ = ("args", "frees", "function", "targets")
+
+    def __init__(self, function: Callable[..., Any], args: list[Any], targets: tuple[tuple[int | None, int], ...]):
+        self.function, self.args, self.targets = function, args, targets
+        self.frees: tuple[int, ...] = ()
+
+    def run(self, slots: Slots) -> None:
+        """Call the function and store its results."""
+        result = self.function(*(_fill(a, slots) for a in self.args))
+        for part, slot in self.targets:
+            slots[slot] = result if part is None else result[part]
+        for slot in self.frees:
+            slots[slot] = None
+
+    def reads(self) -> set[int]:
+        """Slots among the arguments."""
+        return set(_slots_in(self.args))
+
+    def writes(self) -> set[int]:
+        """Slots of the results."""
+        return {slot for _, slot in self.targets}
+
+
+class RowChunks:
+    """Several steps as one, run a chunk of rows at a time where there are many.
+
+    Values between the steps exist for one chunk only. What is read outside is made once at its full size and filled
+    chunk by chunk.
+
+    Args:
+        members: the steps in order; each acts on every row alone.
+        rowed: slots from outside whose first dimension is the rows.
+        counts: slots from outside whose last entry is the number of rows that are live.
+        outputs: slots of results that something outside reads; the rows are their first dimension.
+        limit: rows of a chunk.
+    """
+
+    __slots__ = ("counts", "frees", "limit", "members", "outputs", "rowed")
+
+    def __init__(
+        self,
+        members: Sequence[Step],
+        rowed: Sequence[int],
+        counts: Sequence[int],
+        outputs: Sequence[int],
+        limit: int,
+    ):
+        self.members, self.limit = tuple(members), limit
+        self.rowed, self.counts, self.outputs = tuple(rowed), tuple(counts), tuple(outputs)
+        self.frees: tuple[int, ...] = ()
+        own = self._written() - set(outputs)
+        last = {slot: member for member in self.members for slot in (member.reads() | member.writes()) & own}
+        for member in self.members:
+            member.frees = tuple(sorted(slot for slot, reader in last.items() if reader is member))
+
+    def run(self, slots: Slots) -> None:
+        """Run the steps: as they are up to `limit` rows, above it in chunks, of which the last may be shorter."""
+        rows = len(slots[self.rowed[0]])
+        if rows <= self.limit:
+            for member in self.members:
+                member.run(slots)
+        else:
+            for begin in range(0, rows, self.limit):
+                self._run_chunk(slots, begin, min(begin + self.limit, rows), rows)
+        for slot in self.frees:
+            slots[slot] = None
+
+    def _run_chunk(self, slots: Slots, begin: int, end: int, rows: int) -> None:
+        own = list(slots)
+        for slot in self.rowed:
+            own[slot] = slots[slot][begin:end]
+        for slot in self.counts:
+            own[slot] = (slots[slot][-1:] - begin).clamp(min=0)
+        for member in self.members:
+            member.run(own)
+        for slot in self.outputs:
+            part: Tensor = own[slot]
+            if begin == 0:
+                slots[slot] = part.new_empty((rows, *part.shape[1:]))
+            slots[slot][begin:end].copy_(part)
+
+    def reads(self) -> set[int]:
+        """Slots from outside."""
+        return set().union(*(member.reads() for member in self.members)) - self._written()
+
+    def writes(self) -> set[int]:
+        """Slots that something outside reads."""
+        return set(self.outputs)
+
+    def _written(self) -> set[int]:
+        return set().union(*(member.writes() for member in self.members))
+
+
+AnyStep = Step | RowChunks
+
+
+def _fill(arg: Any, slots: Slots) -> Any:
+    if isinstance(arg, Slot):
+        return slots[arg]
+    return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
+
+
+def _slots_in(args: Iterable[Any]) -> Iterable[int]:
+    for arg in args:
+        if isinstance(arg, Slot):
+            yield arg
+        elif isinstance(arg, list):
+            yield from _slots_in(arg)

@@ -1,0 +1,269 @@
+"""dgraph::kv_pack: choose what each KV head keeps, and copy it together (MaskKV A.9; dLLM-Serve 4.5; Ada-KV)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
+from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
+
+CONTRACT = """\
+Head h of sequence s owns the entries [pack_start[layer, s] + sum(pack_count[s, :h]), + pack_count[s, h]) of k_pack and
+v_pack [entries, D]; pack_index[e] is the position of entry e. What it writes lies there; nothing else changes.
+A sequence in phase SELECT chooses anew. Its candidates are the n key rows outside its window [lo, hi). Budget, in
+entries per head on average: B = min(n, int(ratio * n)) with ratio > 0, else min(n, pairs). B = n keeps everything.
+score is pooled along the candidates in order of position, over a width of `pool` (odd, stride 1, truncated at both
+ends; 1: not at all), by the maximum or the mean as `pooling` says. The window is cut out: its neighbours are adjacent.
+The last `recent` candidates below lo then rank before all others, as if their score were infinite. Head h keeps the
+k_h candidates that rank first, ties: the lower position; they are packed in ascending order of position. `heads` says
+ - "uniform": k_h = B;
+ - "mass" (MaskKV, Eq. 7 and A.9, algorithm 3): k_h = base + int((B - base) * Hkv * P_h) with base = int(floor * B) and
+   P_h the share of h in the sum of unpooled scores (sums below 0 count as 0; uniform if all are 0), but at most n; what
+   that cuts off goes to the next heads in descending order of P_h, ties: the lower head;
+ - "adaptive" (Ada-KV): k_h = int(floor * B + (1 - floor) * B_h), where B_h of the B * Hkv candidates of all heads that
+   rank first are of h, ties: the lower head, then the lower position.
+So sum(k_h) <= B * Hkv. Budgets in double precision; (B - base) * Hkv * P_h is (B - base) * Hkv times the head's sum,
+divided by the sum over heads.
+In phase REPACK entry e takes key and value of the key row at position pack_index[e], which must be one of the
+sequence's; counts and positions stay. Sequences in other phases: untouched.
+score f32[M, Hkv], finite; k, v [M, Hkv, D] and k_pack, v_pack of one dtype; key_positions i64[M], ascending in each
+sequence; cu_keys i32[b+1]; window i32[b, 2]; phase i32[b]; pack_count i32[b, Hkv]; pack_index i32[entries], or i32[0]:
+positions are not kept, and no sequence may be in REPACK; pack_start i32[L, b]. Sequences may have no rows; pack_count
+may have more than b.
+Padding rows may hold anything. Too few entries for a sequence, or a position without a row, is an error in the
+reference; a kernel leaves such entries alone. Deterministic; a kernel may sum a head's scores in another order."""
+
+HEADS = ("uniform", "mass", "adaptive")
+POOLING = ("max", "mean")
+
+
+def check_options(ratio: float, pairs: int, heads: str, floor: float, pool: int, pooling: str, recent: int) -> None:
+    """Refuse settings outside of the contract."""
+    for right, what, got in (
+        (heads in HEADS, f"heads must be one of {', '.join(HEADS)}", heads),
+        (pooling in POOLING, f"pooling must be one of {', '.join(POOLING)}", pooling),
+        (pool >= 1 and pool % 2 == 1, "pool must be odd and at least 1", pool),
+        (0 <= ratio <= 1, "ratio must be in [0, 1]", ratio),
+        (0 <= floor <= 1, "floor must be in [0, 1]", floor),
+        (pairs >= 0, "pairs must be at least 0", pairs),
+        (recent >= 0, "recent must be at least 0", recent),
+    ):
+        if not right:
+            raise InputError(f"dgraph::kv_pack: {what}, got {got!r}.")
+
+
+def reference(
+    score: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_positions: Tensor,
+    cu_keys: Tensor,
+    window: Tensor,
+    phase: Tensor,
+    k_pack: Tensor,
+    v_pack: Tensor,
+    pack_count: Tensor,
+    pack_index: Tensor,
+    pack_start: Tensor,
+    layer: int,
+    ratio: float,
+    pairs: int,
+    heads: str,
+    floor: float,
+    pool: int,
+    pooling: str,
+    recent: int,
+) -> None:
+    check_options(ratio, pairs, heads, floor, pool, pooling, recent)
+    starts, entries = pack_start[layer].tolist(), k_pack.shape[0]
+    chosen: list[tuple[int, list[Tensor]]] = []
+    for s, _, rows in spans_of(phase, SELECT, cu_keys, cu_keys):
+        lo, hi = window[s].tolist()
+        position = key_positions[rows]
+        outside = rows.start + ((position < lo) | (position >= hi)).nonzero().squeeze(1)
+        plain = score[outside].to(numeric(score.dtype)).T
+        ranked = pooled(plain, pool, pooling)
+        below = int((position < lo).sum())
+        ranked[:, max(0, below - recent) : below] = torch.inf
+        n = len(outside)
+        budget = min(n, int(ratio * n) if ratio > 0 else pairs)
+        counts = sizes(plain, ranked, budget, heads, floor)
+        kept = [outside[best(of, count)] for of, count in zip(ranked, counts, strict=True)]
+        if starts[s] + sum(map(len, kept)) > entries:
+            raise InputError(
+                f"dgraph::kv_pack: sequence {s} keeps {sum(map(len, kept))} entries from {starts[s]} on, but there are "
+                f"only {entries}. Make room for its budget on every KV head before running the step."
+            )
+        chosen.append((s, kept))
+    for s, _, rows in spans_of(phase, REPACK, cu_keys, cu_keys):
+        counts = pack_count[s].tolist()
+        wanted = pack_index[starts[s] : starts[s] + sum(counts)].long()
+        position = key_positions[rows].contiguous()
+        at = torch.searchsorted(position, wanted)
+        if len(wanted) < sum(counts) or not torch.isin(wanted, position).all():
+            raise InputError(
+                f"dgraph::kv_pack: sequence {s} has packed positions that are unknown, or not among its key rows. "
+                "Forward all its candidates in a step that repacks, and keep their positions in pack_index."
+            )
+        chosen.append((s, list((rows.start + at).split(counts))))
+    for s, kept in chosen:
+        entry = starts[s]
+        for head, which in enumerate(kept):
+            to = slice(entry, entry + len(which))
+            k_pack[to], v_pack[to] = k[which, head], v[which, head]
+            pack_count[s, head] = len(which)
+            if len(pack_index):
+                pack_index[to] = key_positions[which].int()
+            entry = to.stop
+
+
+def pooled(score: Tensor, pool: int, pooling: str) -> Tensor:
+    """A copy of scores [Hkv, n], pooled along n; means are sums in ascending order, divided by their size."""
+    n, half = score.shape[1], min(pool // 2, max(0, score.shape[1] - 1))
+    out = torch.zeros_like(score) if pooling == "mean" else torch.full_like(score, -torch.inf)
+    size = score.new_zeros(n)
+    for shift in range(-half, half + 1):
+        to, of = slice(max(0, -shift), n - max(0, shift)), slice(max(0, shift), n - max(0, -shift))
+        out[:, to] = out[:, to] + score[:, of] if pooling == "mean" else torch.maximum(out[:, to], score[:, of])
+        size[to] += 1
+    return out / size if pooling == "mean" else out
+
+
+def best(score: Tensor, size: int) -> Tensor:
+    """i64[size]: where the largest of score[n] are, ascending; ties: the first."""
+    return score.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def sizes(plain: Tensor, ranked: Tensor, budget: int, heads: str, floor: float) -> list[int]:
+    """k_h of each head, from scores [Hkv, n] as they came and as they rank."""
+    count, n = plain.shape
+    if heads == "uniform" or budget == n:
+        return [budget] * count
+    if heads == "adaptive":
+        first = best(ranked.flatten(), budget * count) // n
+        return [int(floor * budget + (1 - floor) * of) for of in torch.bincount(first, minlength=count).tolist()]
+    mass = plain.double().sum(1).clamp(min=0).tolist()
+    if not sum(mass):
+        mass = [1.0] * count
+    base, carry, found = int(floor * budget), 0, [0] * count
+    for head in sorted(range(count), key=lambda head: -mass[head]):
+        wanted = base + int((budget - base) * count * mass[head] / sum(mass)) + carry
+        found[head] = min(wanted, n)
+        carry = wanted - found[head]
+    return found
+
+
+def fake(
+    score: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_positions: Tensor,
+    cu_keys: Tensor,
+    window: Tensor,
+    phase: Tensor,
+    k_pack: Tensor,
+    v_pack: Tensor,
+    pack_count: Tensor,
+    pack_index: Tensor,
+    pack_start: Tensor,
+    layer: int,
+    ratio: float,
+    pairs: int,
+    heads: str,
+    floor: float,
+    pool: int,
+    pooling: str,
+    recent: int,
+) -> None:
+    return None
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    every = (SELECT, DENSE, REUSE, SELECT)
+    for name, phases, counts, windows, levels, settings in (
+        ("some pairs, the response", (SELECT,), (12,), ((8, 12),), 0, (0.0, 3, "uniform", 0.0, 1, "max", 0)),
+        (
+            "a share, maximum across the window, other phases",
+            every, (11, 7, 6, 14), ((4, 8), (2, 5), (2, 5), (0, 4)), 0, (0.5, 0, "uniform", 0.0, 3, "max", 0),
+        ),
+        (
+            "mean, recent candidates, an empty sequence, one without candidates",
+            (SELECT,) * 4, (9, 0, 4, 13), ((6, 9), (0, 4), (0, 4), (9, 11)), 0, (0.4, 0, "uniform", 0.0, 5, "mean", 2),
+        ),
+        ("ties", (SELECT, SELECT), (14, 9), ((5, 9), (9, 9)), 2, (0.0, 4, "uniform", 0.0, 3, "max", 0)),
+        ("by mass", (SELECT, SELECT), (16, 9), ((12, 16), (3, 5)), 0, (0.0, 4, "mass", 0.1, 1, "max", 0)),
+        ("adaptive", (SELECT, SELECT), (16, 9), ((12, 16), (3, 5)), 0, (0.0, 4, "adaptive", 0.2, 3, "mean", 1)),
+        ("adaptive with ties", (SELECT,), (16,), ((8, 10),), 2, (0.5, 0, "adaptive", 0.0, 1, "max", 0)),
+        ("repacked", (REPACK, SELECT, REPACK), (9, 8, 5), ((6, 9),) * 3, 0, (0.0, 3, "mass", 0.5, 1, "max", 0)),
+        ("all of few", (SELECT, SELECT), (9, 5), ((3, 4), (4, 5)), 0, (0.0, 8, "mass", 0.1, 1, "max", 0)),
+        ("nothing", (SELECT, SELECT), (9, 2), ((3, 4), (0, 1)), 0, (0.1, 0, "adaptive", 0.2, 1, "max", 3)),
+        ("no rows", (SELECT, REUSE), (0, 0), ((0, 4), (0, 4)), 0, (0.0, 3, "uniform", 0.0, 1, "max", 0)),
+    ):  # fmt: skip
+        call = draw(generator, phases, counts, windows, settings, levels=levels)
+        yield Sample(name, call, padded(call))
+
+
+def draw(
+    generator: torch.Generator,
+    phases: tuple[int, ...],
+    counts: tuple[int, ...],
+    windows: tuple[tuple[int, int], ...],
+    settings: tuple[float, int, str, float, int, str, int],
+    heads: int = 3,
+    d: int = 6,
+    levels: int = 0,
+    keep_index: bool = True,
+) -> tuple[object, ...]:
+    """A random call, with an entry more than each sequence can need; with `levels`, scores are that coarse."""
+    m, b = sum(counts), len(counts)
+    score = torch.rand(m, heads, generator=generator) * (1 + torch.arange(heads))
+    if levels:
+        score = (score * levels / 2).round()
+    kv = torch.randn(2, m, 2 * heads, d, generator=generator)[:, :, heads:]  # views of a wider projection
+    positions, cu_keys = positions_of(counts, [0] * b), cu_rows_of(counts)
+    start = torch.tensor([0, *counts]).cumsum(0)[:-1] * heads + torch.arange(b)
+    k_pack, v_pack = torch.randn(2, m * heads + b, d, generator=generator)
+    had = torch.zeros(b, heads, dtype=torch.int32)
+    index = torch.full((m * heads + b,), -1, dtype=torch.int32)
+    for s, (lo, hi) in enumerate(windows):
+        outside = torch.tensor([p for p in range(counts[s]) if not lo <= p < hi], dtype=torch.int32)
+        held = [outside[torch.rand(len(outside), generator=generator) < 0.6] for _ in range(heads)]
+        had[s] = torch.tensor([len(of) for of in held])
+        index[start[s] : start[s] + sum(map(len, held))] = torch.cat(held)
+    starts = torch.stack([start + 10**6, start]).int()
+    into = (k_pack, v_pack, had, index if keep_index else index[:0], starts)
+    return score, *kv, positions, cu_keys, per_sequence(windows).view(-1, 2), per_sequence(phases), *into, 1, *settings
+
+
+def padded(call: tuple[object, ...]) -> tuple[object, ...]:
+    """The same call on copies of what it writes, with padding rows."""
+    return (
+        *(pad_rows(x, 3) for x in call[:4] if isinstance(x, Tensor)),
+        *(x.clone() if isinstance(x, Tensor) else x for x in call[4:]),
+    )
+
+
+WRITTEN = ("k_pack", "v_pack", "pack_count", "pack_index")
+OP = register(
+    Op(
+        name="kv_pack",
+        overload=define(
+            "kv_pack",
+            "(Tensor score, Tensor k, Tensor v, Tensor key_positions, Tensor cu_keys, Tensor window, Tensor phase, "
+            "Tensor(a!) k_pack, Tensor(b!) v_pack, Tensor(c!) pack_count, Tensor(d!) pack_index, Tensor pack_start, "
+            "int layer, float ratio, int pairs, str heads, float floor, int pool, str pooling, int recent) -> ()",
+            reference,
+            fake,
+            mutates=WRITTEN,
+        ),
+        reference=reference,
+        samples=samples,
+        contract=CONTRACT,
+        mutates=WRITTEN,
+    )
+)

@@ -1,0 +1,29 @@
+"""Phases of a sequence under sparse attention, and what the ops on its keys share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REUSE, DENSE, SELECT, REPACK = range(4)
+"""What a sequence does in a step, as `phase` says it.
+
+DENSE and SELECT: rows see the key rows of the step; SELECT also chooses what to keep. REUSE and REPACK: rows
+see what was kept, and the window; REPACK first renews the keys and values that were kept.
+"""
+
+
+def spans_of(phase: Tensor, wanted: int, *offsets: Tensor) -> Iterator[tuple[Any, ...]]:
+    """The sequences in phase `wanted`: each one's index, and a slice of its rows for each of the i32[b+1] offsets."""
+    starts = [offset.tolist() for offset in offsets]
+    for s, found in enumerate(phase.tolist()):
+        if found == wanted:
+            yield s, *(slice(start[s], start[s + 1]) for start in starts)
+
+
+def per_sequence(values: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
+    """i32[b, ...] from a list with an entry for each sequence."""
+    return torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,71 @@
+"""What the kernels of sparse_attention share: blocks of rows, and the running softmax over them."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dgraph.ops.triton.rows import power_of_two
+
+
+def matrices_of(k: Tensor, v: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """k and v, [rows, D] or [rows, heads, D], for bulk copies of `block_n` rows of one head.
+
+    None if they cannot be read so. The values of each row must be contiguous.
+    """
+    rows, d = k.shape[0], k.shape[-1]
+    if k.device.type == "cuda" and torch.cuda.get_device_capability(k.device) < (9, 0):
+        return None
+    if d != power_of_two(d, 16) or not block_n <= rows < 1 << 31:
+        return None
+    found = []
+    for x in (k, v):
+        if (x.stride(0) * x.element_size() | x.data_ptr()) % 16:
+            return None
+        columns = x[0].numel()
+        flat = x.as_strided((rows, columns), (x.stride(0), 1))
+        found.append(TensorDescriptor(flat, [rows, columns], [x.stride(0), 1], [block_n, d]))
+    return found[0], found[1]
+
+
+@triton.jit
+def load_rows(
+    k_ptr, v_ptr, first, count, k_row, v_row,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [WIDTH, BLOCK_N] and values [BLOCK_N, WIDTH] of the rows from `first` on; with MASKED zeros from `count`."""
+    row, d = first + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    k_at = row.to(tl.int64)[None, :] * k_row + d[:, None]
+    v_at = row.to(tl.int64)[:, None] * v_row + d[None, :]
+    if MASKED:  # behind them lies what is not this head's or not this sequence's, and may be NaN
+        seen = row < count
+        k = tl.load(k_ptr + k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+    elif WIDTH == D:
+        k, v = tl.load(k_ptr + k_at), tl.load(v_ptr + v_at)
+    else:
+        k = tl.load(k_ptr + k_at, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=(d < D)[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
+def fold(q, k, v, seen, top, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """One block of keys added to the largest score, the sum of the weights and the weighted values of each row.
+
+    With MASKED a row need not see all of them, or any.
+    """
+    score = tl.dot(q, k, input_precision=PRECISION)
+    if MASKED:
+        score = tl.where(seen, score, float("-inf"))
+    top, old = tl.maximum(top, tl.max(score, 1) * scale), top
+    base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    p = tl.exp2(score * scale - base[:, None])
+    fade = tl.exp2(old - base)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return top, total, acc

@@ -1,0 +1,181 @@
+"""SparseKV: attention over a window of the cache and, per KV head, the few other keys that matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.kvplan import check_budget
+from dgraph.nodes import args_of
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.shapes import InputSpec
+
+WINDOW = InputSpec("window", torch.int32, ("b", 2))
+PHASE = InputSpec("phase", torch.int32, ("b",))
+
+KEY_POSITIONS = InputSpec("key_positions", torch.int64, ("M",))
+CU_KEYS = InputSpec("cu_keys", torch.int32, ("b+1",))
+
+EVERYTHING = 1 << 31
+"""More positions than any sequence has."""
+
+VOTERS = {"mask_voting": (0, EVERYTHING - 1), "snapkv": (-32, 0), "h2o": (-EVERYTHING, EVERYTHING - 1)}
+"""Whose attention is added up, as positions relative to the window's beginning: the response's rows (MaskKV), the
+prompt's last 32 (SnapKV's observation window), all rows (H2O)."""
+SCORES = {"block": False, "shared": True}
+"""Products of keys with the block's mean query, and whether all heads share their mean."""
+SELECTORS = (*VOTERS, *SCORES)
+HEADS = ("uniform", "mass", "adaptive")
+POOLINGS = ("max", "mean")
+
+
+@dataclass(frozen=True)
+class SparseKV(Pass):
+    """Keep, of the keys outside of each sequence's window, those that a selector ranks highest; packed per KV head.
+
+    A step that selects (phase 2 of a sequence) sees all keys of its rows, ranks those outside of the window, and copies
+    the best of each head together with their values. Steps that reuse (phase 0) see the packed entries and the window
+    in the dense cache. Nothing else is stored: positions outside of the window have no pages. New inputs: `window`
+    i32[b, 2], `phase` i32[b], `pack_start` i32[layers, b], and per layer l `k_pack_l`, `v_pack_l` [entries, head_dim],
+    `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
+
+        before  %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)   f32[N, 8, 32]
+        after   %9 = dgraph.kv_votes(%6, %7, positions, positions, cu_rows, cu_rows, limit, window, phase, 0.18, ...)
+                dgraph.kv_pack(%9, %7, %8, positions, cu_rows, window, phase, k_pack, v_pack, pack_count, pack_index,
+                               pack_start, 0, ...)
+                %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
+                                              pack_start, positions, cu_rows, cu_rows, limit, window, phase, 0.18, 0)
+
+    Run it behind passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
+    dense program of the same rows.
+
+    Attributes:
+        selector: "mask_voting": the sum of the attention that a key gets from the response's rows (MaskKV, Eq. 6);
+            "block": its product with the block's mean query, per head (dLLM-Serve, Eq. 6); "shared": the same, averaged
+            over all heads (Sparse-dLLM); "snapkv": attention from the prompt's last 32 rows; "h2o": from all rows.
+        ratio: entries per head, on average, as a share of the candidates; 0 if `pairs` says how many.
+        pairs: entries per head on average, one number or one for each layer.
+        heads: how a layer's budget is divided: "uniform", "mass" (by what each head's scores sum up to: MaskKV, Eq. 7)
+            or "adaptive" (by how many of the best scores of the layer a head has: Ada-KV).
+        floor: the share of the budget that "mass" and "adaptive" divide uniformly, in [0, 1].
+        pool: width of the pooling over neighbouring candidates; odd, 1 for none.
+        pooling: "max" or "mean".
+        recent: the last so many candidates in front of the window are kept in any case.
+        reuse: the program for steps in which no sequence selects: it reads what is packed.
+        cached: keys to select from are read from the cache, where a step forwards the rows of a block only
+            (block-causal models), in inputs `key_positions` i64[M] and `cu_keys` i32[b+1]; False: they are those of the
+            step's own rows.
+    """
+
+    selector: str = "mask_voting"
+    ratio: float = 0.5
+    pairs: tuple[int, ...] = ()
+    heads: str = "uniform"
+    floor: float = 0.0
+    pool: int = 1
+    pooling: str = "max"
+    recent: int = 0
+    reuse: bool = False
+    cached: bool = False
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "attention over a window and the packed keys that matter (MaskKV, dLLM-Serve, Sparse-dLLM)"
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"window", "phase", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}
+        | {"key_positions", "cu_keys"}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pairs, list):  # as JSON has it
+            object.__setattr__(self, "pairs", tuple(self.pairs))
+        check_budget(self.ratio, self.pairs)
+        for name, value, known in (
+            ("selector", self.selector, SELECTORS),
+            ("heads", self.heads, HEADS),
+            ("pooling", self.pooling, POOLINGS),
+        ):
+            if value not in known:
+                raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if type(self.floor) not in (int, float) or not 0 <= self.floor <= 1:
+            raise InputError(f"floor must be a number from 0 to 1, got {self.floor!r}.")
+        if type(self.pool) is not int or self.pool < 1 or self.pool % 2 == 0:
+            raise InputError(f"pool must be odd and at least 1, got {self.pool!r}.")
+        if type(self.recent) is not int or self.recent < 0:
+            raise InputError(f"recent must be an integer of at least 0, got {self.recent!r}.")
+        for name, switch in (("reuse", self.reuse), ("cached", self.cached)):
+            if not isinstance(switch, bool):
+                raise InputError(f"{name} must be True or False, got {switch!r}.")
+
+    def run(self, graph: Graph, report: Report) -> None:
+        for node in graph.find("attention") + graph.find("packed_attention"):
+            report.skip("this attention reads no cache, so there is nothing to keep of it; run CacheKV first", node)
+        for node in graph.find("partial_attention"):
+            report.skip("this attention is updated by what changes of all keys, so none can be dropped", node)
+        for node in graph.find("sparse_attention"):
+            report.skip("this attention reads packed keys already", node)
+        if len(self.pairs) not in (0, 1, graph.spec.layers):
+            raise InputError(
+                f"pairs has {len(self.pairs)} numbers, but the model {graph.spec.layers} layers; give one, or one for "
+                f"each layer."
+            )
+        for node in graph.find("paged_attention"):
+            layer = node.meta["layer"]
+            writes = graph.find("kv_write", layer)
+            if len(writes) != 1:
+                report.skip(f"{len(writes)} writes of keys and values in the layer of this attention; expected 1", node)
+                continue
+            self._keep(graph, node, writes[0], report)
+        if report.applied:
+            graph.sweep()
+
+    def _keep(self, graph: Graph, attention: Node, write: Node, report: Report) -> None:
+        by, layer = report.name, attention.meta["layer"]
+        q, k_cache, v_cache, page_table, cu_rows, limit, scale = args_of(attention)
+        k, v, _, _, key_positions, _, cu_keys = args_of(write)
+        window, phase = graph.add_input(WINDOW), graph.add_input(PHASE)
+        start = graph.add_input(InputSpec("pack_start", torch.int32, (graph.spec.layers, "b")))
+        dtype, width = k.meta["val"].dtype, int(k.meta["val"].shape[2])
+        heads = int(k.meta["val"].shape[1])
+        k_pack, v_pack = (graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width))) for n in "kv")
+        count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads)))
+        if self.cached and not self.reuse:
+            key_positions, cu_keys = graph.add_input(KEY_POSITIONS), graph.add_input(CU_KEYS)
+            places = (key_positions, page_table, cu_keys)
+            k, v = (
+                graph.call(OPS["feature_read"], (cache, *places), before=attention, by=by)
+                for cache in (k_cache, v_cache)
+            )
+        keys = (key_positions, cu_keys)
+        if not self.reuse:
+            index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",)))
+            score = self._score(graph, attention, k, keys, (window, phase), by)
+            pairs = self.pairs[layer if len(self.pairs) > 1 else 0] if self.pairs else 0
+            settings = (float(self.ratio), pairs, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
+            packed = (k_pack, v_pack, count, index, start, layer)
+            args = (score, k, v, *keys, window, phase, *packed, *settings)
+            graph.call(OPS["kv_pack"], args, before=attention, by=by)
+        caches = (k_cache, v_cache, page_table, k_pack, v_pack, count, start)
+        seen = (key_positions, cu_rows, cu_keys, limit, window, phase, scale, layer, not self.reuse)
+        graph.replace(
+            attention, graph.call(OPS["sparse_attention"], (q, k, v, *caches, *seen), before=attention, by=by)
+        )
+        report.did("paged_attention -> sparse_attention" if self.reuse else f"{self.selector}, kv_pack", layer)
+
+    def _score(
+        self, graph: Graph, attention: Node, k: Node, keys: tuple[Node, Node], where: tuple[Node, Node], by: str
+    ) -> Node:
+        q, *_, cu_rows, limit, scale = args_of(attention)
+        key_positions, cu_keys = keys
+        # Rows of a query may be fewer than those of the keys: an eviction stands between the two, or they are cached.
+        positions = key_positions if cu_rows is cu_keys else graph.on_rows_of("positions", attention, by)
+        if self.selector in VOTERS:
+            args = (q, k, positions, key_positions, cu_rows, cu_keys, limit, *where, scale, *VOTERS[self.selector])
+            return graph.call(OPS["kv_votes"], args, before=attention, by=by)
+        shared = (q, k, positions, cu_rows, cu_keys, *where, scale, SCORES[self.selector])
+        return graph.call(OPS["kv_scores"], shared, before=attention, by=by)

@@ -1,0 +1,56 @@
+"""From a recipe's name and options to the recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.recipes.base import Builder, Recipe, options_of
+from dgraph.recipes.compose import refuse
+from dgraph.spec import ModelSpec
+
+
+def builder_of(recipes: dict[str, Builder], name: str) -> Builder:
+    """The builder of that name.
+
+    Raises:
+        UnknownName: an unknown recipe, or part of one.
+        InputError: a combination of parts that do not go together; the message says why.
+    """
+    if name not in recipes:
+        if "+" in name:
+            refuse(name)
+        raise UnknownName("recipe", name, recipes)
+    return recipes[name]
+
+
+def check_recipe(recipes: dict[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
+    """Refuse, before a model is loaded, what `build` would refuse of a name or of a finished recipe.
+
+    Raises:
+        UnknownName: an unknown recipe.
+        InputError: options beside a finished recipe, or parts that do not go together.
+    """
+    if isinstance(recipe, str):
+        builder_of(recipes, recipe)
+    elif options:
+        raise InputError(
+            f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
+        )
+
+
+def build(recipes: dict[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
+    """Build a recipe by name; a finished one is returned as it is.
+
+    Raises:
+        UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
+        InputError: an option's value is out of range, or options beside a finished recipe.
+    """
+    check_recipe(recipes, recipe, options)
+    if not isinstance(recipe, str):
+        return recipe
+    known = options_of(recipes[recipe])
+    for option in options:
+        if option not in known:
+            raise UnknownName(f"option of recipe {recipe!r}", option, known)
+    return recipes[recipe](spec, **options)

@@ -1,0 +1,65 @@
+"""Which keys a method keeps, on top of a recipe that says which rows a step forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dgraph.errors import InputError
+from dgraph.kvplan import KVPlan
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.sparse_kv import SparseKV
+from dgraph.recipes.base import Phase, Recipe
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which keys a method keeps; it goes with any recipe that says which rows a step forwards.
+
+    Attributes:
+        plan: the window, when keys are chosen, and how many.
+        select: how they are chosen; its budget is the plan's.
+    """
+
+    plan: KVPlan
+    select: SparseKV
+
+    def on(self, recipe: Recipe, name: str) -> Recipe:
+        """The recipe, with keys kept like this.
+
+        Raises:
+            InputError: its steps need keys that are not kept.
+        """
+        plan = recipe.plan
+        if plan is None:
+            return self._behind_prefill(recipe, name)
+        if plan.region in ("all", "next") or plan.behind:
+            raise InputError(
+                f"{name}: recipe {recipe.name!r} forwards rows in front of the block in steps that keep what they have "
+                f"of them (its region is {plan.region!r}, behind={plan.behind}); those rows have no place in the cache "
+                f"here. Combine it with one whose steps forward the block or the response."
+            )
+        if self.plan.window == "block":
+            if plan.region != "block" or plan.ahead:
+                raise InputError(
+                    f"{name}: recipe {recipe.name!r} forwards rows behind the block (its region is {plan.region!r}, "
+                    f"ahead={plan.ahead}), but only the block is seen as a whole here. Combine it with one whose steps "
+                    f"forward the block."
+                )
+            full = max(plan.full_steps, self.plan.delay + 1)
+            plan = replace(plan, full_steps=full, every=plan.every or self.plan.every)
+        return replace(recipe, name=name, phases=self._phases(recipe, self.select), plan=plan, kv=self.plan)
+
+    def _behind_prefill(self, recipe: Recipe, name: str) -> Recipe:
+        """The same for a block-causal model, whose keys in front of the block are final and in the cache."""
+        phases = (recipe.phase("prefill"), *self._phases(recipe, replace(self.select, cached=True)))
+        return replace(recipe, name=name, phases=phases, kv=self.plan)
+
+    def _phases(self, recipe: Recipe, select: SparseKV) -> tuple[Phase, ...]:
+        """The recipe's step twice: where some sequence chooses, and where all of them reuse."""
+        step = recipe.phase("step")
+        passes = [p for p in step.passes if not isinstance(p, ChunkLMHead)]
+        heads = [p for p in step.passes if isinstance(p, ChunkLMHead)]
+        return tuple(
+            Phase(phase, (*passes, replace(select, reuse=reuse), *heads), step.optional)
+            for phase, reuse in (("refresh", False), ("step", True))
+        )

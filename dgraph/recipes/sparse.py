@@ -1,0 +1,254 @@
+"""Recipes that keep few keys: MaskKV, dLLM-Serve's head-centric cache, Sparse-dLLM, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dgraph import budgets
+from dgraph.errors import InputError, UnknownName
+from dgraph.kvplan import KVPlan
+from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.passes.sparse_kv import SparseKV
+from dgraph.recipes.base import Recipe
+from dgraph.recipes.dense import dense, phases_of
+from dgraph.recipes.kept import Kept
+from dgraph.rowplan import RowPlan
+from dgraph.spec import ModelSpec
+
+DEFAULT_RATIO = 0.5
+DEFAULT_PAIRS = 256
+
+
+def kept_by_maskkv(
+    spec: ModelSpec,
+    pairs: int = DEFAULT_PAIRS,
+    ratio: float = 0.0,
+    selector: str = "mask_voting",
+    layers: str = "importance",
+    heads: str = "",
+    head_floor: float = 0.1,
+    layer_floor: float = 0.4,
+    boundary: int = 1,
+) -> Kept:
+    """What MaskKV keeps of the prompt, or what an autoregressive method would; see `maskkv`."""
+    if selector not in METHODS:
+        raise UnknownName("selector of maskkv", selector, METHODS)
+    if layers not in LAYERS:
+        raise UnknownName("layers of maskkv", layers, LAYERS)
+    if ratio and pairs != DEFAULT_PAIRS:
+        raise InputError(f"give either pairs or ratio, got pairs={pairs} and ratio={ratio!r}.")
+    if spec.attention == "block_causal" and selector != "mask_voting":
+        raise InputError(
+            f"selector {selector!r} ranks the prompt's keys by how its own rows attend to them, but {spec.family} is "
+            f"block_causal: the step that chooses forwards no whole block of the prompt. Use 'mask_voting'."
+        )
+    method = METHODS[selector]
+    if ratio and method.budget is not None:
+        raise InputError(f"selector {selector!r} divides a number of pairs among layers; give pairs instead of ratio.")
+    per_layer: tuple[int, ...] = ()
+    if not ratio:
+        per_layer = (pairs,)
+        if method.budget is not None:
+            per_layer = method.budget(spec, pairs)
+        elif selector == "mask_voting" and layers == "importance" and spec.layer_importance:
+            per_layer = budgets.maskkv(pairs, spec.layer_importance, boundary=boundary, beta=layer_floor)
+    select = replace(method.select, ratio=ratio, pairs=per_layer)
+    if heads:
+        select = replace(select, heads=heads)
+    if selector == "mask_voting":
+        select = replace(select, floor=head_floor)
+    return Kept(KVPlan("response", ratio=ratio, pairs=per_layer), select)
+
+
+def kept_by_dllm_serve(
+    spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
+) -> Kept:
+    """What dLLM-Serve keeps, for each head; see `dllm_serve`."""
+    return _around_block("block", ratio, pool, delay, every, pairs)
+
+
+def kept_by_sparse_dllm(
+    spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
+) -> Kept:
+    """What Sparse-dLLM keeps, the same for all heads; see `sparse_dllm`."""
+    return _around_block("shared", ratio, pool, delay, every, pairs)
+
+
+def _around_block(selector: str, ratio: float, pool: int, delay: int, every: int, pairs: int) -> Kept:
+    budget = (pairs,) if pairs else ()
+    ratio = 0.0 if pairs and ratio == DEFAULT_RATIO else ratio
+    plan = KVPlan("block", delay, every, ratio, budget)
+    return Kept(plan, SparseKV(selector, ratio, budget, pool=pool))
+
+
+@dataclass(frozen=True)
+class _Method:
+    """How a method of MaskKV's tables chooses keys, and how it divides pairs among layers, if not evenly."""
+
+    select: SparseKV
+    budget: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
+
+
+_SNAPKV = SparseKV("snapkv", pool=7, recent=32)
+
+
+def _squeezed(spec: ModelSpec, pairs: int) -> tuple[int, ...]:
+    if not spec.layer_importance:
+        raise InputError(
+            f"selector 'squeeze' groups layers by how much they change what they are given, which was not measured for "
+            f"{spec.family}; run `dgraph calibrate` for the model, or use 'snapkv'."
+        )
+    return budgets.squeeze(pairs, [1 - s for s in spec.layer_importance])
+
+
+def _pyramid(spec: ModelSpec, pairs: int) -> tuple[int, ...]:
+    return budgets.pyramid(spec.layers, pairs)
+
+
+METHODS: dict[str, _Method] = {
+    "mask_voting": _Method(SparseKV("mask_voting", heads="mass", floor=0.1)),
+    "snapkv": _Method(_SNAPKV),
+    "pyramidkv": _Method(_SNAPKV, _pyramid),
+    "squeeze": _Method(_SNAPKV, _squeezed),
+    "adakv": _Method(replace(_SNAPKV, heads="adaptive", floor=0.2)),
+    "h2o": _Method(SparseKV("h2o")),
+}
+"""Selectors of MaskKV's tables by name."""
+LAYERS = ("importance", "uniform")
+
+
+def maskkv(
+    spec: ModelSpec,
+    pairs: int = DEFAULT_PAIRS,
+    ratio: float = 0.0,
+    selector: str = "mask_voting",
+    layers: str = "importance",
+    heads: str = "",
+    head_floor: float = 0.1,
+    layer_floor: float = 0.4,
+    boundary: int = 1,
+    prompt_interval: int = 50,
+    response_interval: int = 5,
+    rho: float = 0.25,
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """MaskKV: of the prompt's keys, those that the response's masks attend to; the rest is evicted.
+
+    The first step of a response forwards everything, adds up for each head what attention the prompt's positions get
+    from the response's rows, and keeps the best. Steps that `prompt_interval` divides forward the prompt once more to
+    give the kept ones new values. The response is updated as by dLLM-Cache: all of it every `response_interval` steps,
+    else the share `rho` of its rows whose values have turned most. Nothing else of the prompt is stored, and only
+    masked rows are projected on the vocabulary (paper, appendix A.2 and A.9).
+
+    Two differences: the first layer recomputes all forwarded rows in every step, as dLLM-Cache does, and where logits
+    are shifted (Dream), the prompt's last row belongs to the response.
+
+    The keys of a block-causal model's prompt are final: they are prefilled, the response's first step chooses among
+    those of whole blocks, and the others' pages are given back.
+
+    Args:
+        spec: the model.
+        pairs: prompt positions that a head keeps on average; at least the prompt's length keeps all.
+        ratio: instead, the share of the prompt that it keeps.
+        selector: "mask_voting", or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv",
+            "squeeze" (SqueezeAttention), "adakv" or "h2o".
+        layers: whether "mask_voting" divides pairs among layers by their "importance" (if it was measured: see
+            `dgraph calibrate`) or has as many in each ("uniform").
+        heads: how a layer's pairs are divided among heads: "uniform", "mass" or "adaptive"; "": as the method does.
+        head_floor: share of a layer's pairs that its heads get alike (mask_voting; alpha in the paper).
+        layer_floor: share of the pairs that layers get alike (importance; beta in the paper).
+        boundary: layers at either end that count as boundary layers (importance).
+        prompt_interval, response_interval, rho: see `dllm_cache`; 50, 5 and 0.25 are the paper's.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    kept = kept_by_maskkv(spec, pairs, ratio, selector, layers, heads, head_floor, layer_floor, boundary)
+    return kept.on(adaptive_rows(spec, prompt_interval, response_interval, rho, max_num_logits), "maskkv")
+
+
+def adaptive_rows(
+    spec: ModelSpec, prompt_interval: int, response_interval: int, rho: float, max_num_logits: int
+) -> Recipe:
+    """The rows of MaskKV's steps: those of dLLM-Cache, but a step for the prompt leaves the response alone."""
+    given = {"prompt_interval": prompt_interval, "response_interval": response_interval}
+    for name, value in given.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if spec.attention == "block_causal":
+        if (prompt_interval, response_interval, rho) != (50, 5, 0.25):
+            raise InputError(
+                f"prompt_interval, response_interval and rho say when a bidirectional model recomputes what has "
+                f"changed; {spec.family} is block_causal: a step forwards a block, and all other keys are final. Leave "
+                f"them out."
+            )
+        return dense(spec, max_num_logits=max_num_logits)
+    plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
+    return Recipe("maskkv", 1, phases_of(spec, ReuseRows(rho, idle=True), ChunkLMHead(max_num_logits)), plan=plan)
+
+
+def dllm_serve(
+    spec: ModelSpec,
+    ratio: float = DEFAULT_RATIO,
+    pool: int = 3,
+    delay: int = 1,
+    every: int = 0,
+    pairs: int = 0,
+    block_cache: str = "off",
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """dLLM-Serve, per request: a block's steps read the block and, for each head, the best keys around it.
+
+    The first `delay` steps of a block see everything; so does the next, which chooses: for each KV head the positions
+    whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and the masks
+    behind the block compete in one pool. The steps behind it forward the block alone. In a block-causal model all
+    steps do, and those that see everything read the cache, which keeps all keys for the blocks to come.
+
+    Args:
+        spec: the model.
+        ratio: share of the positions outside of the block that each head keeps.
+        pool: width of the max-pooling; odd, 1 for none.
+        delay: steps in front of the one that chooses.
+        every: choose anew every so many steps of a block; 0 for once.
+        pairs: instead of `ratio`, how many positions each head keeps.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    kept = kept_by_dllm_serve(spec, ratio, pool, delay, every, pairs)
+    return kept.on(block_rows("dllm_serve", spec, block_cache, max_num_logits), "dllm_serve")
+
+
+def sparse_dllm(
+    spec: ModelSpec,
+    ratio: float = DEFAULT_RATIO,
+    pool: int = 3,
+    delay: int = 1,
+    every: int = 0,
+    pairs: int = 0,
+    block_cache: str = "off",
+    max_num_logits: int = 2048,
+) -> Recipe:
+    """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
+
+    As `dllm_serve`, but positions are ranked by the mean over all heads, pooled behind it.
+
+    Args:
+        spec: the model.
+        ratio: share of the positions outside of the block that are kept.
+        pool: width of the max-pooling; odd, 1 for none.
+        delay: steps in front of the one that chooses.
+        every: choose anew every so many steps of a block; 0 for once.
+        pairs: instead of `ratio`, how many positions are kept.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`.
+        max_num_logits: rows whose logits exist at a time.
+    """
+    kept = kept_by_sparse_dllm(spec, ratio, pool, delay, every, pairs)
+    return kept.on(block_rows("sparse_dllm", spec, block_cache, max_num_logits), "sparse_dllm")
+
+
+def block_rows(name: str, spec: ModelSpec, block_cache: str, max_num_logits: int) -> Recipe:
+    """The rows of a block; of a bidirectional model, all rows where it starts."""
+    if spec.attention == "block_causal":
+        return dense(spec, block_cache, max_num_logits=max_num_logits)
+    plan = RowPlan("block")
+    return Recipe(name, 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)

@@ -1,0 +1,124 @@
+"""DyLLM on block-causal models against plain PyTorch: rows, salient rows, tokens and caches, step by step."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.recipes import RECIPES, build
+from dgraph.runtime.policies import ConfidenceThreshold
+from dgraph.runtime.session import BlockSession
+from tests.recipes.block_dyllm import (
+    BLOCK,
+    CACHES,
+    CASES,
+    FAMILIES,
+    NEW,
+    Watched,
+    oracle_of,
+    setup_of,
+    watched_by_oracle,
+)
+from tests.recipes.test_against_oracle import LAYERS, check, optimized, prompts_for
+
+# -- rows, tokens, keys and values -------------------------------------------------------------------------------
+
+
+def check_run(
+    family: str, case: str, rule: dict[str, Any], backend: str = "eager", buckets: Any = None, **more: Any
+) -> None:
+    options, method = CASES[case]
+    run = optimized(setup_of(family), "dyllm", backend, buckets, **options, **more)
+    check(
+        setup_of(family),
+        BLOCK,
+        run,
+        rule,
+        {"evict": False, "block_cache": "off", **more, "forward": oracle_of(family, method)},
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_rows_and_keys(family: str, case: str) -> None:
+    check_run(family, case, {"threshold": 0.7})
+
+
+@pytest.mark.parametrize("case", ["tau 0.8", "gate only", "partial only"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_a_step(family: str, case: str) -> None:
+    check_run(family, case, {"steps": BLOCK})
+
+
+@pytest.mark.parametrize(("block_cache", "refresh"), CACHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beside_a_block_cache(family: str, block_cache: str, refresh: bool) -> None:
+    check_run(family, "tau 0.8", {"threshold": 0.7}, block_cache=block_cache, refresh=refresh)
+
+
+@pytest.mark.parametrize("buckets", [None, "hybrid", [48, 200]])
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_compiled_by_inductor(family: str, buckets: Any) -> None:
+    check_run(family, "tau 0.8", {"threshold": 0.7}, "inductor", buckets)
+
+
+# -- salient rows and every cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block_cache", "refresh"), [CACHES[0], CACHES[5]])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, refresh: bool) -> None:
+    """Of each step of a ragged batch: rows, limits, salient rows of each layer, and what all caches hold."""
+    options, method = CASES[case]
+    setup, prompts, blocks = setup_of(family), prompts_for(BLOCK), oracle_of(family, method)
+    recipe = build(RECIPES, "dyllm", setup.model.spec, {**options, "block_cache": block_cache, "refresh": refresh})
+    graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, recipe).items()}
+    step = Watched(graphs["step"])
+    prefill = LoweredProgram(graphs["prefill"], RegionCompiler("eager"), Buckets.of(None), run_steps)
+    session = BlockSession(
+        setup.model.spec, {"prefill": prefill, "step": step}, block_cache=block_cache, refresh=refresh,  # type: ignore[arg-type]
+        plan=recipe.plan, page_size=4,
+    )  # fmt: skip
+    stats = session.generate(prompts, max_new_tokens=NEW, policy=ConfidenceThreshold(0.7)).stats
+    sparse = spared = 0
+    counts: list[list[list[int]]] = []
+    for s, prompt in enumerate(prompts):
+        wanted = watched_by_oracle(setup, blocks, prompt, block_cache, refresh)
+        assert len(step.seen[s]) == len(wanted)
+        for got, want in zip(step.seen[s], wanted, strict=True):
+            assert (got.positions, got.limits, got.salient) == (want.positions, want.limits, want.salient)
+            assert got.projected == (want.projected if method.partial else [])
+            assert set(got.caches) == {n for n in want.caches if n[0] != "f" or method.gate}
+            for name, values in got.caches.items():
+                torch.testing.assert_close(values, want.caches[name], rtol=1e-3, atol=1e-3)
+        counts.append([[len(layer) for layer in seen.salient] for seen in wanted])
+        full = [p.full for p in blocks.passes][-len(wanted) :]
+        sparse += sum(not f for f in full)
+        spared += sum(
+            len(seen.positions) * LAYERS - sum(map(len, seen.salient))
+            for seen, f in zip(wanted, full, strict=True)
+            if not f
+        )
+    together = [[sum(c) for c in zip(*step, strict=True)] for step in zip_longest(*counts, fillvalue=[0] * LAYERS)]
+    assert stats.salient == together
+    assert sparse > 3
+    assert (spared > 0) == (method.tau != 1.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cases_differ(family: str) -> None:
+    """By what the contexts of all steps are."""
+    setup, found = setup_of(family), set()
+    for _, method in CASES.values():
+        blocks = oracle_of(family, method)
+        seen = [s for p in prompts_for(BLOCK) for s in watched_by_oracle(setup, blocks, p, "off", True)]
+        found.add(sum(float(step.caches[f"c_cache_{LAYERS - 1}"].double().abs().sum()) for step in seen))
+    assert len(found) == len(CASES)

@@ -1,0 +1,64 @@
+"""What a program that keeps few keys is told of each row: whether it adapts, by the phase of its sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from dgraph.kvplan import KVPlan
+from dgraph.ops.sparse import REPACK, REUSE, SELECT
+from dgraph.rowplan import RowPlan
+from dgraph.runtime import ConfidenceThreshold
+from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.canvas import CanvasState
+
+MASK = 99
+PLAN = RowPlan("response", full_steps=0, prompt_every=2, response_every=3)
+
+
+def advance_of(kv: KVPlan | None) -> Advance:
+    """Two sequences in front of their first step; a step commits one position of each."""
+    canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
+    state = CanvasState.begin(
+        canvas,
+        torch.arange(2),
+        torch.tensor([3, 5]),
+        max_new_tokens=6,
+        block=6,
+        mask_id=MASK,
+        stop_ids=torch.tensor([50]),
+        plan=PLAN,
+        shift=0,
+        kv=kv,
+    )
+    return Advance(Rule(ConfidenceThreshold(0.9), "off", False, False, 0.0, 0), state, state.capacity)
+
+
+def test_rows_adapt_where_their_sequence_reuses() -> None:
+    """Steps 0, 2 and 4 forward the prompt, which is full; steps 0 and 3 refresh the response."""
+    advance = advance_of(KVPlan("response", pairs=(2,)))
+    for phase, full in ((SELECT, "all"), (REUSE, "none"), (REPACK, "prompt"), (REUSE, "all"), (REPACK, "prompt")):
+        inputs, rows = advance.inputs, advance.rows
+        assert inputs["phase"].tolist() == [phase] * 2
+        count = int(rows.cu_rows[-1])
+        assert inputs["adapt"].dtype == torch.bool
+        assert inputs["adapt"][:count].tolist() == [phase == REUSE] * count
+        prompt = rows.positions[:count] < torch.tensor([3, 5])[rows.sequence[:count]]
+        assert prompt.any() == (phase != REUSE)
+        wanted = {"all": torch.ones_like(prompt), "none": torch.zeros_like(prompt), "prompt": prompt}[full]
+        assert torch.equal(inputs["full"][:count], wanted)
+        n = advance.capacity
+        advance({"token": torch.full((n,), 7), "confidence": torch.rand(n) / 2})
+
+
+def test_each_sequence_by_itself() -> None:
+    advance = advance_of(KVPlan("response", pairs=(2,)))
+    advance.state.counter[1] = 1
+    advance._pack()
+    inputs, rows = advance.inputs, advance.rows
+    count = int(rows.cu_rows[-1])
+    assert inputs["phase"].tolist() == [SELECT, REUSE]
+    assert torch.equal(inputs["adapt"][:count], rows.sequence[:count] == 1)
+
+
+def test_without_keys_to_keep_nobody_asks() -> None:
+    assert not {"adapt", "phase", "window"} & set(advance_of(None).inputs)
