@@ -3,6 +3,11 @@
 Written as LLaDA's published `generate` computes it: all rows through all layers in bf16 with fused SDPA, logits of all
 rows, their argmax and softmax, then the most confident masks of the block are committed. Nothing in it reads a value on
 the host, so it is not slowed down by that either.
+
+Beside the weights it holds at its peak, for b sequences of t tokens and a vocabulary of V: the logits [b, t, V] in the
+dtype of the model, their softmax of the same size, and ids. Inside a layer it holds the hidden states, that layer's
+queries, keys and values, what attention gives, and gate, up and their product [b, t, intermediate]; no keys and values
+of another layer.
 """
 
 from __future__ import annotations
@@ -74,6 +79,18 @@ def seconds_per_step(model: Model, ids: Tensor, response: int, steps: int, warm:
             times.append(time.perf_counter() - begin)
         del logits
     return sorted(times)[len(times) // 2]
+
+
+def reset_peak() -> None:
+    """Count the peak of the device's memory from now on."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int:
+    """The most memory that tensors had at a time since `reset_peak`, weights and CUDA graphs included; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _wait(tensor: Tensor) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -118,8 +119,8 @@ class SparseBlocks:
             seen = self.kept[layer] if phase == "reuse" else []
             begin = low if phase == "reuse" else 0
             mixed = [
-                attend(q[i : i + 1], cache.k[layer][begin:limit], cache.v[layer][begin:limit], seen)
-                for i, limit in enumerate(limits)
+                attend(q[[i for i, _ in rows]], cache.k[layer][begin:limit], cache.v[layer][begin:limit], seen)
+                for limit, rows in groupby(enumerate(limits), key=lambda row: row[1])
             ]
             h = h + linear(torch.cat(mixed).flatten(1), weight("self_attn.o_proj"))
             x = rms_norm(h, weight("post_attention_layernorm"), config.eps)
