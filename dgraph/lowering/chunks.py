@@ -120,9 +120,10 @@ def _joined(
     if all(n in held or op_name(n.target) in _VIEWS or not _row_set(graph.symbols, n) for n in nodes):
         return None
     outside: dict[Node, None] = {}
+    inside = set(nodes)
     for origin in origins:
         inputs = origin.inputs if isinstance(origin, Region) else origin.node.all_input_nodes
-        outside.update(dict.fromkeys(n for n in inputs if n not in nodes))
+        outside.update(dict.fromkeys(n for n in inputs if n not in inside))
     rowed = [n for n in outside if _row_set(graph.symbols, n)]
     # A count differs from chunk to chunk, so nothing else may read it, and it must be there before the first.
     plain = {n for o in origins if isinstance(o, Region) for n in o.inputs}

@@ -1,0 +1,83 @@
+"""Which steps run in chunks of rows: those that act row by row, where something lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.errors import InputError
+from dgraph.ops import OPS
+from tests.lowering.test_chunks import chunks_of, feed_forward, lower
+from tests.tiny import Hand
+
+aten = torch.ops.aten
+
+
+def test_a_feed_forward_network_does() -> None:
+    program = lower(feed_forward(), 4)
+    assert len(chunks_of(program)) == 1
+    assert program.plans[0].chunk_rows == 4
+
+
+Build = Callable[[Hand, Any], Any]
+
+# Each from y [N, 8], which an op that acts row by row has made.
+MIXED: dict[str, Build] = {
+    "a sum over rows": lambda h, y: h.call(aten.sum.dim_IntList, y, [0]),
+    "a sum over rows that keeps them": lambda h, y: h.call(
+        aten.sub.Tensor, y, h.call(aten.sum.dim_IntList, y, [0], True)
+    ),
+    "the sum of everything": lambda h, y: h.call(aten.add.Tensor, y, h.call(aten.sum.default, y)),
+    "a sum along the rows": lambda h, y: h.call(aten.cumsum.default, y, 0),
+    "a sort of rows": lambda h, y: h.graph.parts(h.call(aten.sort.default, y, 0), 2, "")[0],
+    "an order reversed": lambda h, y: h.call(aten.flip.default, y, [0]),
+    "rows behind rows": lambda h, y: h.call(aten.cat.default, [y, y]),
+    "rows behind rows, counted from the end": lambda h, y: h.call(aten.cat.default, [y, y], -2),
+    "some rows": lambda h, y: h.call(aten.slice.Tensor, y, 0, 1),
+    "rows against rows": lambda h, y: h.call(aten.linear.default, y, y),
+    "rows turned into columns": lambda h, y: h.call(aten.transpose.int, y, 0, 1),
+    "rows joined": lambda h, y: h.call(aten.reshape.default, y, [-1]),
+    "rows looked up among rows": lambda h, y: h.call(aten.embedding.default, y, h.input("ids", "N", dtype=torch.int64)),
+    "a draw": lambda h, y: h.call(aten.add.Tensor, y, h.call(aten.rand_like.default, y)),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_what_mixes_rows_does_not(what: str) -> None:
+    hand = Hand()
+    y = hand.call(aten.relu.default, hand.call(aten.mul.Tensor, hand.input("x", "N", 8), 2.0))
+    program = lower(hand.returns(z=hand.call(aten.neg.default, MIXED[what](hand, y))), 2)
+    assert not chunks_of(program)
+    assert program.plans[0].chunk_rows is None
+
+
+def test_two_row_sets_do_not() -> None:
+    hand = Hand()
+    x, y = hand.input("x", "N", 8), hand.input("y", "K", 8)
+    results = (hand.call(aten.neg.default, hand.call(aten.relu.default, value)) for value in (x, y))
+    assert not chunks_of(lower(hand.returns(**dict(zip("ab", results, strict=True))), 2))
+
+
+def test_what_has_nothing_between_does_not() -> None:
+    """A chunk would copy the result and save nothing."""
+    hand = Hand()
+    x = hand.input("x", "N", 8)
+    graph = hand.returns(y=hand.call(aten.reshape.default, hand.call(aten.relu.default, x), [-1, 2, 4]))
+    assert not chunks_of(lower(graph, 2))
+
+
+def test_a_count_that_something_else_reads_keeps_its_steps_apart() -> None:
+    hand = Hand()
+    x, count = hand.input("x", "N", 8), hand.input("count", 1, dtype=torch.int64)
+    wide = hand.call(OPS["rows_linear"], x, hand.weight("up", 24, 8), None, count)
+    scaled = hand.call(aten.mul.Tensor, hand.call(aten.silu.default, wide), count)
+    assert not chunks_of(lower(hand.returns(y=scaled), 2))
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.0, True, "8"])
+def test_a_chunk_has_rows(given: Any) -> None:
+    with pytest.raises(InputError, match="chunk_rows must be a number of rows of at least 1, or None"):
+        lower(feed_forward(), given)
