@@ -194,6 +194,7 @@ def long_prompt(model: Model, args: argparse.Namespace, limit: Limit, report: Re
         whole = 1e-3 * sum(kinds[kind] * count for kind, count in needed.items())
         how = "from kinds"
         if whole < min(args.full, limit.left):
+            arm.decode(prompt, args.tokens)  # captures what this length needs
             whole, times = arm.decode(prompt, args.tokens)
             kinds, how = arm.by_kind(times), "measured"
         per_token, peak = 1e3 * whole / args.tokens, peak_bytes()

@@ -14,6 +14,7 @@ KERNELS: dict[str, frozenset[str]] = {
     "focus": frozenset({"_list_masked", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
     "salience": frozenset(
         {"_drift", "_update", "_read", "_write_feature", "_merge", "_describe", "_divide", "_decide"}
+        | {"_compare", "_least"}
     ),
     "selection": frozenset(
         {"_find", "_weigh", "_vote", "_mean", "_score", "_outline", "_rank", "_copy"}
@@ -38,9 +39,6 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("copies", re.compile(r"^mem(cpy|set)", re.IGNORECASE)),
 )
 """Other kernels by their name; what matches none is the transition between steps, "state"."""
-
-RANKED = "_read", "_write_feature"
-"""Between these two, least_similar ranks rows by kernels of torch."""
 
 SYNCHRONISING = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
 
@@ -160,20 +158,13 @@ def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], read
 
 def groups_of(names: Sequence[str]) -> list[str]:
     """The group of each kernel, in the order in which they ran; products in front of the LM head's reduction are its
-    own, and what least_similar ranks with counts as salience.
+    own.
     """
     labels = [_group(name) for name in names]
-    read = None
     for i, name in enumerate(names):
         if name == SUMS:
             before = labels[i - 1] if i else ""
             labels[i] = before if before in ("GEMM", "selection") else "attention"
-        if name == RANKED[1] and read is not None:
-            labels[read:i] = ["salience"] * (i - read)
-        if name == RANKED[0]:
-            read = i
-        elif labels[i] != "state":
-            read = None
     head = False
     for i in reversed(range(len(labels))):
         if labels[i] == "LM head":

@@ -52,13 +52,6 @@ def test_kernels_of_dyllm_and_of_sparse_attention_have_groups() -> None:
     assert groups == ["selection"] * 5 + ["attention"] * 3
 
 
-def test_what_ranks_rows_between_two_kernels_of_salience_is_theirs() -> None:
-    sort = "void at::native::radixSortKVInPlace"
-    assert groups_of(["_read", sort, sort, "_write_feature", sort]) == ["salience"] * 4 + ["state"]
-    assert groups_of(["_read", "triton_poi_1", sort, "_write_feature"])[1:3] == ["regions", "state"]
-    assert groups_of([sort, "_write_feature"]) == ["state", "salience"]
-
-
 def test_products_of_listed_rows_are_those_of_the_head() -> None:
     chunk = ["_gather_rows", "_multiply", "_add_up", "_reduce", "_combine"]
     names = ["nvjet_tst_64x8_TNT", "triton_red_fused_1", "_list_rows", *chunk, *chunk, "void at::native::where"]

@@ -36,13 +36,18 @@ def kernel(
 
 
 @triton.jit
-def turned(dot, new, old, tau):
-    """Whether the cosine is below tau, from a dot product and two squared norms; no number is below anything."""
+def cosine_of(dot, new, old):
+    """The cosine, from a dot product and two squared norms; it may be no number."""
     norms = tl.sqrt_rn(new) * tl.sqrt_rn(old)
     empty = tl.where((new == 0) & (old == 0), 1.0, 0.0)
     found = tl.where(norms == 0, empty, dot / tl.where(norms == 0, 1.0, norms))
-    found = tl.where(found > 1.0, 1.0, tl.where(found < -1.0, -1.0, found))
-    return (found >= tau) == 0
+    return tl.where(found > 1.0, 1.0, tl.where(found < -1.0, -1.0, found))
+
+
+@triton.jit
+def turned(dot, new, old, tau):
+    """Whether the cosine is below tau, from a dot product and two squared norms; no number is below anything."""
+    return (cosine_of(dot, new, old) >= tau) == 0
 
 
 @triton.jit
