@@ -142,9 +142,7 @@ def measuring(captured: Graph) -> Graph:
         for stream in (front, behind):
             states.append(graph.call(aten.to.dtype, (stream, torch.float32), before=at, by="calibrate", like=behind))
         args = (*states, -1)
-        results[_name(layer)] = graph.call(
-            aten.cosine_similarity.default, args, before=at, by="calibrate", like=behind
-        )
+        results[_name(layer)] = graph.call(aten.cosine_similarity.default, args, before=at, by="calibrate", like=behind)
     graph.set_outputs(results)
     graph.sweep()
     verify(graph, "calibrate")

@@ -153,7 +153,8 @@ def maskkv(
         pairs: prompt positions that a head keeps on average; at least the prompt's length keeps all.
         ratio: instead, the share of the prompt that it keeps.
         selector: "mask_voting", or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv",
-            "squeeze" (SqueezeAttention), "adakv" or "h2o".
+            "squeeze" (SqueezeAttention), "adakv" or "h2o"; these ask rows of the prompt, which only a bidirectional
+            model's steps forward.
         layers: whether "mask_voting" divides pairs among layers by their "importance" (if it was measured: see
             `dgraph calibrate`) or has as many in each ("uniform").
         heads: how a layer's pairs are divided among heads: "uniform", "mass" or "adaptive"; "": as the method does.

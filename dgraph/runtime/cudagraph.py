@@ -30,11 +30,12 @@ class Replay(Protocol):
 
 @dataclass
 class _Captured:
-    """One bucket of a stage: the graph, its input buffers and its outputs by slot."""
+    """One bucket of a stage: the graph, its input buffers, its outputs by slot, and whether capturing it ran it."""
 
     graph: Replay
     buffers: dict[int, Tensor]
     outputs: dict[int, Tensor]
+    ran: bool
 
 
 @dataclass
@@ -47,7 +48,8 @@ class GraphPool:
         bytes: device memory that graphs took: buffers, and what lies between them.
         refused: the same for buckets that did not fit or run in chunks of rows, with the reason.
         preparing: whether stages that nobody waits for are only captured, not run (a warm-up).
-        capture: makes a graph from a function without arguments; replaced in tests, where there is no device.
+        capture: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
+            device.
     """
 
     limit: int = 256
@@ -125,14 +127,16 @@ class _GraphStage:
             self._run_in_chunks(slots, rows, self.plan.chunk_rows)
             return
         key = tuple(slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs)
-        if key not in self._captured:
+        fresh = key not in self._captured
+        if fresh:
             self._captured[key] = self._capture(slots, rows)
         found = self._captured[key]
         if found is None:
             for step in self.plan.steps:
                 step.run(slots)
             return
-        if not (self.pool.preparing and self.plan.last):
+        # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
+        if not (self.pool.preparing and self.plan.last) and not (fresh and found.ran):
             copy_all(list(found.buffers.values()), [slots[slot] for slot in found.buffers])
             found.graph.replay()
         for slot, value in found.outputs.items():
@@ -170,6 +174,7 @@ class _GraphStage:
         except torch.OutOfMemoryError as error:
             self.pool.refused.append((self.plan.name, rows, str(error).partition("\n")[0]))
             return None
+        ran = self.pool.capture is not None or not self._warm
         self._warm = True
         self.pool.captured.append((self.plan.name, rows))
-        return _Captured(graph, buffers, outputs)
+        return _Captured(graph, buffers, outputs, ran)

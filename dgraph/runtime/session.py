@@ -329,9 +329,7 @@ class BlockSession:
     def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
         found, causal = [], self.spec.attention == "block_causal"
         firsts = self._first_kept(state)
-        for handle, first, start, end in zip(
-            handles, firsts, state.start.tolist(), state.end.tolist(), strict=False
-        ):
+        for handle, first, start, end in zip(handles, firsts, state.start.tolist(), state.end.tolist(), strict=False):
             # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
             committed, written = (start, start + state.block) if causal else (0, end)
             found.append(SequenceKV(committed, self.kv.gather(handle, written, first), first))

@@ -123,7 +123,7 @@ def choose_keys(method: Method, layer: int, score: Tensor, window: tuple[int, in
             counts[h] = min(wanted, len(candidates))
             over = wanted - counts[h]
     else:
-        best = sorted(((-ranks[h][p], h, p) for h in range(heads) for p in candidates))[: average * heads]
+        best = sorted((-ranks[h][p], h, p) for h in range(heads) for p in candidates)[: average * heads]
         counts = [
             min(int(method.floor * average + (1 - method.floor) * sum(h == mine for _, h, _ in best)), len(candidates))
             for mine in range(heads)

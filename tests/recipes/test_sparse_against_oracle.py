@@ -37,7 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Method]] = {
     ),
     "sparse_dllm": ("sparse_dllm", {}, Method("block", "shared", 0.5, pool=3, delay=1)),
     "sparse_dllm, few": ("sparse_dllm", {"ratio": 0.1, "pool": 5}, Method("block", "shared", 0.1, pool=5, delay=1)),
-    "maskkv": ("maskkv", {"pairs": 6}, Method("response", "mask_voting", pairs=(6,), heads="mass", floor=0.1, **MASKKV)),
+    "maskkv": (
+        "maskkv",
+        {"pairs": 6},
+        Method("response", "mask_voting", pairs=(6,), heads="mass", floor=0.1, **MASKKV),
+    ),
     "maskkv, all kinds of steps": (
         "maskkv",
         {"pairs": 7, **SHORT},
@@ -112,12 +116,10 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
                 torch.testing.assert_close(k, head.k, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
             for got, want in zip(result.kv[i].layers[layer], (trace.memory.k, trace.memory.v), strict=True):
-                torch.testing.assert_close(
-                    got[low - first : high - first], want[layer][low:high], rtol=1e-4, atol=1e-4
-                )
+                torch.testing.assert_close(got[low - first : high - first], want[layer][low:high], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ("threshold", "steps"))
+@pytest.mark.parametrize("rule", ["threshold", "steps"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_rows_and_what_is_kept(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import dgraph
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, Runner, StagePlan, run_steps
+from dgraph.lowering.executor import LoweredProgram, Runner, Slot, StagePlan, Step, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.cudagraph import GraphPool
@@ -77,6 +77,20 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
     assert len(pool.captured) == len(recorders) == len(set(pool.captured)), "a bucket was captured twice"
     assert sum(r.replays for r in recorders) > 2 * len(recorders), "buckets were not reused"
     assert not pool.refused
+
+
+def test_a_stage_runs_once_where_it_is_captured() -> None:
+    """Capturing ran it; one that compares rows with what it cached of them would find nothing new the second time."""
+    cache, x = torch.zeros(1, 4), torch.arange(4.0)
+    plan = StagePlan(
+        "step", (), (Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),), (0, 1), frozenset({0}), (), True, None
+    )
+    pool = GraphPool(capture=Recorder)
+    run = pool.runner(plan)
+    for count in (1, 2, 3):
+        run([cache, x], 4)
+        assert cache.equal(count * x[None])
+    assert pool.captured == [("step", 4)]
 
 
 def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(

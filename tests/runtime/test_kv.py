@@ -107,6 +107,38 @@ def test_positions_in_front_of_the_first_have_no_pages() -> None:
     assert sorted(kv.page_table(kv.allocate([12], first=[5])).flatten().tolist()) == [-1, 0, 1]
 
 
+def test_pages_in_front_of_a_position_come_back() -> None:
+    """Whole pages only, and each of them once."""
+    kv = store()
+    first, second = kv.allocate([14, 6])
+    fill(kv, first, 14, 1.0)
+    fill(kv, second, 6, 500.0)
+    kv.release(first, 3)
+    assert kv.free_pages == 0
+    kv.release(first, 9)
+    kv.release(first, 9)
+    assert (kv.pages, kv.free_pages) == (6, 2)
+    assert kv.page_table([first, second]).tolist() == [[-1, -1, 2, 3], [4, 5, -1, -1]]
+    check(kv, second, 6, 500.0)
+    for layer, (k, v) in enumerate(kv.gather(first, 14, first=8)):
+        for kind, cache in enumerate((k, v)):
+            assert cache.equal((1.0 + (2 * layer + kind) / 8 + torch.arange(8, 14))[:, None, None].expand(-1, 3, 5))
+    with pytest.raises(DgraphError, match=f"sequence {first} has no pages for position 0; ask for later"):
+        kv.gather(first, 14)
+    (third,) = kv.allocate([8])
+    assert sorted(kv.page_table([third])[0].tolist()) == [0, 1]
+    fill(kv, third, 8, 900.0)
+    check(kv, second, 6, 500.0)
+    kv.release(first, 99)
+    assert kv.free_pages == 2
+    for handle in (first, second, third):
+        kv.free(handle)
+    assert kv.free_pages == kv.pages == 6
+    assert len(set(kv.page_table(kv.allocate([24]))[0].tolist())) == 6
+    with pytest.raises(DgraphError, match="sequence 0 is not allocated"):
+        kv.release(first, 4)
+
+
 def test_unused_pages_are_finite() -> None:
     kv = store()
     (only,) = kv.allocate([9])

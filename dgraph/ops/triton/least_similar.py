@@ -108,7 +108,8 @@ def _least(
         return
     s = owner_of(cu_ptr, b, row, OFFSETS)
     start, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
-    before, count = 0, 0
+    before = tl.full([], 0, tl.int32)
+    count = before
     for first in range(start, end, BLOCK):
         other = first + tl.arange(0, BLOCK)
         found = tl.load(similar_ptr + other, mask=other < end, other=2.0)

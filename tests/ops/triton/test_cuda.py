@@ -15,6 +15,7 @@ from dgraph.ops.drift import cosine
 from dgraph.ops.lm_head import decode_logits, gumbel
 from dgraph.ops.rows import slots_of
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
+from tests.ops.triton.keys import SELECTING
 from tests.ops.triton.problems import (
     LARGER,
     attention,
@@ -219,6 +220,7 @@ PAIRS = [
             for c, share, full in (((40, 0, 19, 9), 0.2, (3,)), ((9, 40, 0, 19), 0.9, ()))
         ],
     ),
+    *SELECTING,
     ("list_kept", [keeping(c, 70, seed=c[0])[:2] for c in ((32, 5, 20), (0, 30, 27))]),
     ("rows_linear", [product(rows, 150, 96, 200) for rows in (30, 140)]),
     ("lm_head", [heading(21, seed=seed) for seed in (0, 1)]),

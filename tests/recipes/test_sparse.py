@@ -1,0 +1,251 @@
+"""Recipes that keep few keys: the limits in which they keep all, what they are as values, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dgraph.api import Optimized, Result
+from dgraph.cli import app
+from dgraph.errors import InputError, UnknownName
+from dgraph.kvplan import KVPlan
+from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows, ReuseRows, SparseKV
+from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
+from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
+from dgraph.rowplan import RowPlan
+from tests.recipes import block_dyllm
+from tests.recipes.bidirectional import prompts_for, setup_of
+from tests.recipes.test_against_oracle import optimized
+from tests.tiny import tiny_spec
+
+BOTH, CAUSAL = tiny_spec(attention="bidirectional"), tiny_spec()
+ALL = 999
+SPARSE = [*KEEPERS, *COMBINATIONS]
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+Named = tuple[str, dict[str, Any]]
+
+# A recipe that keeps everything, and the one that it is then.
+LIMITS: dict[str, tuple[Named, Named]] = {
+    "dllm_serve": (("dllm_serve", {"ratio": 1.0, "delay": 0}), ("fast_dllm", {})),
+    "dllm_serve, every": (("dllm_serve", {"ratio": 1.0, "delay": 0, "every": 3}), ("fast_dllm", {"every": 3})),
+    "dllm_serve, always": (("dllm_serve", {"ratio": 0.1, "every": 1}), ("dense", {})),
+    "maskkv, where intervals meet": (
+        ("maskkv", {"pairs": ALL, "prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
+        ("dllm_cache", {"prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
+    ),
+    "maskkv+focus": (
+        ("maskkv+focus", {"pairs": ALL, "alpha": 1.2, "after": 2, "block_cache": "dc"}),
+        ("focus", {"alpha": 1.2, "after": 2, "block_cache": "dc"}),
+    ),
+    "maskkv+fast_dllm": (("maskkv+fast_dllm", {"pairs": ALL, "selector": "h2o"}), ("fast_dllm", {})),
+    "maskkv+fast_dllm, prefix": (
+        ("maskkv+fast_dllm", {"pairs": ALL, "cache": "prefix", "every": 4}),
+        ("fast_dllm", {"cache": "prefix", "every": 4}),
+    ),
+    "dllm_serve+focus": (("dllm_serve+focus", {"ratio": 1.0, "delay": 0}), ("focus", {})),
+    "dllm_serve+focus, nothing evicted": (
+        ("dllm_serve+focus", {"alpha": math.inf, "ratio": 1.0, "delay": 0, "block_cache": "off"}),
+        ("fast_dllm", {}),
+    ),
+}
+
+# The same for block-causal models.
+ON_BLOCKS: dict[str, tuple[Named, Named]] = {
+    "maskkv": (("maskkv", {"pairs": ALL}), ("dense", {})),
+    "dllm_serve": (("dllm_serve", {"ratio": 1.0}), ("dense", {})),
+    "sparse_dllm": (
+        ("sparse_dllm", {"pairs": ALL, "every": 2, "block_cache": "dc+"}),
+        ("dense", {"block_cache": "dc+"}),
+    ),
+    "maskkv+focus": (("maskkv+focus", {"pairs": ALL}), ("focus", {})),
+    "maskkv+focus, no refresh": (("maskkv+focus", {"ratio": 1.0, "refresh": False}), ("focus", {"refresh": False})),
+    "dllm_serve+focus": (("dllm_serve+focus", {"ratio": 1.0, "delay": 0}), ("focus", {})),
+}
+
+
+def run_on(family: str) -> Callable[..., Optimized]:
+    """Makes the recipe of a name and options, for blocks of 16."""
+    if family in block_dyllm.FAMILIES:
+        return lambda name, **options: optimized(block_dyllm.setup_of(family), name, **options)
+    return lambda name, **options: setup_of(family).optimized(name, 16, **options)
+
+
+def same(got: Result, want: Result, keys_too: bool = True) -> None:
+    """Same tokens and steps, and the same keys wherever both keep them."""
+    assert got.token_ids == want.token_ids
+    assert got.stats.sequence_steps == want.stats.sequence_steps
+    assert got.stats.sequence_rows == want.stats.sequence_rows
+    assert got.kv is not None
+    assert want.kv is not None
+    for mine, theirs in zip(got.kv, want.kv, strict=True):
+        end = mine.committed - mine.first if mine.committed else None
+        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
+            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
+                torch.testing.assert_close(got_kv[:end], want_kv[mine.first :][:end], rtol=1e-3, atol=1e-3)
+
+
+def long_prompts() -> list[list[int]]:
+    """Ragged, and one of a single token."""
+    return [*prompts_for(16), [17]]
+
+
+@pytest.mark.parametrize(("family", "limit"), [(("llada", "dream")[i % 2], name) for i, name in enumerate(LIMITS)])
+def test_lossless_limits(family: str, limit: str) -> None:
+    runs = [run_on(family)(name, **options) for name, options in LIMITS[limit]]
+    settings: dict[str, Any] = {"input_ids": long_prompts(), "max_new_tokens": 21, "threshold": 0.8, "keep_kv": True}
+    if limit.startswith("maskkv, ") or limit == "dllm_serve, always":
+        settings["threshold"] = 0.6
+    same(*(run.generate(**settings) for run in runs))
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    [*((block_dyllm.FAMILIES[i % 3], name) for i, name in enumerate(ON_BLOCKS)), ("llada2", "maskkv")],
+)
+def test_lossless_limits_on_blocks(family: str, limit: str) -> None:
+    runs = [run_on(family)(name, **options) for name, options in ON_BLOCKS[limit]]
+    settings: dict[str, Any] = {"input_ids": long_prompts(), "max_new_tokens": 21, "threshold": 0.7, "keep_kv": True}
+    same(*(run.generate(**settings) for run in runs))
+
+
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_few_keys_are_something_else(family: str) -> None:
+    """Else the limits above would say nothing."""
+    settings: dict[str, Any] = {"input_ids": long_prompts(), "max_new_tokens": 21, "steps": 6}
+    made = run_on(family)
+    dense = made("dense").generate(**settings)
+    for name, options in (("maskkv", {"pairs": 1}), ("dllm_serve", {"ratio": 0.05}), ("maskkv+focus", {"pairs": 1})):
+        assert made(name, **options).generate(**settings).token_ids != dense.token_ids
+
+
+# -- recipes as values --------------------------------------------------------------------------------------------
+
+
+def test_phases_and_plans() -> None:
+    found = build(RECIPES, "maskkv", BOTH, {"pairs": 7, "max_num_logits": 5})
+    assert (found.name, found.kv) == ("maskkv", KVPlan("response", pairs=(7,)))
+    assert found.plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=5)
+    select = SparseKV("mask_voting", 0.0, (7,), "mass", 0.1)
+    before = (PackRows(), FuseProjections(), CacheKV(), ReuseRows(0.25, idle=True))
+    assert found.phase("refresh").passes == (*before, select, ChunkLMHead(5))
+    assert found.phase("step").passes == (*before, replace(select, reuse=True), ChunkLMHead(5))
+    assert [p.name for p in found.phases] == ["refresh", "step"]
+
+    serve = build(RECIPES, "dllm_serve", BOTH, {"delay": 2, "every": 5})
+    assert serve.plan == RowPlan("block", full_steps=3, every=5)
+    assert serve.kv == KVPlan("block", delay=2, every=5, ratio=0.5)
+
+    blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
+    assert [p.name for p in blocks.phases] == ["prefill", "refresh", "step"]
+    assert (blocks.plan, blocks.block_cache) == (None, "dc+")
+    assert isinstance(blocks.phase("prefill").passes[-1], OnlyKV)
+    kinds = [type(p) for p in blocks.phase("refresh").passes]
+    assert kinds.index(EvictTokens) < kinds.index(SparseKV) < kinds.index(ChunkLMHead)
+    assert SparseKV("block", 0.5, pool=3, cached=True) in blocks.phase("refresh").passes
+    assert SparseKV("block", 0.5, pool=3, cached=True, reuse=True) in blocks.phase("step").passes
+
+
+def test_options_of_a_combination_reach_both_parts() -> None:
+    options = options_of(RECIPES["dllm_serve+fast_dllm"])
+    assert set(options) == {"ratio", "pool", "delay", "every", "pairs", "cache", "block_cache", "max_num_logits"}
+    assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "after", "count"}
+    both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9})
+    assert (both.plan, both.kv) == (RowPlan("block", full_steps=2, every=4), KVPlan("block", 1, 4, pairs=(9,)))
+    assert both.block_cache == "dc"
+    assert both.phase("step").passes[-2] == SparseKV("block", 0.0, (9,), pool=5, reuse=True)
+    evicting = build(RECIPES, "maskkv+focus", BOTH, {"pairs": 3, "alpha": 1.9, "max_num_logits": 6})
+    assert {EvictTokens(alpha=1.9), ChunkLMHead(6)} < set(evicting.phase("refresh").passes)
+    with pytest.raises(UnknownName, match=r"unknown option of recipe 'maskkv\+focus' 'alhpa'\. Did you mean 'alpha'"):
+        build(RECIPES, "maskkv+focus", BOTH, {"alhpa": 2})
+
+
+@pytest.mark.parametrize("spec", [BOTH, CAUSAL], ids=["bidirectional", "block_causal"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_json_says_all_of_a_recipe(name: str, spec: Any) -> None:
+    if spec is CAUSAL and "fast_dllm" in name:
+        return
+    value = build(RECIPES, name, spec, {"pairs": 5})
+    assert Recipe.from_json(json.loads(json.dumps(value.to_json(), allow_nan=False))) == value
+    assert value.kv is not None
+    assert value.to_json()["kv"] == value.kv.to_json()
+
+
+def test_they_are_listed() -> None:
+    said = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)["recipes"]
+    found = {r["recipe"]: r for r in said}
+    assert {*SPARSE} <= set(found)
+    assert {f"{kept}+{rows}" for kept in KEEPERS for rows in ROWS} == set(COMBINATIONS)
+    assert found["maskkv+focus"]["summary"] == "Keys as `maskkv` keeps them, rows as `focus` forwards them."
+    assert found["maskkv+focus"]["options"]["pairs"] == 256
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((f"maskkv+{part}", rf"recipe 'maskkv\+{part}': '{part}' {why[:30]}") for part, why in REFUSED.items()),
+        ("focus+maskkv", r"the part that says which keys are kept comes first; write 'maskkv\+focus'"),
+        ("maskkv+dllm_serve", r"a combination has one part that says which keys are kept \(maskkv, .*\), then one"),
+        ("focus+fast_dllm", r"a combination has one part that says which keys are kept"),
+        ("maskkv+focus+focus", r"a combination has one part that says which keys are kept"),
+    ],
+)
+def test_parts_that_do_not_go_together(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_recipe(RECIPES, name, {})
+
+
+def test_unknown_parts() -> None:
+    for name, wrong, right in (("maskvk+focus", "maskvk", "maskkv"), ("maskkv+fcous", "fcous", "focus")):
+        with pytest.raises(UnknownName, match=f"unknown part of a recipe '{wrong}'. Did you mean '{right}'"):
+            build(RECIPES, name, BOTH, {})
+
+
+@pytest.mark.parametrize("selector", ["snapkv", "pyramidkv", "squeeze", "adakv", "h2o"])
+def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
+    for name in ("maskkv", "maskkv+focus"):
+        message = rf"selector '{selector}' ranks .* hand is block_causal: .* Use 'mask_voting'"
+        with pytest.raises(InputError, match=message):
+            build(RECIPES, name, CAUSAL, {"selector": selector})
+    options = {"selector": selector, "pairs": 8}
+    if selector == "squeeze":
+        with pytest.raises(InputError, match="was not measured for hand; run `dgraph calibrate`"):
+            build(RECIPES, "maskkv", BOTH, options)
+        options = {"selector": "pyramidkv", "pairs": 8}
+    assert build(RECIPES, "maskkv", BOTH, options).kv is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "options", "message"),
+    [
+        ("maskkv", BOTH, {"pairs": 5, "ratio": 0.5}, r"give either pairs or ratio, got pairs=5 and ratio=0\.5"),
+        ("maskkv", BOTH, {"selector": "pyramidkv", "ratio": 0.5}, r"divides a number of pairs among layers"),
+        ("maskkv", BOTH, {"selector": "best"}, r"unknown selector of maskkv 'best'"),
+        ("maskkv", BOTH, {"layers": "some"}, r"unknown layers of maskkv 'some'"),
+        ("maskkv", BOTH, {"prompt_interval": 0}, r"prompt_interval must be an integer of at least 1, got 0"),
+        ("maskkv", BOTH, {"heads": "alike"}, r"heads must be one of"),
+        ("maskkv", BOTH, {"head_floor": 2}, r"floor must be a number from 0 to 1, got 2"),
+        ("maskkv", CAUSAL, {"rho": 0.3}, r"prompt_interval, response_interval and rho say when a bidirectional"),
+        ("dllm_serve", BOTH, {"pairs": 5, "ratio": 0.3}, r"give either ratio .* got 0\.3 and \(5,\)"),
+        ("dllm_serve", BOTH, {"delay": -1}, r"delay must be an integer of at least 0, got -1"),
+        ("sparse_dllm", BOTH, {"pool": 2}, r"pool must be odd and at least 1, got 2"),
+        ("sparse_dllm", BOTH, {"block_cache": "on"}, r"block_cache must be one of"),
+        ("dllm_serve+fast_dllm", BOTH, {"cache": "prefix"}, r"recipe 'fast_dllm' forwards rows behind the block"),
+        ("maskkv+fast_dllm", CAUSAL, {}, r"recipe 'fast_dllm' approximates the keys of a bidirectional model"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(name: str, spec: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, UnknownName), match=message):
+        build(RECIPES, name, spec, options)

@@ -1,0 +1,119 @@
+"""Packed caches: where each sequence begins, what growing changes, and how much they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.kvplan import KVPlan
+from dgraph.runtime.pack import PackedKV
+from tests.runtime.fake import fake_spec
+
+SPEC = fake_spec(4, kv_heads=3, heads=3, head_dim=5)
+KEPT = KVPlan("response", pairs=(2, 4))
+SHARE = KVPlan("block", ratio=0.5)
+
+
+def addresses(packed: PackedKV, *but: str) -> dict[str, int]:
+    return {name: t.data_ptr() for name, t in packed.tensors().items() if name not in ("pack_start", *but)}
+
+
+def test_names_shapes_and_types() -> None:
+    packed = PackedKV(SPEC, KEPT)
+    assert (packed.bytes, packed.dtype) == (0, torch.float32)
+    packed.prepare([9, 3], 4)
+    found = packed.tensors()
+    names = [f"{name}_{i}" for i in (0, 1) for name in ("pack_count", "k_pack", "v_pack", "pack_index")]
+    assert list(found) == [*names, "pack_start"]
+    for layer, entries in ((0, (2 + 2) * 3), (1, (4 + 3) * 3)):
+        assert found[f"k_pack_{layer}"].shape == found[f"v_pack_{layer}"].shape == (entries, 5)
+        assert found[f"pack_index_{layer}"].shape == (entries,)
+        assert found[f"pack_count_{layer}"].shape == (4, 3)
+        assert {found[f"pack_{kind}_{layer}"].dtype for kind in ("count", "index")} == {torch.int32}
+        assert all(t.eq(0).all() for t in found.values() if t.dtype == torch.float32)
+    assert packed.bytes == (12 + 21) * (2 * 5 * 4 + 4) + 2 * 4 * 3 * 4
+    half = PackedKV(SPEC, KEPT, torch.bfloat16)
+    half.prepare([9, 3], 4)
+    assert {half.tensors()[f"{kind}_pack_1"].dtype for kind in "kv"} == {torch.bfloat16}
+
+
+def test_starts_by_layer() -> None:
+    """Sequences that the batch is padded with keep nothing."""
+    packed = PackedKV(SPEC, KEPT)
+    packed.prepare([9, 3, 1], 4)
+    start = packed.tensors()["pack_start"]
+    assert start.dtype == torch.int32
+    assert start.tolist() == [[0, 6, 12, 15], [0, 12, 21, 24]]
+    share = PackedKV(SPEC, SHARE)
+    share.prepare([9, 1, 6], 3)
+    assert share.tensors()["pack_start"].tolist() == [[0, 12, 12]] * 2
+    assert len(share.tensors()["k_pack_0"]) == (4 + 0 + 3) * 3
+
+
+def test_positions_are_kept_only_where_values_are_renewed() -> None:
+    packed = PackedKV(SPEC, SHARE)
+    packed.prepare([8], 1)
+    assert packed.tensors()["pack_index_0"].shape == (0,)
+    assert packed.bytes == 2 * (12 * 2 * 5 * 4 + 3 * 4)
+
+
+def test_what_is_big_enough_stays_where_it_is() -> None:
+    packed = PackedKV(SPEC, KVPlan("response", ratio=0.5))
+    packed.prepare([8, 8], 2)
+    before, bytes_before = addresses(packed), packed.bytes
+    for t in packed.tensors().values():
+        t.fill_(7)
+    for candidates, sequences in (([8, 8], 2), ([4], 2), ([2, 13], 2), ([16], 1)):
+        packed.prepare(candidates, sequences)
+        assert addresses(packed) == before
+        assert packed.bytes == bytes_before
+        assert all(packed.tensors()[f"pack_count_{layer}"].eq(0).all() for layer in (0, 1))
+        assert packed.tensors()["k_pack_0"].eq(7).all(), "nothing is cleared that nobody sees"
+    assert packed.tensors()["pack_start"].tolist() == [[0]] * 2
+
+
+def test_only_what_is_too_small_is_replaced() -> None:
+    """More sequences need other counts, a larger budget other entries; layers grow apart."""
+    packed = PackedKV(SPEC, KEPT)
+    packed.prepare([2, 2], 2)
+    before = packed.tensors()
+    packed.prepare([2], 5)
+    after = packed.tensors()
+    assert after["pack_count_0"].shape == (5, 3)
+    assert after["k_pack_0"] is before["k_pack_0"]
+    packed.prepare([9, 9], 2)  # layer 0 keeps 2 of each as before
+    grown = packed.tensors()
+    for name in ("k_pack", "v_pack", "pack_index"):
+        assert grown[f"{name}_0"] is after[f"{name}_0"]
+        assert grown[f"{name}_1"] is not after[f"{name}_1"]
+    assert grown["pack_count_0"] is after["pack_count_0"]
+    assert len(grown["k_pack_1"]) == 8 * 3
+
+
+def test_no_candidates() -> None:
+    packed = PackedKV(SPEC, KEPT)
+    packed.prepare([0], 1)
+    assert packed.tensors()["k_pack_0"].shape == (0, 5)
+    assert packed.tensors()["pack_start"].tolist() == [[0], [0]]
+
+
+def test_out_of_memory_is_made_up_for_by_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedKV(SPEC, KEPT)
+    packed.prepare([1], 1)
+    real, made = torch.zeros, []
+
+    def zeros(*size: object, **options: object) -> Tensor:
+        made.append(size)
+        if len(made) == 3:  # values of layer 0, or later
+            raise torch.OutOfMemoryError("no memory")
+        return real(*size, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.OutOfMemoryError):
+        packed.prepare([9] * 4, 1 + 3)
+    monkeypatch.undo()
+    packed.prepare([9] * 3, 3)
+    found = packed.tensors()
+    assert {len(found[f"{kind}_pack_{layer}"]) for kind in "kv" for layer in (0, 1)} == {3 * 2 * 3, 3 * 4 * 3}
+    assert len(found["pack_index_1"]) == 3 * 4 * 3
