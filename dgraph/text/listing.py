@@ -155,7 +155,7 @@ class _Lister:
         return Line(
             tuple(results),
             op_name(node.target),
-            self._plain(node.args, layer),
+            self._arguments(node, layer),
             tuple((k, self._plain(v, layer)) for k, v in node.kwargs.items()),
             tuple(map(self.graph.symbols.type_text, values)),
             tuple(map(self.graph.symbols.row_set, values)),
@@ -197,6 +197,16 @@ class _Lister:
         if _is_size(node):
             return Ref("size", self.graph.symbols.text(node.meta["val"]))
         return self.names[node]
+
+    def _arguments(self, node: Node, layer: int | None) -> tuple[Any, ...]:
+        """Arguments in order. An op's own layer, as a number, reads as `layer`, so that equal layers read alike."""
+        schema = getattr(node.target, "_schema", None)
+        names = [a.name for a in schema.arguments] if schema is not None else []
+        own = [name == "layer" and layer is not None and a == layer for name, a in zip(names, node.args, strict=False)]
+        own += [False] * (len(node.args) - len(own))
+        return tuple(
+            Ref("constant", "layer") if mine else self._plain(a, layer) for mine, a in zip(own, node.args, strict=True)
+        )
 
     def _plain(self, value: Any, layer: int | None) -> Any:
         if isinstance(value, Node):
