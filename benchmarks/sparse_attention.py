@@ -84,7 +84,7 @@ class Step:
         heads, entries = (HEADS, self.kv_heads), self.args[6].shape[0]
         return plan_for(len(self.q), self.b, heads, D, entries, 2, cores, self.counts is None)
 
-    def library(self) -> Tensor:
+    def sdpa(self) -> Tensor:
         q, k, v = (x.unflatten(0, (self.b, -1)).transpose(1, 2) for x in (self.q, self.k, self.v))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, scale=D**-0.5)
@@ -96,7 +96,7 @@ class Step:
     def error(self) -> float:
         """Relative, to the reference in fp32, or for rows among each other to the library."""
         if self.counts is None:
-            want = self.library().transpose(1, 2).flatten(0, 1).float()
+            want = self.sdpa().transpose(1, 2).flatten(0, 1).float()
         else:
             wide = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in self.args]
             want = OPS["sparse_attention"].reference(*wide)
@@ -189,7 +189,7 @@ def dense(report: Report, late: Callable[[], bool], plans: bool) -> None:
         if late():
             break
         step, work = Step(b, rows, rows, HEADS, None), 4e-9 * b * rows**2 * D * HEADS
-        library = milliseconds([step.library] * 2, 7)
+        library = milliseconds([step.sdpa] * 2, 7)
         took = milliseconds([step.sparse] * 2, 7)
         speeds: list[Cell] = [library, took, took / library, work / library, work / took]
         lines.append([f"{b} x {rows}", *speeds, f"{step.error():.1e}"])

@@ -146,3 +146,31 @@ def prefill_chunks(lengths: Sequence[int], block: int, most: int) -> Iterator[tu
                 end = list(end)
     if begin != end:
         yield begin, end
+
+
+def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -> dict[str, Tensor]:
+    """Program inputs with that many live rows, filled sequence by sequence, two blocks each.
+
+    None is masked, so that a program which evicts keeps all of them and runs every stage on the same bucket.
+    """
+    index = torch.arange(rows, device=device)
+    positions = index % (2 * block)
+    bounds = torch.arange(sequences + 1, device=device) * 2 * block
+    return {
+        "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
+        "positions": positions,
+        "limit": (positions + 1).int(),
+        "cu_rows": bounds.clamp(max=rows).int(),
+        "masked": torch.zeros(rows, dtype=torch.bool, device=device),
+        "temperature": torch.zeros(rows, device=device),
+        "seed": torch.zeros(rows, dtype=torch.int64, device=device),
+        "noise": torch.zeros(rows, device=device),
+        "script": torch.zeros(rows, device=device),
+        "full": torch.ones(rows, dtype=torch.bool, device=device),
+        "changed": torch.ones(rows, dtype=torch.bool, device=device),
+        "adapt": torch.ones(rows, dtype=torch.bool, device=device),
+        "average": torch.ones(sequences, device=device),
+        "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
+        "window": torch.tensor([0, 2 * block], dtype=torch.int32, device=device).repeat(sequences, 1),
+        "phase": torch.zeros(sequences, dtype=torch.int32, device=device),
+    }

@@ -23,6 +23,7 @@ from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import Policy
+from dgraph.runtime.rows import unmasked_rows
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import check_script
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -334,34 +335,6 @@ class BlockSession:
             committed, written = (start, start + state.block) if causal else (0, end)
             found.append(SequenceKV(committed, self.kv.gather(handle, written, first), first))
         return found
-
-
-def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -> dict[str, Tensor]:
-    """Program inputs with that many live rows, filled sequence by sequence, two blocks each.
-
-    None is masked, so that a program which evicts keeps all of them and runs every stage on the same bucket.
-    """
-    index = torch.arange(rows, device=device)
-    positions = index % (2 * block)
-    bounds = torch.arange(sequences + 1, device=device) * 2 * block
-    return {
-        "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
-        "positions": positions,
-        "limit": (positions + 1).int(),
-        "cu_rows": bounds.clamp(max=rows).int(),
-        "masked": torch.zeros(rows, dtype=torch.bool, device=device),
-        "temperature": torch.zeros(rows, device=device),
-        "seed": torch.zeros(rows, dtype=torch.int64, device=device),
-        "noise": torch.zeros(rows, device=device),
-        "script": torch.zeros(rows, device=device),
-        "full": torch.ones(rows, dtype=torch.bool, device=device),
-        "changed": torch.ones(rows, dtype=torch.bool, device=device),
-        "adapt": torch.ones(rows, dtype=torch.bool, device=device),
-        "average": torch.ones(sequences, device=device),
-        "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
-        "window": torch.tensor([0, 2 * block], dtype=torch.int32, device=device).repeat(sequences, 1),
-        "phase": torch.zeros(sequences, dtype=torch.int32, device=device),
-    }
 
 
 def _new_advance(rule: Rule, state: DecodeState, pool: GraphPool | None = None) -> Advance:
