@@ -20,6 +20,7 @@ from torch import Tensor
 from dgraph.graph import Graph
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of
+from dgraph.passes.salience import finder
 
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
@@ -49,6 +50,7 @@ class Work:
 
     Attributes:
         linears: per row set the weights of the linear layers on it and how many have that shape.
+        listed: the same of layers on rows that a step finds salient, how many only the device knows: one row counts.
         attentions: per row set, how many.
         head: the LM head's weight, if it takes the masked rows alone.
         key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
@@ -56,6 +58,7 @@ class Work:
     """
 
     linears: tuple[dict[Shape, int], ...]
+    listed: dict[Shape, int]
     attentions: tuple[int, ...]
     head: Shape | None
     key_bytes: int
@@ -83,13 +86,19 @@ class Floor:
 
 
 def work_of(graph: Graph) -> Work:
-    """What the graph of a step multiplies and reads. Expert layers are not counted."""
+    """What the graph of a step multiplies and reads. Expert layers are not counted, nor is attention that updates or
+    selects; so the floor of such programs is below what they must do.
+    """
     row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
     linears: list[dict[Shape, int]] = [{} for _ in row_sets]
     attentions = [0] * len(row_sets)
+    listed: dict[Shape, int] = {}
     counted = graph.find("rows_linear")
     for node in graph.calls:
-        if node.target is torch.ops.aten.linear.default or node in counted:
+        if node in counted and finder(graph, node.meta["layer"]) is not None:
+            shape = _shape(graph, args_of(node)[1])
+            listed[shape] = listed.get(shape, 0) + 1
+        elif node.target is torch.ops.aten.linear.default or node in counted:
             shape, stage = _shape(graph, args_of(node)[1]), row_sets.index(str(graph.row_set(node)))
             linears[stage][shape] = linears[stage].get(shape, 0) + 1
     for node in graph.find("paged_attention"):
@@ -98,6 +107,7 @@ def work_of(graph: Graph) -> Work:
     spec = graph.spec
     return Work(
         tuple(linears),
+        listed,
         tuple(attentions),
         heads[0] if heads else None,
         2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize,
@@ -196,6 +206,9 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
             linear += times * sum(device.product(shape, work.dtype, r) for r in rows)
         moved = sum(c.keys[stage] * work.key_bytes + c.rows[stage] * work.query_bytes for c in counts)
         attention += attentions * moved / device.bandwidth
+    for shape, times in work.listed.items():
+        device.measure(shape, work.dtype, [1])
+        linear += len(counts) * times * device.product(shape, work.dtype, 1)
     if work.head is not None:
         rows = [c.head for c in counts]
         device.measure(work.head, work.dtype, rows)

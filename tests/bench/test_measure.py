@@ -19,8 +19,11 @@ from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
+from dgraph.passes import GateFFN, PartialAttention
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.cli.folders import write_checkpoint
+from tests.passes.sparse_step import family_of
+from tests.tiny import rewritten
 
 BLOCK, TOKENS = 8, 40
 TRACE = synthesise(BLOCK, 5.0, 3.0, histories=7)
@@ -103,6 +106,21 @@ def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None
     assert 0 < floors[0].total < floors[1].total
     assert floors[0].attention < floors[1].attention
     assert floor_of(work, [], device).total == 0.0
+
+
+@pytest.mark.parametrize("family", ["llada", "llada2"])
+def test_layers_on_salient_rows_count_as_one_row(family: str) -> None:
+    """Of both ways in which a projection may take a part of a weight, too."""
+    cached = family_of(family).cached
+    plain, gated = (work_of(rewritten(cached, *passes)) for passes in ((), (GateFFN(), PartialAttention())))
+    assert not plain.listed
+    (all_rows,) = plain.linears
+    (known,) = gated.linears
+    assert gated.listed
+    assert sum(gated.listed.values()) + sum(known.values()) >= sum(all_rows.values())
+    device = Device(torch.device("cpu"), samples=2)
+    count = StepCount((512,), (0,), 0)
+    assert floor_of(gated, [count], device).linear < floor_of(plain, [count], device).linear
 
 
 def test_times_between_samples_are_interpolated() -> None:
