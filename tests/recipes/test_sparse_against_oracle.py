@@ -119,9 +119,8 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
                 torch.testing.assert_close(got[low - first : high - first], want[layer][low:high], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["threshold", "steps"])
+@pytest.mark.parametrize(("family", "rule"), [("llada", "threshold"), ("llada", "steps"), ("dream", "threshold")])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_rows_and_what_is_kept(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     name, options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized(name, 16, **options), rule, method)
