@@ -135,7 +135,9 @@ class Arm:
     def reserve(self, prompts: list[list[int]], tokens: int) -> None:
         """Allocate the caches of a response that is not decoded; contents are lost."""
         session = self.session
-        handles = session.kv.allocate([len(p) + tokens for p in prompts], session._first_pages(prompts))
+        handles = session.kv.allocate(
+            [len(p) + tokens for p in prompts], [session._first_cached(len(p), self.block) for p in prompts]
+        )
         if session.packed is not None:
             session.packed.prepare(session._candidates(prompts, tokens, self.block), len(prompts))
         for handle in handles:

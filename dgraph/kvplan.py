@@ -53,7 +53,7 @@ class KVPlan:
 
     def entries(self, layer: int, candidates: int, kv_heads: int) -> int:
         """The most entries that a sequence keeps in a layer, over all heads."""
-        pairs = self.pairs[layer if len(self.pairs) > 1 else 0] if self.pairs else int(self.ratio * candidates)
+        pairs = pairs_of(self.pairs, layer) if self.pairs else int(self.ratio * candidates)
         return min(pairs, candidates) * kv_heads
 
     @classmethod
@@ -73,6 +73,11 @@ class KVPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "pairs": list(self.pairs)}
+
+
+def pairs_of(pairs: tuple[int, ...], layer: int) -> int:
+    """A layer's number of pairs: the only one, or its own; 0 if there is none."""
+    return pairs[layer if len(pairs) > 1 else 0] if pairs else 0
 
 
 def check_budget(ratio: float, pairs: tuple[int, ...]) -> None:

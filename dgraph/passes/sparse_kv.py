@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.kvplan import check_budget
+from dgraph.kvplan import check_budget, pairs_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
@@ -155,8 +155,8 @@ class SparseKV(Pass):
         if not self.reuse:
             index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",)))
             score = self._score(graph, attention, k, keys, (window, phase), by)
-            pairs = self.pairs[layer if len(self.pairs) > 1 else 0] if self.pairs else 0
-            settings = (float(self.ratio), pairs, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
+            budget = (float(self.ratio), pairs_of(self.pairs, layer))
+            settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
             packed = (k_pack, v_pack, count, index, start, layer)
             args = (score, k, v, *keys, window, phase, *packed, *settings)
             graph.call(OPS["kv_pack"], args, before=attention, by=by)

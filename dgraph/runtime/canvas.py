@@ -15,9 +15,9 @@ from torch import Tensor
 from dgraph.kvplan import KVPlan
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.rowplan import RowPlan
-from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.decode_state import BlockCache, DecodeState, full_step, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows
+from dgraph.runtime.rows import StepRows, offsets_of
 
 
 @dataclass
@@ -139,8 +139,6 @@ class CanvasState(DecodeState):
         column = position + self.shift - self.start[sequence]  # of the position that the row predicts
         inside = real & (column >= 0) & (column < self.size)
         wanted = self.block_masked | self.editable if editing else self.block_masked
-        cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
-        cu_rows[1:] = live.sum(dim=1).cumsum(0)
         full = self.full[sequence]
         if self.plan.prompt_every:  # the prompt is forwarded to be recomputed, whatever the response is
             full = full | (position < self.prompt_end[sequence] - self.shift)
@@ -151,7 +149,7 @@ class CanvasState(DecodeState):
             positions=position,
             limit=(self.end[sequence] * real).int(),
             masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
-            cu_rows=cu_rows,
+            cu_rows=offsets_of(live.sum(dim=1)),
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,
         )
@@ -186,11 +184,6 @@ class CanvasState(DecodeState):
         moved = self._finish(settled)
         self._next_block(moved)
         plan = self.plan
-        full = (self.forwards < plan.full_steps) | (self.counter < plan.warm_up)
-        if plan.response_every:
-            full = self.counter % plan.response_every == 0
-        if plan.every:
-            full = full | (self.forwards % plan.every == 0)
         everything = positions < self.end[:, None]
         if plan.region == "all":
             region = everything
@@ -204,7 +197,7 @@ class CanvasState(DecodeState):
             region = self._span(plan.behind, plan.ahead)
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
         needed = self._predicting(self.block_masked)
-        self.full = full
+        self.full = full_step(plan, self.forwards, self.counter)
         self.pending = torch.where(self._whole()[:, None], everything, region & (~self.frozen | needed))
 
     def _whole(self) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from dgraph.ops.sparse import REUSE
+from dgraph.rowplan import RowPlan
 from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
 from dgraph.runtime.rows import RowResults, StepRows
 from dgraph.runtime.seeds import policy_order
@@ -35,6 +37,17 @@ def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
         return decoded
     right = torch.cat([decoded[:, 1:], torch.ones_like(decoded[:, :1])], dim=1)
     return decoded & right
+
+
+def full_step(plan: RowPlan, forwards: Tensor, counter: Tensor) -> Tensor:
+    """bool[b]: whether the next step is a full one (of the response, if the plan counts those of the prompt apart).
+
+    forwards, counter i64[b]: steps of the current block, and of the sequence.
+    """
+    if plan.response_every:
+        return counter % plan.response_every == 0
+    full = (forwards < plan.full_steps) | (counter < plan.warm_up)
+    return full | (forwards % plan.every == 0) if plan.every else full
 
 
 @dataclass
@@ -185,8 +198,9 @@ class DecodeState(ABC):
         """i64[5]: rows of the next step, active sequences, tokens decoded so far, broken sequences, and sequences
         whose next step does not reuse what is packed (0 where nothing is).
         """
+        phase = self.phase
         counts = [self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()]
-        return torch.stack([*counts, torch.zeros_like(counts[0]) if self.phase is None else (self.phase != 0).sum()])
+        return torch.stack([*counts, torch.zeros_like(counts[0]) if phase is None else (phase != REUSE).sum()])
 
     def apply(
         self,

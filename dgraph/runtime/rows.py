@@ -106,17 +106,22 @@ def row_results(
     return RowResults(token, sure, survived, decided(margin, -math.inf), decided(entropy, math.inf))
 
 
+def offsets_of(counts: Tensor) -> Tensor:
+    """i32[b+1]: where each sequence's rows begin, and where the last one's end, from counts [b]."""
+    offsets = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    offsets[1:] = counts.cumsum(0)
+    return offsets
+
+
 def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int) -> StepRows:
     """Positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b], multiples of the block; `count` rows
     in all.
     """
-    b, width = canvas.shape
+    width = canvas.shape[1]
     column = torch.arange(width, device=canvas.device)
     live = (column >= begin[:, None]) & (column < end[:, None])
     index = torch.nonzero_static(live.flatten(), size=count)[:, 0]
     sequence, positions = index // width, index % width
-    cu_rows = torch.zeros(b + 1, dtype=torch.int32, device=canvas.device)
-    cu_rows[1:] = (end - begin).cumsum(0)
     return StepRows(
         sequence=sequence,
         column=positions,
@@ -124,7 +129,7 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
         positions=positions,
         limit=((positions // block + 1) * block).int(),
         masked=torch.zeros(count, dtype=torch.bool, device=canvas.device),
-        cu_rows=cu_rows,
+        cu_rows=offsets_of(end - begin),
     )
 
 

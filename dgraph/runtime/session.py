@@ -212,7 +212,11 @@ class BlockSession:
         for first in range(0, len(ids), width):
             batch = ids[first : first + width]
             positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
-            both = self.kv.allocate(positions * (2 if guided else 1), self._first_pages(batch))
+            first_cached = [self._first_cached(len(p), block) for p in batch]
+            # A block-causal model prefills what it gives back behind its first step.
+            causal = self.spec.attention == "block_causal"
+            absent = None if causal else first_cached * (2 if guided else 1)
+            both = self.kv.allocate(positions * (2 if guided else 1), absent)
             handles, twins = both[: len(batch)], both[len(batch) :]
             try:
                 report = progress and partial(_report, progress, stats.decoded, first, len(ids))
@@ -222,8 +226,11 @@ class BlockSession:
                     self.packed.prepare(self._candidates(batch, max_new_tokens, block), len(caches["page_table"]))
                     caches |= self.packed.tensors()
                 unconditional = self.kv.page_table(twins, *shape) if guided else None
-                release = partial(self._release, handles, batch, block, caches["page_table"])
-                state = replace(loop, release=release).run(batch, first, caches, stats, report, unconditional)
+                if causal and any(first_cached):
+                    loop = replace(loop, release=partial(self._release, handles, first_cached, caches["page_table"]))
+                else:
+                    loop = replace(loop, release=None)  # the batch before may have had some
+                state = loop.run(batch, first, caches, stats, report, unconditional)
                 token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
                 if keep_kv:
                     kept += self._kv_of(handles, state)
@@ -280,22 +287,18 @@ class BlockSession:
                 self.kv.free(handle)
         return len(sizes)
 
-    def _first_pages(self, prompts: Sequence[Sequence[int]]) -> list[int] | None:
-        """Of each sequence, the first position that needs a page; None: all do.
+    def _first_cached(self, prompt: int, block: int) -> int:
+        """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
+        if self.packed is None:
+            return 0
+        if self.spec.attention == "bidirectional":
+            return prompt - self.spec.logit_shift
+        return prompt // block * block if self.packed.plan.window == "response" else 0
 
-        Of a bidirectional model's candidates only what is kept is stored, elsewhere; a block-causal model prefills
-        them.
-        """
-        if self.packed is None or self.spec.attention == "block_causal":
-            return None
-        return [len(prompt) - self.spec.logit_shift for prompt in prompts]
-
-    def _release(self, handles: list[int], prompts: Sequence[Sequence[int]], block: int, table: Tensor) -> None:
-        """Give the pages of prompts back, once what is kept of them is packed elsewhere."""
-        if self.packed is None or self.spec.attention != "block_causal" or self.packed.plan.window == "block":
-            return
-        for handle, prompt in zip(handles, prompts, strict=True):
-            self.kv.release(handle, len(prompt) // block * block)
+    def _release(self, handles: list[int], first: list[int], table: Tensor) -> None:
+        """Give the pages in front of each sequence's first cached position back."""
+        for handle, position in zip(handles, first, strict=True):
+            self.kv.release(handle, position)
         table.copy_(self.kv.page_table(handles, *table.shape))
 
     def _candidates(self, prompts: Sequence[Sequence[int]], new: int, block: int) -> list[int]:
@@ -318,18 +321,9 @@ class BlockSession:
             self._advance[1].load(state, rule.seed)
         return self._advance[1]
 
-    def _first_kept(self, state: DecodeState) -> list[int]:
-        """Of each sequence, the first position whose keys are in the cache."""
-        if self.packed is None:
-            return [0] * len(state.end)
-        if self.spec.attention == "bidirectional":
-            return (state.prompt_end - self.spec.logit_shift).tolist()
-        causal = self.packed.plan.window == "response"
-        return (state.prompt_end // state.block * state.block * causal).tolist()
-
     def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
         found, causal = [], self.spec.attention == "block_causal"
-        firsts = self._first_kept(state)
+        firsts = [self._first_cached(prompt, state.block) for prompt in state.prompt_end.tolist()]
         for handle, first, start, end in zip(handles, firsts, state.start.tolist(), state.end.tolist(), strict=False):
             # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
             committed, written = (start, start + state.block) if causal else (0, end)

@@ -16,9 +16,9 @@ from torch import Tensor
 from dgraph.kvplan import KVPlan
 from dgraph.ops.sparse import DENSE, REUSE, SELECT
 from dgraph.rowplan import RowPlan
-from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
+from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, full_step, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows
+from dgraph.runtime.rows import StepRows, offsets_of
 
 __all__ = ["BLOCK_CACHES", "BlockCache", "StepState", "ready_columns"]
 
@@ -126,13 +126,12 @@ class StepState(DecodeState):
         """Inputs of a step that selects: key_positions i64[b * T], cu_keys i32[b+1]; all positions that a row of a
         sequence may see, where it does not reuse what is packed.
         """
-        assert self.phase is not None
+        phase = self.phase
+        assert phase is not None
         positions = torch.arange(self.canvas.shape[1], device=self.start.device)
-        seen = (positions < (self.start + self.block)[:, None]) & (self.phase != REUSE)[:, None]
+        seen = (positions < (self.start + self.block)[:, None]) & (phase != REUSE)[:, None]
         index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
-        cu_keys = torch.zeros(len(seen) + 1, dtype=torch.int32, device=seen.device)
-        cu_keys[1:] = seen.sum(dim=1).cumsum(0)
-        return {"key_positions": index % len(positions), "cu_keys": cu_keys}
+        return {"key_positions": index % len(positions), "cu_keys": offsets_of(seen.sum(dim=1))}
 
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]
@@ -152,12 +151,10 @@ class StepState(DecodeState):
         limit = torch.where(current, reach[sequence], self.start[sequence]) * real
         wanted = self.masked | self.editable if editing else self.masked
         masked = current & wanted[sequence, (column - block).clamp(min=0)]
-        cu_rows = torch.zeros(len(live) + 1, dtype=torch.int32, device=live.device)
-        cu_rows[1:] = live.sum(dim=1).cumsum(0)
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so nothing of its rows is spared.
-            full = (~current | self._full(self.plan)[sequence]) & real
+            full = (~current | full_step(self.plan, self.forwards, self.counter)[sequence]) & real
             changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
         return StepRows(
             sequence=sequence,
@@ -166,15 +163,10 @@ class StepState(DecodeState):
             positions=(self.start[sequence] - block + column) * real,
             limit=limit.int(),
             masked=masked & real,
-            cu_rows=cu_rows,
+            cu_rows=offsets_of(live.sum(dim=1)),
             full=full,
             changed=changed,
         )
-
-    def _full(self, plan: RowPlan) -> Tensor:
-        """bool[b]: the next step is a full one of the current block."""
-        full = self.forwards < plan.full_steps
-        return full | (self.forwards % plan.every == 0) if plan.every else full
 
     def _own_rows(self) -> Tensor:
         return self.live()[:, : self.block].sum()
