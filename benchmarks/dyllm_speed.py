@@ -3,8 +3,11 @@
     python -m benchmarks.dyllm_speed --shape llada-8b --batch 16 --prompt 1024 --tokens 256
 
 Every arm commits a fixed number of tokens per step. Random weights say nothing about how many rows are salient, so
-DyLLM is measured twice: with what the weights give (tau), and with shares of salient rows as the paper's Table 4 lists
-them for four layers, interpolated over the others (`--shares`).
+DyLLM is measured with what the weights give (tau) and with salient rows drawn as the paper's Table 4 lists them for
+four layers, interpolated over the others. The table gives the mean number of salient rows over steps, of which every
+fourth runs on the prompt as well; so a row is salient with the probability that makes this mean (arm "table"), prompt
+and response alike. Arm "shares" reads the same numbers as shares of the 256 response rows and gives prompt rows those
+shares too, which is twice as many salient rows.
 """
 
 from __future__ import annotations
@@ -30,20 +33,25 @@ from dgraph.passes.salience import finder, flags_of
 from dgraph.runtime.stats import GenerationStats
 from dgraph.shapes import InputSpec
 
-# Salient rows of 256 at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
+# Salient rows at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}
-ROWS = 256
+ARMS = ("table", "fast_dllm", "tau", "shares")
+RESPONSE_ONLY = 3 / 4
+"""Share of the steps that leave the prompt out."""
 
 
-def shares(shape: str, layers: int) -> tuple[float, ...]:
-    """Share of salient rows of each layer, between the four of the paper linearly, as in the first in front of it."""
+def shares(shape: str, layers: int, rows: float) -> tuple[float, ...]:
+    """Share of salient rows of each layer, between the four of the paper linearly, as in the first in front of it.
+
+    rows: of a sequence, of which the paper's numbers are taken to be a part.
+    """
     known = TABLE_4[shape]
     found = []
     for layer in range(layers):
         at = (layer + 1) / layers * len(known) - 1
         low = max(0, min(int(at), len(known) - 2)) if at > 0 else 0
         part = min(max(at - low, 0.0), 1.0)
-        found.append((known[low] * (1 - part) + known[low + 1] * part) / ROWS)
+        found.append((known[low] * (1 - part) + known[low + 1] * part) / rows)
     return tuple(found)
 
 
@@ -102,7 +110,7 @@ def main() -> None:
     parser.add_argument("--per-step", type=int, nargs="+", default=[1, 4], help="tokens per step")
     parser.add_argument("--tau", type=float, default=0.99)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--arms", type=int, default=3, help="only the first so many")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
     parser.add_argument("--full-steps", type=int, default=6, help="timed steps of the original loop")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -121,14 +129,17 @@ def main() -> None:
     original = seconds_per_step(model, canvas, args.tokens, args.full_steps)
     print(f"original loop: {1e3 * original:.1f} ms per step", flush=True)
 
-    arms = [
-        ("dyllm, shares of Table 4", scripted(model, shares(args.shape, model.spec.layers))),
-        ("fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)),
-        (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau)),
-    ]
+    mean = args.tokens + (1 - RESPONSE_ONLY) * args.prompt  # rows of a sparse step
+    layers = model.spec.layers
+    arms = {
+        "table": ("dyllm, rows of Table 4", scripted(model, shares(args.shape, layers, mean))),
+        "fast_dllm": ("fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)),
+        "tau": (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau)),
+        "shares": ("dyllm, Table 4 as shares", scripted(model, shares(args.shape, layers, args.tokens))),
+    }
     report = Report(f"DyLLM at the {args.shape} shape")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
-    for label, recipe in arms[: args.arms]:
+    for label, recipe in (arms[name] for name in args.arms):
         program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine")
         for per_step in args.per_step:
             steps = args.block // per_step

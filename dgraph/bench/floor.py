@@ -25,6 +25,9 @@ from dgraph.passes.salience import finder
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
 
+SETTLE = 0.3
+"""Seconds of load in front of each measurement on a GPU: the clocks of a long run, not those of a burst."""
+
 Shape = tuple[int, int]
 """Of a weight: outputs, inputs."""
 
@@ -93,7 +96,7 @@ def work_of(graph: Graph) -> Work:
     linears: list[dict[Shape, int]] = [{} for _ in row_sets]
     attentions = [0] * len(row_sets)
     listed: dict[Shape, int] = {}
-    counted = graph.find("rows_linear")
+    counted = graph.find("rows_linear") + graph.find("rows_glu")
     for node in graph.calls:
         if node in counted and finder(graph, node.meta["layer"]) is not None:
             shape = _shape(graph, args_of(node)[1])
@@ -188,7 +191,7 @@ class Device:
                     call()
                 times.append((time.perf_counter() - start) / len(calls))
             return statistics.median(times)
-        return graph_seconds(calls, runs)
+        return graph_seconds(calls, runs, SETTLE)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ KERNELS: dict[str, frozenset[str]] = {
     ),
     "kv write": frozenset({"_write"}),
     "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine"}),
+    "norms": frozenset({"_norm_rows", "_rotate_rows"}),
     "GEMM": frozenset({"_multiply"}),
 }
 """dgraph's own kernels by group."""

@@ -25,8 +25,11 @@ from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.shapes import Symbols, is_row_set
 
-CHUNK_ROWS = 8192
-"""Rows of a chunk: enough to fill any device, few enough that what lies between is small beside keys and values."""
+CHUNK_ROWS = 24576
+"""Rows of a chunk at most. Far more than fill a device: results of chunks are copied together, and a stage that runs
+in chunks is not captured, so a batch of a few sequences of usual length runs whole. Yet of a prompt of 32k tokens what
+lies between stays small beside keys and values.
+"""
 
 # Of these, the sizes tell whether they act row by row: an op that mixes rows has a result whose first dimension is
 # another, or that has the rows in a second one.
@@ -39,7 +42,9 @@ _ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}
 # The rows of these are looked up by the rows of an index, so only the index may be cut.
 _TABLES = {"embedding": 0}
 # Opaque calls that act row by row on their first argument, and the place of the one that counts the live rows.
-_COUNTED = {"rows_linear": 3}
+_COUNTED = {"rows_linear": 3, "rows_glu": 3, "rows_norm": 3, "rows_rope": 3}
+# Further arguments of theirs that they read row by row, in order; no others may have rows.
+_BESIDE = {"rows_rope": (1, 2)}
 # These allocate nothing.
 _VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
 
@@ -66,8 +71,13 @@ def cut_of(graph: Graph, step: Region | Call) -> Cut | None:
     if op is None or op.name not in _COUNTED:
         return None
     args = args_of(step.node)
-    x, *others = [_row_set(graph.symbols, n) for n in (args[0], *step.node.all_input_nodes[1:])]
-    return Cut(x, args[_COUNTED[op.name]]) if is_row_set(x) and not any(others) else None
+    x, *beside = [args[i] for i in (0, *_BESIDE.get(op.name, ()))]
+    rows = _row_set(graph.symbols, x)
+    if not is_row_set(rows) or any(_row_set(graph.symbols, n) != rows for n in beside):
+        return None
+    if any(_row_set(graph.symbols, n) for n in step.node.all_input_nodes if n not in (x, *beside)):
+        return None
+    return Cut(rows, args[_COUNTED[op.name]])
 
 
 def in_chunks(

@@ -33,7 +33,10 @@ from dgraph.ops import (
     rms_norm,
     rope,
     route,
+    rows_glu,
     rows_linear,
+    rows_norm,
+    rows_rope,
     select_tokens,
     sparse_attention,
 )
@@ -62,7 +65,10 @@ KERNELS = (
     "lm_head",
     "paged_attention",
     "partial_attention",
+    "rows_glu",
     "rows_linear",
+    "rows_norm",
+    "rows_rope",
     "select_tokens",
     "sparse_attention",
 )
@@ -103,7 +109,10 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "rows_glu",
     "rows_linear",
+    "rows_norm",
+    "rows_rope",
     "select_tokens",
     "sparse_attention",
 ]

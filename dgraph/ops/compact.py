@@ -11,9 +11,13 @@ from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Op, Sample, define, register
 
 CONTRACT = """\
-Row index[i] of every tensor, along dimension 0, in the order of `index`; index -1 gives a row of zeros
-(False). values: tensors [N, ...] of any dtype; index i64[K] -> tensors [K, ...], contiguous, of the same
-dtypes. An exact copy. Rows that the index does not name may hold anything."""
+Row index[i] of every tensor, along dimension 0, in the order of `index`. values: tensors [N, ...] of any
+dtype; index i64[K] -> tensors [K, ...], contiguous, of the same dtypes. An exact copy. Rows that the index
+does not name may hold anything, and there may be any number of them: N may differ from tensor to tensor.
+Index -1 is padding: a row of zeros (False) of an integer or boolean tensor, which may say what to look up or
+whether to look at a row; that of a floating tensor is not written, and holds anything. Who reads it must not
+let it reach a live row; every op of dgraph keeps to that. The reference fills it with NaN, so that who does
+not is found."""
 
 
 def reference(values: Sequence[Tensor], index: Tensor) -> list[Tensor]:
@@ -23,7 +27,8 @@ def reference(values: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     live = ~dead
     found = []
     for value in values:
-        out = value.new_zeros((index.shape[0], *value.shape[1:]))
+        filler = torch.nan if value.is_floating_point() else 0
+        out = value.new_full((index.shape[0], *value.shape[1:]), filler)
         out[live] = value[index[live]]
         found.append(out)
     return found
@@ -36,11 +41,10 @@ def fake(values: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     for name, n, index in (
         ("some rows", 9, (0, 3, 4, 8)),
-        ("padding at the end", 9, (1, 2, 7, -1, -1, -1)),
+        ("a row twice, out of order", 9, (7, 1, 7)),
         ("all rows", 4, (0, 1, 2, 3)),
-        ("nothing but padding", 5, (-1, -1)),
         ("no index", 5, ()),
-        ("no rows", 0, (-1, -1, -1)),
+        ("no rows", 0, ()),
     ):
         values = [
             torch.randn(n, 3, 5, generator=generator),
@@ -49,8 +53,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
             torch.rand(n, generator=generator) < 0.5,
         ]
         rows = torch.tensor(index, dtype=torch.int64)
-        padded = ([pad_rows(value, 3) for value in values], torch.cat([rows, rows.new_full((2,), -1)]))
-        yield Sample(name, (values, rows), padded)
+        padded = torch.cat([rows, rows.new_full((3,), -1)])
+        yield Sample(name, (values, rows), ([pad_rows(value, 3) for value in values], padded))
+        # Buffers of several sizes, of which a step has filled the first n rows.
+        unequal = [pad_rows(value, more) for more, value in enumerate(values)]
+        yield Sample(f"{name}, behind them others", (unequal, rows.clone()), (unequal, padded.clone()))
 
 
 OP = register(

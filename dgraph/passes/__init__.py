@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.manager import run_passes
@@ -29,6 +31,8 @@ PASSES: dict[str, type[Pass]] = {
         SparseKV,
         ChunkLMHead,
         CountRows,
+        FuseGLU,
+        BoundRows,
         OnlyKV,
     )
 }
@@ -36,11 +40,13 @@ PASSES: dict[str, type[Pass]] = {
 
 __all__ = [
     "PASSES",
+    "BoundRows",
     "CacheKV",
     "ChunkLMHead",
     "CountRows",
     "Effect",
     "EvictTokens",
+    "FuseGLU",
     "FuseProjections",
     "GateFFN",
     "OnlyKV",

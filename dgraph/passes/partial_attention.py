@@ -48,9 +48,14 @@ class PartialAttention(Pass):
 
     Attributes:
         tau: the cosine below which a row is salient; one number, or one for each layer.
+        update: whether rows that did not project keys and values take their context from the step before, updated.
+            False: all rows attend to the keys and values that there are (`paged_attention`, `drift`), and nothing of a
+            context is left of earlier steps. That is not in the paper. It reads all values, and makes no difference of
+            them.
     """
 
     tau: float | tuple[float, ...] = 0.99
+    update: bool = True
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "keys and values of salient rows only, attention updated by what they changed (DyLLM)"
@@ -59,6 +64,8 @@ class PartialAttention(Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tau", salience.checked(self.tau))
+        if not isinstance(self.update, bool):
+            raise InputError(f"update must be True or False, got {self.update!r}.")
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
@@ -83,25 +90,35 @@ class PartialAttention(Pass):
         instead = dict(zip(values, graph.parts(compact, len(values), by), strict=True))
         new = salience.move(graph, nodes, instead, changed, write, by)
         update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows)
-        dv = graph.call(OPS["kv_update"], update, before=write, by=by)
-        graph.fx.erase_node(write)
-
-        q, *_, limit, scale = args_of(attention)
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
-        graph.add_input(salience.FULL)
-        full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
-        args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table, cu_rows)
-        partial = graph.call(OPS["partial_attention"], (*args, limit, scale, tau), before=attention, by=by)
-        context, salient = graph.parts(partial, 2, by)
         for drift in graph.find("drift", layer):
             if args_of(drift)[-1] != tau:
                 raise InputError(
                     f"tau is {tau:g} in layer {layer}, but {op_name(drift.target)} finds its salient rows with "
                     f"{args_of(drift)[-1]:g}; give both passes the same tau."
                 )
-            graph.replace(drift, salient)
-        graph.replace(attention, context)
-        report.did(f"{len(nodes)} calls for keys and values on salient rows, attention updated", layer)
+        graph.add_input(salience.FULL)
+        full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
+        if self.update:
+            dv = graph.call(OPS["kv_update"], update, before=write, by=by)
+            q, *_, limit, scale = args_of(attention)
+            args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table)
+            partial = graph.call(OPS["partial_attention"], (*args, cu_rows, limit, scale, tau), before=attention, by=by)
+            context, salient = graph.parts(partial, 2, by)
+            for drift in graph.find("drift", layer):
+                graph.replace(drift, salient)
+            graph.replace(attention, context)
+        else:
+            graph.call(OPS["kv_write"], update, before=write, by=by)
+            if not graph.find("drift", layer):
+                turned = (attention, cache, full, positions, page_table, cu_rows, tau)
+                graph.call(OPS["drift"], turned, before=attention.next, by=by, like=attention)
+        graph.fx.erase_node(write)
+        report.did(
+            f"{len(nodes)} calls for keys and values on salient rows, attention "
+            f"{'updated' if self.update else 'on all rows'}",
+            layer,
+        )
 
     def _changed(self, graph: Graph, layer: int, cu_rows: Node, by: str) -> salience.Listed:
         """The rows of which the layer's keys and values are projected."""

@@ -18,13 +18,19 @@ CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
 PREFILL = Phase("prefill", (*CACHED, OnlyKV()))
 """The prompt's whole blocks: keys and values only."""
 
+GATED = frozenset({"FuseGLU"})
+"""Optional where it is used: a mixture of experts may have no gated unit beside its experts."""
 
-def phases_of(spec: ModelSpec, *behind: Pass) -> tuple[Phase, ...]:
-    """The phases of a recipe whose step runs these passes behind `CACHED`.
+BOUNDED = GATED | {"BoundRows"}
+"""The same with BoundRows, which leaves a norm alone that experts read, and keys of which a part is rotated."""
+
+
+def phases_of(spec: ModelSpec, *behind: Pass, optional: frozenset[str] = frozenset()) -> tuple[Phase, ...]:
+    """The phases of a recipe whose step runs these passes behind `CACHED`; the optional ones may apply nowhere.
 
     A bidirectional model has no prefill: its first step forwards the prompt with everything else.
     """
-    step = Phase("step", (*CACHED, *behind))
+    step = Phase("step", (*CACHED, *behind), optional)
     return (PREFILL, step) if spec.attention == "block_causal" else (step,)
 
 

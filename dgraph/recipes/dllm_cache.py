@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dgraph.errors import InputError
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import phases_of
+from dgraph.recipes.dense import GATED, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -49,4 +50,5 @@ def dllm_cache(
     if type(rho) not in (int, float) or not 0 <= rho <= 1:
         raise InputError(f"rho must be a number from 0 (reuse all rows) to 1 (recompute all), got {rho!r}.")
     plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
-    return Recipe("dllm_cache", 1, phases_of(spec, ReuseRows(rho), ChunkLMHead(max_num_logits)), plan=plan)
+    passes = ReuseRows(rho), ChunkLMHead(max_num_logits), FuseGLU()
+    return Recipe("dllm_cache", 1, phases_of(spec, *passes, optional=GATED), plan=plan)

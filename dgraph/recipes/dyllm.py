@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dgraph.errors import InputError
 from dgraph.passes.base import Pass
+from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import phases_of
+from dgraph.recipes.dense import BOUNDED, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -21,6 +23,7 @@ def dyllm(
     response_only_period: int | None = None,
     gate: bool = True,
     partial: bool = True,
+    update: bool = True,
     block_cache: str = "off",
     refresh: bool = True,
     max_num_logits: int = 2048,
@@ -48,16 +51,23 @@ def dyllm(
         response_only_period: every so many steps behind the first full ones, all rows are forwarded; the first one is
             such a step. 0: never the prompt's again. Bidirectional models only; default 4.
         gate: whether feed-forward networks run on salient rows only.
-        partial: whether keys, values and attention are updated for salient rows only.
+        partial: whether keys and values are projected for salient rows only, and attention is updated.
+        update: where partial: whether the context of the other rows is the one of the step before, updated by what the
+            changed values contribute (as published). False: they attend to all keys and values that there are, which
+            leaves less error, and is faster where attention is not bound by the reading of values.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
         refresh: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
-    for name, given in (("gate", gate), ("partial", partial)):
+    for name, given in (("gate", gate), ("partial", partial), ("update", update)):
         if not isinstance(given, bool):
             raise InputError(f"{name} must be True or False, got {given!r}.")
     if not gate and not partial:
         raise InputError("gate and partial are both False, which leaves the dense model; use 'dense' instead.")
+    if not partial and not update:
+        raise InputError(
+            "update=False says how partial attention is made, and partial is False; leave one of them out."
+        )
     causal = spec.attention == "block_causal"
     full = full_steps if full_steps is not None else 1 if causal else 4
     period = 4 if response_only_period is None else response_only_period
@@ -80,6 +90,8 @@ def dyllm(
             )
         plan = RowPlan("response", full_steps=0, every=every, warm_up=full, widen=period)
     passes: tuple[Pass, ...] = (GateFFN(tau),) if gate else ()
-    passes += (PartialAttention(tau),) if partial else ()
-    phases = phases_of(spec, *passes, ChunkLMHead(max_num_logits))
+    passes += (PartialAttention(tau, update),) if partial else ()
+    glu: tuple[Pass, ...] = (FuseGLU(),) if gate else ()
+    passes += (ChunkLMHead(max_num_logits), *glu, BoundRows())
+    phases = phases_of(spec, *passes, optional=BOUNDED)
     return Recipe("dyllm", 1, phases, block_cache, refresh, plan)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dgraph.errors import InputError
 from dgraph.passes.base import Pass
+from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import phases_of
+from dgraph.recipes.dense import BOUNDED, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -49,7 +51,8 @@ def focus(
     if count not in COUNTS:
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
     evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
-    counted: tuple[Pass, ...] = (CountRows(),) if count == "device" else ()
-    phases = phases_of(spec, evict, ChunkLMHead(max_num_logits), *counted)
+    counted: tuple[Pass, ...] = (CountRows(), FuseGLU(), BoundRows()) if count == "device" else ()
+    passes = evict, ChunkLMHead(max_num_logits), *counted
+    phases = phases_of(spec, *passes, optional=BOUNDED if counted else frozenset())
     plan = RowPlan("block") if spec.attention == "bidirectional" else None
     return Recipe("focus", 1, phases, block_cache, refresh, plan)

@@ -9,10 +9,11 @@ from dgraph import budgets
 from dgraph.errors import InputError, UnknownName
 from dgraph.kvplan import KVPlan
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import dense, phases_of
+from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
@@ -185,7 +186,8 @@ def adaptive_rows(
             )
         return dense(spec, max_num_logits=max_num_logits)
     plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
-    return Recipe("maskkv", 1, phases_of(spec, ReuseRows(rho, idle=True), ChunkLMHead(max_num_logits)), plan=plan)
+    passes = ReuseRows(rho, idle=True), ChunkLMHead(max_num_logits), FuseGLU()
+    return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
 
 
 def dllm_serve(

@@ -151,19 +151,41 @@ def test_chunks_of_four_at_any_number_of_rows(rows: int) -> None:
         assert value.is_contiguous()
 
 
-def test_calls_that_count_live_rows_count_those_of_their_chunk() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_calls_that_count_live_rows_count_those_of_their_chunk(fused: bool) -> None:
     """The reference fills padding rows with NaN, so a count that is too small shows, and so does one too large."""
     hand = Hand()
     x, cu_rows = hand.input("x", "N", 8), hand.input("cu_rows", "b+1", dtype=torch.int32)
-    wide = hand.call(OPS["rows_linear"], x, hand.weight("up", 24, 8), None, cu_rows)
-    narrow = hand.call(
-        OPS["rows_linear"], hand.call(aten.silu.default, wide), hand.weight("down", 8, 24), None, cu_rows
-    )
+    if fused:
+        wide = hand.call(OPS["rows_glu"], x, hand.weight("up", 48, 8), None, cu_rows)
+    else:
+        wide = hand.call(OPS["rows_linear"], x, hand.weight("up", 24, 8), None, cu_rows)
+        wide = hand.call(aten.silu.default, wide)
+    narrow = hand.call(OPS["rows_linear"], wide, hand.weight("down", 8, 24), None, cu_rows)
     graph = hand.returns(y=narrow)
     (group,) = chunks_of(program := lower(graph, 4))
-    assert len(group.members) == 3
+    assert len(group.members) == (2 if fused else 3)
     for live in (0, 3, 4, 6, 12):
         inputs = {"x": torch.randn(12, 8), "cu_rows": torch.tensor([0, live // 2, live], dtype=torch.int32)}
+        got, want = (p(inputs, 12).outputs["y"] for p in (program, lower(graph, None)))
+        torch.testing.assert_close(got[:live], want[:live])
+        assert got[live:].isnan().all()
+
+
+def test_norms_and_rotations_that_count_live_rows_take_the_angles_of_their_chunk() -> None:
+    hand = Hand()
+    x, cu_rows = hand.input("x", "N", 8), hand.input("cu_rows", "b+1", dtype=torch.int32)
+    cos, sin = (hand.input(name, "N", 1, 4) for name in ("cos", "sin"))
+    normed = hand.call(OPS["rows_norm"], x, hand.weight("norm", 8), 1e-6, cu_rows)
+    wide = hand.call(OPS["rows_linear"], normed, hand.weight("k", 8, 8), None, cu_rows)
+    heads = hand.call(aten.reshape.default, wide, [-1, 2, 4])
+    rope = hand.call(OPS["rows_rope"], heads, cos, sin, cu_rows, hand.weight("head", 4), 1e-6)
+    graph = hand.returns(y=rope)
+    (group,) = chunks_of(program := lower(graph, 4))
+    assert len(group.members) == 4
+    for live in (0, 3, 4, 6, 12):
+        count = torch.tensor([0, live // 2, live], dtype=torch.int32)
+        inputs = {"x": torch.randn(12, 8), "cos": torch.randn(12, 1, 4), "sin": torch.randn(12, 1, 4), "cu_rows": count}
         got, want = (p(inputs, 12).outputs["y"] for p in (program, lower(graph, None)))
         torch.testing.assert_close(got[:live], want[:live])
         assert got[live:].isnan().all()
@@ -244,6 +266,18 @@ def test_a_stage_in_chunks_is_not_captured_and_says_so_once(dense: dict[str, Gra
     assert not pool.captured
     lower(dense["step"], ROWS, runner=pool.runner)(step.copy().inputs, ROWS)
     assert pool.captured == [("step", ROWS)]
+
+
+def test_a_stage_behind_one_in_chunks_is_captured(focus: dict[str, Graph], step: Scene) -> None:
+    pool = GraphPool(capture=Recorder)
+    program, plain = lower(focus["step"], ROWS - 1, runner=pool.runner), lower(focus["step"], ROWS - 1)
+    for _ in range(3):
+        mine, theirs = program(step.copy().inputs, ROWS), plain(step.copy().inputs, ROWS)
+        assert mine.rows == theirs.rows
+        for name, value in theirs.outputs.items():
+            assert torch.equal(mine.outputs[name], value), name
+    assert [(name, rows) for name, rows, _ in pool.refused] == [("prefix", ROWS)]
+    assert {name for name, _ in pool.captured} == {"suffix"}
 
 
 def test_steps_of_blocks_are_captured_at_any_size(llada: Setup) -> None:

@@ -36,13 +36,16 @@ NAMES = (
     "rms_norm",
     "rope",
     "route",
+    "rows_glu",
     "rows_linear",
+    "rows_norm",
+    "rows_rope",
     "select_tokens",
     "sparse_attention",
 )
 # What an op gives for padding rows, by result; None: any value, because nobody reads it.
 PADDING: dict[str, tuple[float | None, ...]] = {
-    "compact": (0, 0, 0, 0),
+    "compact": (None, None, 0, 0),
     "drift": (0,),
     "experts": (0,),
     "feature_merge": (0,),
@@ -59,7 +62,10 @@ PADDING: dict[str, tuple[float | None, ...]] = {
     "partial_attention": (0, 0),
     "rms_norm": (None,),
     "rope": (None,),
+    "rows_glu": (None,),
     "rows_linear": (None,),
+    "rows_norm": (None,),
+    "rows_rope": (None,),
     "route": (None, None),
     "select_tokens": (0, 0),
     "sparse_attention": (0,),

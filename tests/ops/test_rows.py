@@ -28,10 +28,11 @@ def test_keep_index_refuses_more_rows_than_its_capacity() -> None:
         ops.keep_index(torch.ones(3).bool(), cu_rows_of([3]), 2)
 
 
-def test_compact_gathers_rows_and_fills_padding_with_zeros() -> None:
+def test_compact_gathers_rows_and_fills_the_padding_of_integers_and_flags() -> None:
     values = [torch.arange(12.0).view(4, 3), torch.tensor([1, 2, 3, 4]), torch.ones(4).bool()]
     got = ops.compact(values, torch.tensor([3, 0, -1]))
-    assert got[0].tolist() == [[9, 10, 11], [0, 1, 2], [0, 0, 0]]
+    assert got[0][:2].tolist() == [[9, 10, 11], [0, 1, 2]]
+    assert got[0][2].isnan().all(), "of floats it is not written"
     assert got[1].tolist() == [4, 1, 0]
     assert got[2].tolist() == [True, True, False]
 

@@ -44,6 +44,7 @@ class Method:
     gate: bool = True
     partial: bool = True
     every: int = 0
+    update: bool = True  # of contexts; False: every row attends to the keys and values that there are
 
     def of(self, layer: int) -> float:
         return self.tau[layer] if isinstance(self.tau, tuple) else self.tau
@@ -142,7 +143,7 @@ def hidden(
 
         tau, cached = method.of(layer), memory.c[layer][at]
         context = attention(q, keys, values, limit)
-        if method.partial and not full and tau <= 1:
+        if method.partial and method.update and not full and tau <= 1:
             others = [i for i in rows if i not in projected]
             group = config.heads // config.kv_heads
             scores = torch.einsum("nhd,lhd->nhl", q[others], keys.repeat_interleave(group, 1)) * config.head_dim**-0.5

@@ -224,6 +224,8 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "GateFFN": Effect.APPROXIMATE,
         "PartialAttention": Effect.APPROXIMATE,
         "CountRows": Effect.REASSOCIATES,
+        "FuseGLU": Effect.REASSOCIATES,
+        "BoundRows": Effect.REASSOCIATES,
         "ReuseRows": Effect.APPROXIMATE,
         "SparseKV": Effect.APPROXIMATE,
         "ChunkLMHead": Effect.REASSOCIATES,

@@ -111,6 +111,34 @@ def test_both_passes_in_either_order(name: str, fused: bool, passes: tuple[Any, 
     check_against_oracle(family, graph, Method(0.7), padding=3)
 
 
+@pytest.mark.parametrize("order", ["alone", "gate first", "gate last"])
+@pytest.mark.parametrize("name", FAMILIES[:-1])
+def test_all_rows_may_attend_to_keys_of_which_salient_rows_are_new(name: str, order: str) -> None:
+    family = family_of(name)
+    gate: list[Pass] = [GateFFN(0.7)] if order != "alone" else []
+    partial = [PartialAttention(0.7, update=False)]
+    passes = gate + partial if order == "gate first" else partial + gate
+    graph = rewritten(family.cached, *passes)
+    layers = list(range(graph.spec.layers))
+    for op in ("paged_attention", "kv_write", "drift"):
+        assert [n.meta["layer"] for n in graph.find(op)] == layers, op
+    assert graph.find("partial_attention") == graph.find("kv_update") == []
+    counts = check_against_oracle(family, graph, Method(0.7, gate=bool(gate), update=False), padding=5)
+    assert 0 < counts[2] < counts[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_updates_and_with_tau_above_one_it_is_the_dense_program(name: str) -> None:
+    cached = family_of(name).cached
+    graph = rewritten(cached, PartialAttention(1.01, update=False))
+    check_lossless(cached, graph, exactly=False, first=name != "llada2")
+
+
+def test_update_is_a_switch() -> None:
+    with pytest.raises(InputError, match="update must be True or False, got 1"):
+        PartialAttention(update=1)  # type: ignore[arg-type]
+
+
 def test_the_order_of_the_passes_does_not_matter() -> None:
     gate, partial, cached = GateFFN(), PartialAttention(), family_of("dream").cached
     one, other = rewritten(cached, gate, partial), rewritten(cached, partial, gate)

@@ -219,7 +219,7 @@ def recipe(**options: Any) -> Recipe:
 
 def test_its_passes_and_rows() -> None:
     assert [p.name for p in recipe().phase("step").passes] == [
-        "PackRows", "FuseProjections", "CacheKV", "ReuseRows", "ChunkLMHead",
+        "PackRows", "FuseProjections", "CacheKV", "ReuseRows", "ChunkLMHead", "FuseGLU",
     ]  # fmt: skip
     assert [p.name for p in recipe().phases] == ["step"]
     assert recipe().plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=7)

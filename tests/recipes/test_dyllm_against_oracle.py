@@ -207,10 +207,11 @@ def recipe(**options: Any) -> Recipe:
 
 def test_its_passes_and_rows() -> None:
     assert [p.name for p in recipe().phase("step").passes] == [
-        "PackRows", "FuseProjections", "CacheKV", "GateFFN", "PartialAttention", "ChunkLMHead",
+        "PackRows", "FuseProjections", "CacheKV", "GateFFN", "PartialAttention", "ChunkLMHead", "FuseGLU", "BoundRows",
     ]  # fmt: skip
-    assert [p.name for p in recipe(gate=False).phase("step").passes][3] == "PartialAttention"
-    assert [p.name for p in recipe(partial=False).phase("step").passes][3:] == ["GateFFN", "ChunkLMHead"]
+    alone = [[p.name for p in recipe(**{name: False}).phase("step").passes][3:] for name in ("gate", "partial")]
+    assert alone[0] == ["PartialAttention", "ChunkLMHead", "BoundRows"]
+    assert alone[1] == ["GateFFN", "ChunkLMHead", "FuseGLU", "BoundRows"]
     assert [p.name for p in recipe().phases] == ["step"]
     assert recipe().plan == RowPlan("response", full_steps=0, warm_up=4, widen=4)
     assert recipe(every=3).plan == RowPlan("response", full_steps=0, every=3, warm_up=4, widen=4)

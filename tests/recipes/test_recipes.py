@@ -13,7 +13,17 @@ import pytest
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.graph import Graph
-from dgraph.passes import CacheKV, ChunkLMHead, CountRows, EvictTokens, FuseProjections, OnlyKV, PackRows
+from dgraph.passes import (
+    BoundRows,
+    CacheKV,
+    ChunkLMHead,
+    CountRows,
+    EvictTokens,
+    FuseGLU,
+    FuseProjections,
+    OnlyKV,
+    PackRows,
+)
 from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
@@ -47,7 +57,10 @@ def test_options_reach_their_pass() -> None:
     evict, head = focus.phase("step").passes[-2:]
     assert evict == EvictTokens(alpha=2.0, after=2, signal="importance", select="bottom", keep=4)
     assert head == ChunkLMHead(7)
-    assert recipe("focus", count="device").phase("step").passes == (*recipe("focus").phase("step").passes, CountRows())
+    counted = recipe("focus", count="device").phase("step")
+    assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
+    assert counted.optional == {"FuseGLU", "BoundRows"}
+    assert not recipe("focus").phase("step").optional
     loop = recipe("focus", block_cache="dc", refresh=False)
     assert (loop.block_cache, loop.refresh) == ("dc", False)
     assert recipe("dense", block_cache="dc+", max_num_logits=9).phase("step").passes[-1] == ChunkLMHead(9)

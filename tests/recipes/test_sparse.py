@@ -16,7 +16,17 @@ from dgraph.api import Optimized, Result
 from dgraph.cli import app
 from dgraph.errors import InputError, UnknownName
 from dgraph.kvplan import KVPlan
-from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows, ReuseRows, SparseKV
+from dgraph.passes import (
+    CacheKV,
+    ChunkLMHead,
+    EvictTokens,
+    FuseGLU,
+    FuseProjections,
+    OnlyKV,
+    PackRows,
+    ReuseRows,
+    SparseKV,
+)
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
 from dgraph.rowplan import RowPlan
@@ -135,7 +145,7 @@ def test_phases_and_plans() -> None:
     assert (found.name, found.kv) == ("maskkv", KVPlan("response", pairs=(7,)))
     assert found.plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=5)
     select = SparseKV("mask_voting", 0.0, (7,), "mass", 0.1)
-    before = (PackRows(), FuseProjections(), CacheKV(), ReuseRows(0.25, idle=True))
+    before = (PackRows(), FuseProjections(), CacheKV(), ReuseRows(0.25, idle=True), FuseGLU())
     assert found.phase("refresh").passes == (*before, select, ChunkLMHead(5))
     assert found.phase("step").passes == (*before, replace(select, reuse=True), ChunkLMHead(5))
     assert [p.name for p in found.phases] == ["refresh", "step"]

@@ -1,4 +1,4 @@
-"""dgraph::compact on CUDA: one program per row of the result copies that row of every value."""
+"""dgraph::compact on CUDA: one program per row of the result copies that row of every value, if there is one."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def kernel(values: Sequence[Tensor], index: Tensor) -> list[Tensor]:
             tuple(out for _, out in pairs),
             tuple(x.stride(0) for x, _ in pairs),
             widths,
+            tuple(not x.is_floating_point() for x, _ in moved[at : at + TOGETHER]),
             power_of_two(max(widths), 32, 2048),
             num_warps=4,
         )
@@ -50,14 +51,15 @@ def _words(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _gather(index_ptr, sources, outs, strides, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(index_ptr, sources, outs, strides, WIDTHS: tl.constexpr, FILLED: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(index_ptr + at)
     column = tl.arange(0, BLOCK)
     for i in tl.static_range(len(WIDTHS)):
         source = sources[i] + row * strides[i]
         out = outs[i] + at * WIDTHS[i]
-        for first in range(0, WIDTHS[i], BLOCK):
-            inside = first + column < WIDTHS[i]
-            word = tl.load(source + first + column, mask=inside & (row >= 0), other=0)
-            tl.store(out + first + column, word, mask=inside)
+        if (row >= 0) | FILLED[i]:
+            for first in range(0, WIDTHS[i], BLOCK):
+                inside = first + column < WIDTHS[i]
+                word = tl.load(source + first + column, mask=inside & (row >= 0), other=0)
+                tl.store(out + first + column, word, mask=inside)

@@ -70,3 +70,9 @@ def owner_of(cu_ptr, b, row, BLOCK: tl.constexpr):
         start = tl.load(cu_ptr + i, mask=i < b, other=0)
         found += tl.sum(((start <= row) & (i < b)).to(tl.int32))
     return found
+
+
+@triton.jit
+def live_rows(cu_ptr, b, n):
+    """How many of n rows are live, by the last of b + 1 offsets."""
+    return tl.minimum(tl.load(cu_ptr + b), n).to(tl.int32)

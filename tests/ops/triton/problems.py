@@ -50,13 +50,23 @@ def compare(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 2e
         assert_close(one.cpu(), other.to(one.dtype).cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+UNWRITTEN = {"rows_glu": 3, "rows_linear": 3, "rows_norm": 3, "rows_rope": 3}
+"""Ops that write live rows only, and the place of the argument that counts them."""
+
+
 def settled(name: str, args: Call, found: Sequence[Tensor]) -> list[Tensor]:
-    """Results without what a contract leaves open: NaN in the rows that rows_linear does not write."""
-    if name != "rows_linear":
+    """Results without what a contract leaves open: NaN in the rows that are not written."""
+    if name == "compact":
+        return [nan_where(args[1].to(out.device) < 0, out) if out.is_floating_point() else out for out in found]
+    if name not in UNWRITTEN:
         return list(found)
-    (out,), cu_rows = found, args[3]
-    unwritten = torch.arange(len(out), device=out.device) >= cu_rows[-1].to(out.device)
-    return [out.masked_fill(unwritten[:, None], torch.nan)]
+    (out,), cu_rows = found, args[UNWRITTEN[name]]
+    return [nan_where(torch.arange(len(out), device=out.device) >= cu_rows[-1].to(out.device), out)]
+
+
+def nan_where(rows: Tensor, out: Tensor) -> Tensor:
+    """`out` with NaN in the flagged rows."""
+    return out.masked_fill(rows.reshape(-1, *(1,) * (out.dim() - 1)), torch.nan)
 
 
 def attention(
@@ -257,6 +267,22 @@ def product(
     return x[:, :d_in], weight, offset, torch.tensor([0, rows // 2, rows], dtype=index)
 
 
+def norming(rows: int, capacity: int, d: int, *, index: torch.dtype = torch.int32) -> Call:
+    """Columns of a wider matrix, of which the first rows are live and the others NaN."""
+    x, _, _, count = product(rows, capacity, d, 1, index=index)
+    return x, torch.randn(d, generator=torch.Generator().manual_seed(d)), 1e-6, count
+
+
+def rotating(rows: int, capacity: int, heads: int, d: int, *, normed: bool = False) -> Call:
+    """Keys of a projection of keys and values; rows that are not live are NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    both = torch.full((capacity, 2 * heads, d), torch.nan)
+    both[:rows] = torch.randn(rows, 2 * heads, d, generator=generator)
+    theta = pad_rows(torch.rand(rows, 1, d // 2, generator=generator) * 6, capacity - rows).repeat(1, 1, 2)
+    weight = torch.randn(d, generator=generator) if normed else None
+    return both[:, :heads], theta.cos(), theta.sin(), torch.tensor([0, rows // 2, rows]).int(), weight, 1e-6
+
+
 MANY = (2, *(0,) * 515, 3, 0, 1)
 LARGER: list[tuple[str, str, Call]] = [
     ("paged_attention", "ragged", attention((9, 0, 1, 17, 4), (40, 0, 5, 200, 33))),
@@ -306,6 +332,18 @@ LARGER: list[tuple[str, str, Call]] = [
     ),
     ("rows_linear", "odd sizes", product(21, 37, 45, 77, bias=True)),
     ("rows_linear", "one column, offsets of 64 bits", product(5, 9, 40, 1, index=torch.int64)),
+    *(
+        ("rows_glu", f"{rows} of 150 rows", product(rows, 150, 96, 200, bias=rows % 2 == 0))
+        for rows in (0, 1, 15, 16, 17, 63, 64, 65, 129, 150)
+    ),
+    ("rows_glu", "odd sizes", product(21, 37, 45, 154, bias=True)),
+    ("rows_glu", "one column of either, offsets of 64 bits", product(5, 9, 40, 2, index=torch.int64)),
+    *(("rows_norm", f"{rows} of 90 rows", norming(rows, 90, 96)) for rows in (0, 1, 17, 90)),
+    ("rows_norm", "odd size, offsets of 64 bits", norming(5, 9, 1300, index=torch.int64)),
+    ("rows_norm", "more rows than programs", norming(2100, 2200, 16)),
+    *(("rows_rope", f"{n} of 90 rows", rotating(n, 90, 4, 32, normed=n % 2 == 0)) for n in (0, 1, 16, 17, 90)),
+    ("rows_rope", "odd sizes", rotating(5, 9, 3, 70, normed=True)),
+    ("rows_rope", "more rows than programs", rotating(2100, 2200, 1, 8)),
     ("lm_head", "drawn and greedy", heading(21)),
     ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
     ("lm_head", "so many rows that they are listed", heading(270, vocab=90, chunk=100, share=0.3)),

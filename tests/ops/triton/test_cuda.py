@@ -31,8 +31,10 @@ from tests.ops.triton.problems import (
     merging,
     moved,
     mutated,
+    norming,
     partial,
     product,
+    rotating,
     selection,
     settled,
     writing,
@@ -190,14 +192,27 @@ def test_noise_has_the_integer_part_of_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 64, 65, 300, 1000])
-def test_products_at_the_sizes_of_models(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
+def test_products_at_the_sizes_of_models(name: str, rows: int, dtype: torch.dtype) -> None:
     for d_in, d_out, bias in ((1024, 4096, False), (3072, 1024, True)):
         x, weight, offset, cu_rows = product(rows, 1000, d_in, d_out, bias=bias)
         halved = [None if t is None else t.to(dtype) for t in (x, weight, offset)]
         args = (*(None if t is None else t.cuda() for t in halved), cu_rows.cuda())
-        want = expected("rows_linear", (*(None if t is None else t.float() for t in halved), cu_rows))
-        got = settled("rows_linear", args, [OPS["rows_linear"].overload(*args)])
+        want = expected(name, (*(None if t is None else t.float() for t in halved), cu_rows))
+        got = settled(name, args, [OPS[name].overload(*args)])
         compare(got, want, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 300, 3000])
+def test_norms_and_rotations_round_where_the_references_do(rows: int, dtype: torch.dtype) -> None:
+    """Statistics in another order may round to the neighbour, which the operations behind it carry on."""
+    calls: list[tuple[str, tuple[Any, ...]]] = [("rows_norm", norming(rows, 3100, 4096))]
+    calls += [("rows_rope", rotating(rows, 3100, 32, 128, normed=normed)) for normed in (False, True)]
+    for name, args in calls:
+        halved = tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args)
+        got = settled(name, halved, [OPS[name].overload(*moved(halved, "cuda"))])
+        compare(got, expected(name, halved), 2e-2 if dtype == torch.bfloat16 else 4e-3)
 
 
 PAIRS = [
@@ -223,6 +238,9 @@ PAIRS = [
     *SELECTING,
     ("list_kept", [keeping(c, 70, seed=c[0])[:2] for c in ((32, 5, 20), (0, 30, 27))]),
     ("rows_linear", [product(rows, 150, 96, 200) for rows in (30, 140)]),
+    ("rows_glu", [product(rows, 150, 96, 200) for rows in (30, 140)]),
+    ("rows_norm", [norming(rows, 150, 96) for rows in (30, 140)]),
+    ("rows_rope", [rotating(rows, 150, 4, 32, normed=True) for rows in (30, 140)]),
     ("lm_head", [heading(21, seed=seed) for seed in (0, 1)]),
     ("lm_head", [heading(400, vocab=90, chunk=150, share=share) for share in (0.9, 0.02)]),
 ]

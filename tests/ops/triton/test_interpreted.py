@@ -256,7 +256,10 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32, 33, 48, 49, 70, 100])
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_product_in_any_tiles_and_shares(interpreted: Interpreter, rows: int, bulk: bool, splits: int) -> None:
+@pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
+def test_a_product_in_any_tiles_and_shares(
+    interpreted: Interpreter, name: str, rows: int, bulk: bool, splits: int
+) -> None:
     from dgraph.ops.triton.rows_linear import Plan, Tiles
 
     args = product(rows, 100, 144, 112, bias=rows == 33)
@@ -267,7 +270,16 @@ def test_a_product_in_any_tiles_and_shares(interpreted: Interpreter, rows: int, 
         (Tiles(128, 64, 16, 1),),
     ):
         plan = Plan(tiles, warps=4, splits=splits, group=2, bulk=bulk)
-        compare(results(interpreted, "rows_linear", args, plan=plan), expected("rows_linear", args))
+        compare(results(interpreted, name, args, plan=plan), expected(name, args))
+
+
+def test_gates_of_any_size_are_finite(interpreted: Interpreter) -> None:
+    """silu of a large negative number is 0, of a large positive one that number."""
+    x, _, _, cu_rows = product(4, 4, 16, 1)
+    bias = torch.tensor([-1e4, -90.0, 90.0, 1e4, *(2.0,) * 4])
+    args = x, torch.zeros(8, 16), bias, cu_rows
+    (out,) = results(interpreted, "rows_glu", args)
+    assert out.equal(torch.tensor([0.0, 0.0, 180.0, 2e4]).expand(4, 4))
 
 
 def test_the_cases_of_a_product_follow_each_other() -> None:
@@ -291,3 +303,7 @@ def test_a_product_of_sizes_that_do_not_fit_is_refused(interpreted: Interpreter)
         interpreted("rows_linear", (x[:, :15], weight, None, cu_rows))
     with pytest.raises(InputError, match=r"bias must be \[8\], got \[7\]"):
         interpreted("rows_linear", (x, weight, torch.zeros(7), cu_rows))
+    with pytest.raises(InputError, match=r"weight \[2F, d_in\] \(gate rows, then up rows\), got .* and \[7, 16\]"):
+        interpreted("rows_glu", (x, weight[:7], None, cu_rows))
+    with pytest.raises(InputError, match=r"bias must be \[8\], got \[4\]"):
+        interpreted("rows_glu", (x, weight, torch.zeros(4), cu_rows))

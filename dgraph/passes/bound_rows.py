@@ -1,0 +1,145 @@
+"""BoundRows: norms and rotary embeddings stop at the rows that are live."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS, op_of
+from dgraph.passes.base import Effect, Pass, Report
+
+aten = torch.ops.aten
+
+READERS = {"rows_linear": 3, "rows_glu": 3, "paged_attention": 4, "kv_write": 6, "kv_update": 6}
+"""Ops that leave padding rows of their first argument alone, and the place of the argument that counts the others."""
+
+MAKERS = ("rows_linear", "rows_glu")
+"""Those of them whose result is over the rows that are counted."""
+
+VIEWS = (aten.reshape.default, aten.split_with_sizes.default, aten.slice.Tensor, aten.unsqueeze.default)
+
+
+@dataclass(frozen=True)
+class BoundRows(Pass):
+    """Normalise and rotate no more rows than are listed, where only the device knows how many that are.
+
+    Linear layers over a count leave padding rows out. An RMSNorm or a rotary embedding between them is plain torch over
+    as many rows as there is room for, of which few may be live. Where what it reads was gathered by a list, or computed
+    from that, and what reads it looks at the listed rows alone, it becomes a call that stops behind them. A norm of
+    heads in front of a rotary embedding is part of that call.
+
+        before  %15 = dgraph.rms_norm(%14, self_attn.k_norm.weight, 1e-06)              f32[N, 2, 16]
+                %17 = dgraph.rope(%15, %8, %9)                                          f32[N, 2, 16]
+                %18 = dgraph.kv_update(%17, %16, k_cache, v_cache, %10, page_table, %h2)
+                %28 = dgraph.rms_norm(%26, post_attention_layernorm.weight, 1e-06)      f32[N, 64]
+                %29 = dgraph.rows_linear(%28, mlp.gate_proj+up_proj.weight, None, %22)  f32[N, 256]
+        after   %16 = dgraph.rows_rope(%14, %8, %9, %h2, self_attn.k_norm.weight, 1e-06)
+                %17 = dgraph.kv_update(%16, %15, k_cache, v_cache, %10, page_table, %h2)
+                %27 = dgraph.rows_norm(%25, post_attention_layernorm.weight, 1e-06, %21)
+                %28 = dgraph.rows_linear(%27, mlp.gate_proj+up_proj.weight, None, %21)  f32[N, 256]
+
+    A norm of the residual stream stays where a sum over all rows is computed in front of it: the two are one kernel.
+    Run it behind the passes that list rows (GateFFN, PartialAttention, ReuseRows, CountRows), and behind FuseGLU.
+
+    Reassociates: the same values on live rows, but on a GPU another kernel sums the squares in another order.
+    """
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "norms and rotary embeddings of listed rows stop behind the last of them"
+
+    def run(self, graph: Graph, report: Report) -> None:
+        for node in graph.calls:
+            if _is(node, "rope"):
+                self._rope(graph, node, report)
+            elif _is(node, "rms_norm") and not all(_is(user, "rope") for user in node.users):
+                self._norm(graph, node, report)
+
+    def _rope(self, graph: Graph, rope: Node, report: Report) -> None:
+        x, cos, sin = args_of(rope)
+        normed = _is(x, "rms_norm") and set(x.users) == {rope}
+        source, weight, eps = args_of(x) if normed else (x, None, 0.0)
+        count = _count_of(rope, source)
+        if isinstance(count, Node) and not _per_row(graph, source, cos, sin):
+            count = f"it rotates {graph.type_text(source)} by {graph.type_text(cos)}, not heads by angles of their row"
+        if isinstance(count, Node):
+            _put(graph, "rows_rope", (source, cos, sin, count, weight, eps), rope, report)
+            if normed:
+                graph.fx.erase_node(x)
+        elif count is not None:
+            report.skip(count, rope)
+
+    def _norm(self, graph: Graph, norm: Node, report: Report) -> None:
+        x, weight, eps = args_of(norm)
+        count = _count_of(norm, x)
+        if isinstance(count, Node) and x.meta["val"].dim() != 2:
+            count = f"it normalises {graph.type_text(x)}, not one vector per row"
+        if isinstance(count, Node):
+            _put(graph, "rows_norm", (x, weight, eps, count), norm, report)
+        elif count is not None:
+            report.skip(count, norm)
+
+
+def _put(graph: Graph, name: str, args: tuple[Any, ...], old: Node, report: Report) -> None:
+    new = graph.call(OPS[name], args, before=old, by=report.name)
+    new.meta["source"] = old.meta.get("source")
+    graph.replace(old, new)
+    report.did(f"{name} of {new.meta['role'] or 'the model'}", new.meta["layer"])
+
+
+def _count_of(node: Node, source: Node) -> Node | str | None:
+    """What counts the rows of a call that matter; why it cannot stop behind them; None if the host knows them all."""
+    counts: dict[Node, None] = {}
+    others = []
+    for user in node.users:
+        op, args = op_of(user.target), args_of(user)
+        place = READERS.get(op.name) if op is not None else None
+        if place is None or args[0] is not node or node in args[1:]:
+            others.append(user)
+        else:
+            counts[args[place]] = None
+    origin, listed = _origin(source)
+    if listed is None and not any(_list_of(count) for count in counts):
+        return None
+    if others:
+        return f"{op_name(others[0].target)} reads it for every row, listed or not"
+    if listed is None:
+        return f"{op_name(origin.target)} computes its input for all rows; the two are one kernel"
+    if any(_list_of(count) is not listed for count in counts):
+        return "what reads it counts other rows than those that its input was gathered by"
+    return next(iter(counts))
+
+
+def _origin(source: Node) -> tuple[Node, Node | None]:
+    """What made a value, behind its views; and the list of the rows that it is of, None if it is of all rows."""
+    while source.target in VIEWS or (source.target is operator.getitem and args_of(source)[0].target in VIEWS):
+        source = args_of(source)[0]
+    if source.target is operator.getitem and _is(gather := args_of(source)[0], "compact"):
+        return gather, _list_of(args_of(gather)[1])
+    op = op_of(source.target)
+    place = READERS.get(op.name) if op is not None and op.name in MAKERS else None
+    return source, None if place is None else _list_of(args_of(source)[place])
+
+
+def _list_of(part: Node) -> Node | None:
+    """The list that a node is the indices or the offsets of."""
+    made = args_of(part)[0] if part.target is operator.getitem else None
+    return made if made is not None and _is(made, "list_kept") else None
+
+
+def _per_row(graph: Graph, x: Node, cos: Node, sin: Node) -> bool:
+    """Whether x is heads of rows, [N, H, D], and the angles are [N, 1, D]."""
+    values = [node.meta["val"] for node in (x, cos, sin)]
+    if any(value.dim() != 3 for value in values) or len({graph.row_set(node) for node in (x, cos, sin)}) != 1:
+        return False
+    return all(value.shape[1:] == (1, values[0].shape[2]) for value in values[1:])
+
+
+def _is(node: Node, name: str) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.name == name
