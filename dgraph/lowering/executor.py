@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,58 +14,17 @@ from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
+from dgraph.lowering.plan import Cut, Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Call, Region, schedule
-from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step
+from dgraph.lowering.schedule import Call, Region, Stage, schedule
+from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step, read_by, written_by
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
-from dgraph.ops import op_of
+from dgraph.ops import OPS, op_of
 
 IN_PLACE = ("pages", "entries", "sequences")
 """First sizes of inputs that are written in place, or read from where such writes go."""
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """What a runner needs to know of a stage.
-
-    Attributes:
-        name: of the stage.
-        bridge: steps at its head that read values over the rows of the stage before (the gather of what lives on);
-            their sizes depend on two buckets.
-        steps: the others; their sizes depend on one bucket.
-        inputs: slots that `steps` read and do not write, weights left out, ascending.
-        in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
-        outputs: slots that `steps` write and that something outside reads, ascending.
-        last: whether no stage runs behind this one.
-        chunk_rows: above so many rows some steps run in chunks of rows; None if none does.
-    """
-
-    name: str
-    bridge: tuple[Step, ...]
-    steps: tuple[AnyStep, ...]
-    inputs: tuple[int, ...]
-    in_place: frozenset[int]
-    outputs: tuple[int, ...]
-    last: bool
-    chunk_rows: int | None
-
-
-class Runner(Protocol):
-    """Runs one stage, reading and writing slots; `rows` is the bucket that it runs on."""
-
-    def __call__(self, slots: Slots, rows: int) -> None: ...
-
-
-def run_steps(plan: StagePlan) -> Runner:
-    """The plain runner: one step after the other."""
-
-    def run(slots: Slots, rows: int) -> None:
-        for step in (*plan.bridge, *plan.steps):
-            step.run(slots)
-
-    return run
 
 
 class LoweredProgram:
@@ -102,22 +60,24 @@ class LoweredProgram:
             tuning.load(graph)
         self.stages = schedule(graph)
         self._numbers: dict[Node, Slot] = {}
+        self._count = 0
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._template: Slots = [
+        self._template: list[Any] = [
             graph.tensors[n.meta["weight"]].detach() if "weight" in n.meta else None for n in placeholders
         ]
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
+        self._bound = [(n, slot, spec.dtype, spec.shape[0] == "N") for n, (slot, spec) in self._inputs.items()]
         steps: list[list[Step]] = []
-        self._cuts: list[Step | None] = []
+        self._cuts: list[Cut | None] = []
         for stage in self.stages:
             steps.append([self._lower(step, compiler) for step in stage.steps])
-            self._cuts.append(None if stage.cut is None else self._lower(stage.cut, compiler))
+            self._cuts.append(None if stage.cut is None else self._lower_cut(stage.cut))
         self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
         self.plans = self._plan(steps)
         self._plan_frees()
-        self._template += [None] * (len(self._numbers) - len(self._template))
+        self._template += [None] * (self._count - len(self._template))
         self._runners = [runner(plan) for plan in self.plans]
 
     @property
@@ -146,7 +106,7 @@ class LoweredProgram:
         Raises:
             LoweringError: an input is missing, or is not of its declared dtype.
         """
-        slots = list(self._template)
+        slots = Slots(self._template)
         live, padded = rows, self.buckets(rows)
         self._bind(inputs, slots, live, padded)
         if self.tuning is None:
@@ -158,19 +118,20 @@ class LoweredProgram:
 
     def _run(self, slots: Slots, live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
-        for runner, cut in zip(self._runners, self._cuts, strict=True):
-            start = time.perf_counter()
-            runner(slots, padded)
+        start = time.perf_counter()
+        run = self._runners[0](slots)
+        for i, cut in enumerate(self._cuts):
+            run(padded)
             all_live.append(live)
             all_padded.append(padded)
             if cut is not None:
-                keep, cu_rows, _ = cut.args
-                live = int(slots[keep].sum())  # the one host read: the next stage's bucket depends on it
+                run = self._runners[i + 1](slots)
+                live = int(slots[cut.offsets][-1])  # the one host read: the next stage's bucket depends on it
                 padded = self.buckets(live)
-                index = cut.function(slots[keep], slots[cu_rows], padded)
-                for part, slot in cut.targets:
-                    slots[slot] = index[part]
-            seconds.append(time.perf_counter() - start)
+                slots[cut.index] = slots[cut.index][:padded]
+            now = time.perf_counter()
+            seconds.append(now - start)
+            start = now
         outputs = {name: slots[slot] for name, slot in self._outputs.items()}
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
 
@@ -180,14 +141,13 @@ class LoweredProgram:
         return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
 
     def _bind(self, inputs: Mapping[str, Tensor], slots: Slots, rows: int, padded: int) -> None:
-        for name, (slot, spec) in self._inputs.items():
-            if name not in inputs:
+        for name, slot, dtype, rowed in self._bound:
+            value = inputs.get(name)
+            if value is None:
                 raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
-            value = inputs[name]
-            if value.dtype != spec.dtype:
-                raise LoweringError(f"input {name!r} is {value.dtype}, expected {spec.dtype}.")
-            if spec.shape[0] == "N":
-                held = value.shape[0]
+            if value.dtype != dtype:
+                raise LoweringError(f"input {name!r} is {value.dtype}, expected {dtype}.")
+            if rowed and (held := len(value)) != padded:
                 if held < rows:
                     raise LoweringError(f"input {name!r} has {held} rows, expected at least {rows}.")
                 if held < padded:
@@ -195,8 +155,15 @@ class LoweredProgram:
                 value = value[:padded]
             slots[slot] = value
 
-    def _number(self, node: Node) -> Slot:
-        return self._numbers.setdefault(node, Slot(len(self._numbers)))
+    def _number(self, node: Node | None) -> Slot:
+        """The slot of a node, a new one if it has none yet; None: of a value that no node of the graph stands for."""
+        if node is not None and node in self._numbers:
+            return self._numbers[node]
+        slot = Slot(self._count)
+        self._count += 1
+        if node is not None:
+            self._numbers[node] = slot
+        return slot
 
     def _lower(self, step: Region | Call, compiler: RegionCompiler) -> Step:
         if isinstance(step, Region):
@@ -209,54 +176,76 @@ class LoweredProgram:
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         return Step(op.overload, args, tuple((part, self._number(n)) for part, n in written))
 
+    def _lower_cut(self, call: Call) -> Cut:
+        """Rows are listed with room for all of them, in the stage in front; so nothing is launched behind the read."""
+        keep, cu_rows = (self._numbers[n] for n in args_of(call.node)[:2])
+        parts = dict(call.results)
+        index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
+        return Cut(Step(OPS["list_kept"].overload, [keep, cu_rows], ((0, index), (1, offsets))), index, offsets)
+
     def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
         caches = {slot for slot, spec in self._inputs.values() if spec.shape[0] in IN_PLACE}
-        plans = []
-        for i, (stage, mine) in enumerate(zip(self.stages, steps, strict=True)):
-            bridge = []
-            for step, origin in zip(mine, stage.steps, strict=True):
-                if not (isinstance(origin, Call) and (op := op_of(origin.node.target)) and op.name == "compact"):
-                    break
-                bridge.append(step)
-            outside = {slot for later in steps[i + 1 :] for s in later for slot in s.reads()}
-            outside |= {slot for cut in self._cuts[i:] if cut is not None for slot in cut.reads()}
-            outside |= set(self._outputs.values())
-            body: tuple[AnyStep, ...] = tuple(mine[len(bridge) :])
+        given = {slot for slot, _ in self._inputs.values()} - caches
+        plans: list[StagePlan] = []
+        for i, (stage, mine, cut) in enumerate(zip(self.stages, steps, self._cuts, strict=True)):
+            later = {slot for part in steps[i + 1 :] for slot in read_by(part)}
+            later |= {slot for c in self._cuts[i + 1 :] if c is not None for slot in c.step.reads()}
+            outside = later.union(self._outputs.values(), (cut.index, cut.offsets) if cut else ())
+            length = _bridge_length(stage)
+            bridge, own = tuple(mine[:length]), mine[length:]
+            body: tuple[AnyStep, ...] = tuple(own)
             if self.chunk_rows is not None:
-                origins, own = stage.steps[len(bridge) :], mine[len(bridge) :]
-                body = in_chunks(self.graph, origins, own, self._numbers, outside, self.chunk_rows)
-            written = set().union(*(s.writes() for s in body)) if body else set()
-            read = set().union(*(s.reads() for s in body)) if body else set()
+                read_behind = outside | (cut.step.reads() if cut else set())
+                body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_behind, self.chunk_rows)
+            body += (cut.step,) if cut else ()
+            everything = (*bridge, *body)
+            written, read = written_by(everything), read_by(everything)
+            inputs = read - written - weights
+            # A gather takes values and the numbers of rows.
+            gathered = {slot for gather in bridge for slot in gather.args[0]}
+            numbers = {gather.args[1] for gather in bridge}
+            before = self._cuts[i - 1] if i else None
             plans.append(
                 StagePlan(
-                    stage.name,
-                    tuple(bridge),
-                    body,
-                    tuple(sorted(read - written - weights)),
-                    frozenset(read & caches),
-                    tuple(sorted(written & outside)),
-                    stage.cut is None,
-                    self.chunk_rows if any(isinstance(s, RowChunks) for s in body) else None,
+                    name=stage.name,
+                    bridge=bridge,
+                    steps=body,
+                    inputs=tuple(sorted(inputs)),
+                    in_place=frozenset(inputs & caches),
+                    sources=frozenset((gathered & inputs) - read_by(body) - numbers - caches),
+                    index=before.index if before else None,
+                    ahead=() if before else tuple(sorted((later & given) - inputs)),
+                    outputs=tuple(sorted(written & outside)),
+                    last=cut is None,
+                    chunk_rows=self.chunk_rows if any(isinstance(s, RowChunks) for s in body) else None,
                 )
             )
         return tuple(plans)
 
     def _plan_frees(self) -> None:
-        """Free each slot behind its last reader; weights, inputs and outputs stay."""
+        """Free each slot behind its last reader; weights, inputs, outputs and what the host reads stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
+        for cut in self._cuts:
+            keep.update((cut.index, cut.offsets) if cut else ())
         last: dict[int, AnyStep] = {}
-        for plan, cut in zip(self.plans, self._cuts, strict=True):
+        for plan in self.plans:
             for step in (*plan.bridge, *plan.steps):
                 last.update(dict.fromkeys(step.reads() | step.writes(), step))
-            if cut is not None:  # a cut's own arguments are read by the host
-                keep |= cut.reads()
         frees: dict[AnyStep, list[int]] = {}
         for slot, step in last.items():
             if slot not in keep:
                 frees.setdefault(step, []).append(slot)
         for step, freed in frees.items():
             step.frees = tuple(freed)
+
+
+def _bridge_length(stage: Stage) -> int:
+    """How many steps at the head of a stage gather rows."""
+    for i, step in enumerate(stage.steps):
+        if not (isinstance(step, Call) and (op := op_of(step.node.target)) and op.name == "compact"):
+            return i
+    return len(stage.steps)
 
 
 def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:

@@ -12,8 +12,16 @@ class Slot(int):
     """The number of a slot, as it stands for a value among arguments."""
 
 
-Slots = list[Any]
-"""The values of one run, by slot; None where there is none yet or no longer."""
+class Slots(list[Any]):
+    """The values of one run, by slot; None where there is none yet or no longer.
+
+    Attributes:
+        fixed: of values that are the first rows of a buffer that never moves, that buffer, by slot.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()):
+        super().__init__(values)
+        self.fixed: dict[int, Tensor] = {}
 
 
 class Step:
@@ -25,7 +33,7 @@ class Step:
         self.function, self.args, self.targets = function, args, targets
         self.frees: tuple[int, ...] = ()
 
-    def run(self, slots: Slots) -> None:
+    def run(self, slots: list[Any]) -> None:
         """Call the function and store its results."""
         result = self.function(*(_fill(a, slots) for a in self.args))
         for part, slot in self.targets:
@@ -53,7 +61,7 @@ class RowChunks:
         rowed: slots from outside whose first dimension is the rows.
         counts: slots from outside whose last entry is the number of rows that are live.
         outputs: slots of results that something outside reads; the rows are their first dimension.
-        limit: rows of a chunk.
+        limit: rows of a chunk at most.
     """
 
     __slots__ = ("counts", "frees", "limit", "members", "outputs", "rowed")
@@ -74,19 +82,20 @@ class RowChunks:
         for member in self.members:
             member.frees = tuple(sorted(slot for slot, reader in last.items() if reader is member))
 
-    def run(self, slots: Slots) -> None:
-        """Run the steps: as they are up to `limit` rows, above it in chunks, of which the last may be shorter."""
+    def run(self, slots: list[Any]) -> None:
+        """Run the steps: as they are up to `limit` rows, above it in as few chunks as may be, of one size."""
         rows = len(slots[self.rowed[0]])
         if rows <= self.limit:
             for member in self.members:
                 member.run(slots)
         else:
-            for begin in range(0, rows, self.limit):
-                self._run_chunk(slots, begin, min(begin + self.limit, rows), rows)
+            size = -(-rows // -(-rows // self.limit))
+            for begin in range(0, rows, size):
+                self._run_chunk(slots, begin, min(begin + size, rows), rows)
         for slot in self.frees:
             slots[slot] = None
 
-    def _run_chunk(self, slots: Slots, begin: int, end: int, rows: int) -> None:
+    def _run_chunk(self, slots: list[Any], begin: int, end: int, rows: int) -> None:
         own = list(slots)
         for slot in self.rowed:
             own[slot] = slots[slot][begin:end]
@@ -115,7 +124,17 @@ class RowChunks:
 AnyStep = Step | RowChunks
 
 
-def _fill(arg: Any, slots: Slots) -> Any:
+def read_by(steps: Iterable[AnyStep]) -> set[int]:
+    """Slots that any of the steps reads."""
+    return {slot for step in steps for slot in step.reads()}
+
+
+def written_by(steps: Iterable[AnyStep]) -> set[int]:
+    """Slots that any of the steps writes."""
+    return {slot for step in steps for slot in step.writes()}
+
+
+def _fill(arg: Any, slots: list[Any]) -> Any:
     if isinstance(arg, Slot):
         return slots[arg]
     return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg

@@ -4,19 +4,25 @@ A graph replays fixed addresses. So a stage's inputs are copied into buffers in 
 into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
 buckets of a stage use the same buffers, and all graphs of a model the same memory for what lies between: stages run one
 after another, and what a stage leaves in its buffers is read before the next step.
+
+Behind a cut the host has just read how many rows live on, and the device waits for it. So such a stage copies nothing:
+its graph reads the buffers of the stages before, whose addresses belong to the key, and begins with the gathers of what
+lives on. These take whole buffers, since the bucket of the stage before, which says how many rows of them are filled,
+is no part of the key: the rows that an index names are always filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dgraph.lowering.executor import Runner, StagePlan
-from dgraph.lowering.steps import Slots
+from dgraph.lowering.plan import Runner, StagePlan
+from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.torch_private import copy_all
 
 
@@ -30,11 +36,20 @@ class Replay(Protocol):
 
 @dataclass
 class _Captured:
-    """One bucket of a stage: the graph, its input buffers, its outputs by slot, and whether capturing it ran it."""
+    """One bucket of a stage.
+
+    Attributes:
+        graph: what replays it.
+        copied: inputs that are copied in front of it, by slot: the first rows of their buffers.
+        outputs: by slot: the first rows of their buffers.
+        buffers: whole ones of all inputs and outputs that do not lie in place, by slot.
+        ran: whether capturing it ran it.
+    """
 
     graph: Replay
-    buffers: dict[int, Tensor]
+    copied: dict[int, Tensor]
     outputs: dict[int, Tensor]
+    buffers: dict[int, Tensor]
     ran: bool
 
 
@@ -96,17 +111,21 @@ class GraphPool:
 class _Buffers:
     """One buffer per slot, of which a bucket uses the first rows."""
 
-    def __init__(self, pool: GraphPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: GraphPool, spare: bool) -> None:
+        self._pool, self._spare = pool, spare
         self._held: dict[int, Tensor] = {}
 
     def like(self, slot: int, value: Tensor) -> Tensor:
-        """A buffer of the value's shape. One that is too small is replaced; earlier graphs keep theirs."""
+        """A buffer with room for the value. One that is too small is replaced; earlier graphs keep theirs.
+
+        Where later stages read it (`spare`), the new one has twice the rows: their graphs are captured again with it.
+        """
         held = self._held.get(slot)
         if held is None or held.shape[1:] != value.shape[1:] or len(held) < len(value):
-            held = self._held[slot] = torch.empty_like(value, memory_format=torch.contiguous_format)
+            rows = max(len(value), 2 * len(held) if held is not None and self._spare else 0)
+            held = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
             self._pool.bytes += held.numel() * held.element_size()
-        return held[: len(value)]
+        return held
 
 
 class _GraphStage:
@@ -114,67 +133,127 @@ class _GraphStage:
 
     def __init__(self, plan: StagePlan, pool: GraphPool):
         self.plan, self.pool = plan, pool
-        self._captured: dict[Hashable, _Captured | None] = {}
-        self._buffers = _Buffers(pool)
+        self._everything: tuple[AnyStep, ...] = (*plan.bridge, *plan.steps)
+        # What the steps read where the bridge runs in front of their graph.
+        known = {*plan.inputs, *written_by(plan.bridge)} & read_by(plan.steps)
+        self._read = tuple(sorted(known))
+        self._alone: dict[Hashable, _Captured | None] = {}
+        self._behind: dict[Hashable, dict[Hashable, _Captured | None]] = {}
+        self._buffers = _Buffers(pool, spare=not plan.last)
         self._warm = False
         self._in_chunks: set[int] = set()
 
-    def __call__(self, slots: Slots, rows: int) -> None:
-        """Run the stage; a bucket that cannot be captured, or is so large that it runs in chunks, runs step by step."""
-        for gather in self.plan.bridge:
-            gather.run(slots)
-        if self.plan.chunk_rows is not None and rows > self.plan.chunk_rows:
-            self._run_in_chunks(slots, rows, self.plan.chunk_rows)
-            return
-        key = tuple(slots[s].data_ptr() if s in self.plan.in_place else tuple(slots[s].shape) for s in self.plan.inputs)
-        fresh = key not in self._captured
+    def __call__(self, slots: Slots) -> Callable[[int], None]:
+        """What runs the stage on a bucket; one that cannot be captured, or is so large that it runs in chunks, runs
+        step by step.
+        """
+        return partial(self._run, slots, self._graphs_behind(slots))
+
+    def _graphs_behind(self, slots: Slots) -> dict[Hashable, _Captured | None] | None:
+        """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
+        have left something elsewhere.
+        """
+        plan = self.plan
+        if not plan.bridge:
+            return None
+        key: list[Hashable] = []
+        for slot in plan.inputs:
+            if slot in plan.in_place:
+                key.append(slots[slot].data_ptr())
+                continue
+            buffer = slots.fixed.get(slot)
+            if buffer is None:
+                return None
+            key.append(buffer.data_ptr())
+            if slot not in plan.sources and slot != plan.index:
+                key.append(slots[slot].shape)
+        return self._behind.setdefault(tuple(key), {})
+
+    def _run(self, slots: Slots, behind: dict[Hashable, _Captured | None] | None, rows: int) -> None:
+        plan = self.plan
+        if plan.chunk_rows is not None and rows > plan.chunk_rows:
+            self._note_chunks(rows, plan.chunk_rows)
+            for step in self._everything:
+                step.run(slots)
+        elif behind is not None:
+            self._replay(behind, rows, slots, rows, True)
+        else:
+            for gather in plan.bridge:
+                gather.run(slots)
+            reads = [
+                slots[slot].data_ptr() if slot in plan.in_place else slots[slot].shape
+                for slot in (*self._read, *plan.ahead)
+            ]
+            self._replay(self._alone, tuple(reads), slots, rows, False)
+
+    def _replay(
+        self, graphs: dict[Hashable, _Captured | None], key: Hashable, slots: Slots, rows: int, bridged: bool
+    ) -> None:
+        """Run a graph, with or without the bridge, capturing it if it is not among those that there are."""
+        fresh = key not in graphs
         if fresh:
-            self._captured[key] = self._capture(slots, rows)
-        found = self._captured[key]
+            graphs[key] = self._capture(slots, rows, bridged)
+        found = graphs[key]
         if found is None:
-            for step in self.plan.steps:
+            for step in self._everything if bridged else self.plan.steps:
                 step.run(slots)
             return
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
         if not (self.pool.preparing and self.plan.last) and not (fresh and found.ran):
-            copy_all(list(found.buffers.values()), [slots[slot] for slot in found.buffers])
+            if found.copied:
+                copy_all(list(found.copied.values()), [slots[slot] for slot in found.copied])
             found.graph.replay()
-        for slot, value in found.outputs.items():
-            slots[slot] = value
+        for values in (found.copied, found.outputs):
+            for slot, value in values.items():
+                slots[slot] = value
+        slots.fixed.update(found.buffers)
 
-    def _run_in_chunks(self, slots: Slots, rows: int, most: int) -> None:
+    def _note_chunks(self, rows: int, most: int) -> None:
         # A graph would hold the memory of so many rows for good, and saves launches, which count for little here.
         if rows not in self._in_chunks:
             self._in_chunks.add(rows)
             self.pool.refused.append((self.plan.name, rows, f"more than {most} rows, which run in chunks"))
-        for step in self.plan.steps:
-            step.run(slots)
 
-    def _capture(self, slots: Slots, rows: int) -> _Captured | None:
+    def _capture(self, slots: Slots, rows: int, bridged: bool) -> _Captured | None:
         if len(self.pool.captured) >= self.pool.limit:
             self.pool.refused.append((self.plan.name, rows, f"limit of {self.pool.limit} graphs"))
             return None
+        plan = self.plan
+        steps = self._everything if bridged else plan.steps
+        written = written_by(steps)
+        given = list(slots)
+        copied: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
+        buffers: dict[int, Tensor] = {}
         try:
-            buffers = {s: self._buffers.like(s, slots[s]) for s in self.plan.inputs if s not in self.plan.in_place}
-            copy_all(list(buffers.values()), [slots[slot] for slot in buffers])
+            if bridged:
+                buffers = {slot: slots.fixed[slot] for slot in plan.inputs if slot not in plan.in_place}
+                for slot in plan.sources - plan.in_place:
+                    given[slot] = buffers[slot]
+            else:
+                for slot in (*self._read, *plan.ahead):
+                    if slot not in plan.in_place:
+                        buffers[slot] = self._buffers.like(slot, slots[slot])
+                        given[slot] = copied[slot] = buffers[slot][: len(slots[slot])]
+                copy_all(list(copied.values()), [slots[slot] for slot in copied])
 
             def run() -> None:
-                own = list(slots)
-                for slot, buffer in buffers.items():
-                    own[slot] = buffer
-                for step in self.plan.steps:
+                own = list(given)
+                for step in steps:
                     step.run(own)
                 # Out of the shared memory, into which another stage's replay may write before they are read.
-                made = {slot: own[slot] for slot in self.plan.outputs}
-                outputs.update({slot: self._buffers.like(slot, value) for slot, value in made.items()})
+                made = {slot: own[slot] for slot in plan.outputs if slot in written}
+                for slot, value in made.items():
+                    if slot not in outputs:
+                        buffers[slot] = self._buffers.like(slot, value)
+                        outputs[slot] = buffers[slot][: len(value)]
                 copy_all([outputs[slot] for slot in made], list(made.values()))
 
             graph = self.pool.record(run, warm=not self._warm)
         except torch.OutOfMemoryError as error:
-            self.pool.refused.append((self.plan.name, rows, str(error).partition("\n")[0]))
+            self.pool.refused.append((plan.name, rows, str(error).partition("\n")[0]))
             return None
         ran = self.pool.capture is not None or not self._warm
         self._warm = True
-        self.pool.captured.append((self.plan.name, rows))
-        return _Captured(graph, buffers, outputs, ran)
+        self.pool.captured.append((plan.name, rows))
+        return _Captured(graph, copied, outputs, buffers, ran)

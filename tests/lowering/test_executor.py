@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, StagePlan, run_steps
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.steps import Slots
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
 from tests.passes.scene import Scene
 from tests.tiny import Hand, interpret, rewritten
@@ -214,16 +217,16 @@ class Watch:
         self.plans: list[StagePlan] = []
         self.alive: list[set[int]] = []
 
-    def __call__(self, plan: StagePlan) -> Callable[[list[Any], int], None]:
+    def __call__(self, plan: StagePlan) -> Runner:
         self.plans.append(plan)
 
-        def run(slots: list[Any], rows: int) -> None:
+        def run(slots: Slots, rows: int) -> None:
             for step in (*plan.bridge, *plan.steps):
                 assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
                 step.run(slots)
                 self.alive.append({i for i, v in enumerate(slots) if v is not None})
 
-        return run
+        return lambda slots: partial(run, slots)
 
 
 @pytest.mark.parametrize("recipe", ["dense", "focus"])
@@ -235,7 +238,7 @@ def test_a_slot_is_freed_behind_its_last_reader(request: pytest.FixtureRequest, 
     steps = [s for plan in watch.plans for s in (*plan.bridge, *plan.steps)]
     given = {i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     results = set(program._outputs.values())
-    cuts = {slot for cut in program._cuts if cut is not None for slot in (*cut.reads(), *cut.writes())}
+    cuts = {slot for cut in program._cuts if cut is not None for slot in (cut.index, cut.offsets)}
     for i, alive in enumerate(watch.alive):
         later = {slot for s in steps[i + 1 :] for slot in s.reads()}
         assert alive - given - results - cuts <= later, f"step {i} leaves values that nobody reads"
@@ -250,20 +253,30 @@ def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step:
     prefix, suffix = program.plans
     assert (prefix.name, suffix.name) == ("prefix", "suffix")
     assert prefix.bridge == ()
-    assert len(suffix.bridge) == 1, "the gather, whose sizes depend on two buckets"
+    assert len(suffix.bridge) == 1, "the gather"
+    (gather,) = suffix.bridge
+    (cut,) = [cut for cut in program._cuts if cut is not None]
+    assert prefix.steps[-1] is cut.step, "rows are listed in front of the read"
+    assert (prefix.index, suffix.index) == (None, cut.index)
+    assert suffix.sources == set(gather.args[0])
+    assert prefix.sources == set()
     names = {slot: name for name, (slot, _) in program._inputs.items()}
+    assert {names[s] for s in prefix.ahead} == {"temperature", "seed"}
+    assert suffix.ahead == ()
     assert {names[s] for s in prefix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (0, 1)}
     assert {names[s] for s in suffix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (1, 2, 3)}
     outputs = {slot: name for name, slot in program._outputs.items()}
-    assert {outputs[s] for s in prefix.outputs if s in outputs} == {"progress", "score"}
+    assert {outputs[s] for s in prefix.outputs if s in outputs} == {"progress", "score", "kept"}
+    assert {cut.index, cut.offsets} <= set(prefix.outputs)
     assert {outputs[s] for s in suffix.outputs} == {"token", "confidence", "margin", "entropy"}
     assert (prefix.last, suffix.last) == (False, True)
     for plan in program.plans:
-        written = {s for x in plan.steps for s in x.writes()}
-        read = {s for x in plan.steps for s in x.reads()}
+        written = {s for x in (*plan.bridge, *plan.steps) for s in x.writes()}
+        read = {s for x in (*plan.bridge, *plan.steps) for s in x.reads()}
         assert set(plan.outputs) <= written
         assert set(plan.inputs) <= read - written
         assert plan.in_place <= set(plan.inputs)
+        assert plan.sources <= set(plan.inputs) - plan.in_place
         weights = {i for i, v in enumerate(program._template) if v is not None}
         assert read - written - weights == set(plan.inputs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Gr
             for one in (*plan.bridge, *plan.steps):
                 one.run(slots)
 
-        return run
+        return lambda slots: partial(run, slots)
 
     program = LoweredProgram(focus["step"], RegionCompiler("eager"), Buckets.of([32]), runner, tuning)
     with tuning.opened():

@@ -11,7 +11,8 @@ import torch
 import dgraph
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, Runner, StagePlan, run_steps
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.rowplan import RowPlan
@@ -176,7 +177,8 @@ def test_its_phases_and_plan() -> None:
     built = recipe_of(block_cache="dc+", refresh=False)
     assert [p.name for p in built.phases] == ["prefill", "step"]
     assert "GateFFN" not in [p.name for p in built.phase("prefill").passes]
-    assert [p.name for p in built.phase("step").passes][3:] == ["GateFFN", "PartialAttention", "ChunkLMHead"]
+    behind = ["GateFFN", "PartialAttention", "ChunkLMHead", "FuseGLU", "BoundRows"]
+    assert [p.name for p in built.phase("step").passes][3:] == behind
     assert (built.block_cache, built.refresh) == ("dc+", False)
     assert built.plan == RowPlan("block", full_steps=1)
     assert recipe_of(full_steps=2, every=4).plan == RowPlan("block", full_steps=2, every=4)

@@ -14,8 +14,10 @@ import torch
 import dgraph
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, Runner, Slot, StagePlan, Step, run_steps
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.steps import Slot, Slots, Step
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
@@ -83,12 +85,22 @@ def test_a_stage_runs_once_where_it_is_captured() -> None:
     """Capturing ran it; one that compares rows with what it cached of them would find nothing new the second time."""
     cache, x = torch.zeros(1, 4), torch.arange(4.0)
     plan = StagePlan(
-        "step", (), (Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),), (0, 1), frozenset({0}), (), True, None
+        name="step",
+        bridge=(),
+        steps=(Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),),
+        inputs=(0, 1),
+        in_place=frozenset({0}),
+        sources=frozenset(),
+        index=None,
+        ahead=(),
+        outputs=(),
+        last=True,
+        chunk_rows=None,
     )
     pool = GraphPool(capture=Recorder)
     run = pool.runner(plan)
     for count in (1, 2, 3):
-        run([cache, x], 4)
+        run(Slots([cache, x]))(4)
         assert cache.equal(count * x[None])
     assert pool.captured == [("step", 4)]
 

@@ -1,0 +1,82 @@
+"""What runs a stage, and what it needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dgraph.lowering.steps import AnyStep, Slots, Step
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a runner needs to know of a stage.
+
+    Attributes:
+        name: of the stage.
+        bridge: steps at its head that gather, from values over the rows of an earlier stage, what lives on.
+        steps: the others. All sizes that they make, and those that the bridge makes, depend on the stage's bucket only.
+        inputs: slots that bridge or steps read and neither writes, weights left out, ascending.
+        in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
+        sources: those of `inputs` that are only gathered from. Rows that no index names may hold anything there, and
+            there may be any number of them.
+        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut in front, as many as the
+            bucket has; None for the first stage.
+        ahead: inputs of the program that only later stages read; none but for the first stage. A runner that keeps
+            copies of its inputs keeps some of these too, so that nothing is left to copy behind a cut.
+        outputs: slots that bridge or steps write and that something outside reads, ascending.
+        last: whether no stage runs behind this one.
+        chunk_rows: above so many rows some steps run in chunks of rows; None if none does.
+    """
+
+    name: str
+    bridge: tuple[Step, ...]
+    steps: tuple[AnyStep, ...]
+    inputs: tuple[int, ...]
+    in_place: frozenset[int]
+    sources: frozenset[int]
+    index: int | None
+    ahead: tuple[int, ...]
+    outputs: tuple[int, ...]
+    last: bool
+    chunk_rows: int | None
+
+
+class Runner(Protocol):
+    """Runs one stage, reading and writing slots.
+
+    It is called before the host reads how many rows the stage has, so that what does not depend on them is done while
+    the device still runs the stage before. It returns what runs the stage, given its bucket; the slot `index` is cut to
+    that by then.
+    """
+
+    def __call__(self, slots: Slots) -> Callable[[int], None]: ...
+
+
+def run_steps(plan: StagePlan) -> Runner:
+    """The plain runner: one step after the other."""
+
+    def ready(slots: Slots) -> Callable[[int], None]:
+        def run(rows: int) -> None:
+            for step in (*plan.bridge, *plan.steps):
+                step.run(slots)
+
+        return run
+
+    return ready
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the host reads how many rows live on.
+
+    Attributes:
+        step: lists them; the last step of the stage in front.
+        index: slot of their numbers, with room for every row of that stage.
+        offsets: slot of their offsets per sequence, of which the last is their number.
+    """
+
+    step: Step
+    index: int
+    offsets: int
