@@ -39,6 +39,7 @@ DTYPES = {
 
 # Distinct primes, so that no two symbols ever compare equal by accident of their hints.
 _HINTS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+_LARGE_HINTS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081, 2083, 2087, 2089, 2099, 2111, 2113)
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,15 @@ class InputSpec:
 
 
 class Symbols:
-    """The symbolic sizes of one captured model; shared by every graph derived from it."""
+    """The symbolic sizes of one captured model; shared by every graph derived from it.
 
-    def __init__(self) -> None:
+    Args:
+        large: sizes are about 2000 rather than about 30, for a compiler that lays its loops out by such a guess.
+    """
+
+    def __init__(self, large: bool = False) -> None:
         self.mode = fake_mode()
+        self._hints = _LARGE_HINTS if large else _HINTS
         # Types of calls by op and argument types; see `Evaluator`.
         self.results: dict[Any, Any] = {}
         self._sizes: dict[str, torch.SymInt] = {}
@@ -63,7 +69,7 @@ class Symbols:
     def size(self, name: str) -> torch.SymInt:
         """The symbol of that name, made on first use."""
         if name not in self._sizes:
-            self._sizes[name] = new_symbol(self.mode, name, _HINTS[len(self._sizes) % len(_HINTS)])
+            self._sizes[name] = new_symbol(self.mode, name, self._hints[len(self._sizes) % len(self._hints)])
         return self._sizes[name]
 
     def dim(self, dim: Dim) -> int | torch.SymInt:

@@ -270,5 +270,9 @@ def inductor_config() -> dict[str, Any]:
 
 def inductor_settings(device: torch.device) -> dict[str, Any]:
     """Inductor settings of a region; patched for one compilation, never set globally."""
-    # A CUDA graph is captured over the whole stage, so Inductor must not capture its own.
-    return {"triton.cudagraphs": False} if device.type == "cuda" else {}
+    if device.type != "cuda":
+        return {}
+    # A CUDA graph is captured over the whole stage, so Inductor must not capture its own. Of its patterns one matches
+    # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
+    # left alone the sum is part of the norm behind it.
+    return {"triton.cudagraphs": False, "pattern_matcher": False}

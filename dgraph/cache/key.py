@@ -2,7 +2,8 @@
 
 The text is stored beside the artifact, so that `dgraph cache why` can say what differs between two of them. A weight's
 value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
-one artifact serves every model, phase and bucket in which the same region occurs. So do plans of kernels, by shape.
+one artifact serves every model, phase and bucket in which the same region occurs. So do plans of kernels, by shape, and
+compiled kernels, by what Triton's own hash covers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dgraph.cache.artifact import FORMAT
 from dgraph.torch_private import inductor_config
 
 PACKAGE = Path(__file__).parents[1]
-MAKERS = ("lowering/regions.py", "torch_private.py")
+MAKERS = ("lowering/inductor.py", "lowering/regions.py", "shapes.py", "torch_private.py")
 """Sources of dgraph that turn a region's text into what Inductor compiles."""
 CAPTURERS = (
     "capture.py", "canonicalise.py", "frozen.py", "graph.py", "nodes.py", "shapes.py", "spec.py", "torch_private.py",
@@ -33,6 +34,8 @@ CAPTURERS = (
 """Sources of dgraph that turn a module into a captured graph."""
 TUNERS = ("lowering/timing.py", "lowering/tuning.py", "ops/tuning.py")
 """Sources of dgraph, besides the kernels, that say which plans are timed and how."""
+LAUNCHERS = "launchers"
+"""Name of the entry with the libraries that launch kernels."""
 SETTINGS = "inductor settings"
 """The input with Inductor's settings, one per line, some hundred."""
 MANY_WORDS = 12
@@ -172,13 +175,30 @@ def tuning_key(op: str, device: torch.device) -> Key:
     )
 
 
+def kernel_keys(target: str) -> dict[str, Key]:
+    """The keys of the compiled kernels of each module of kernels, by its name, and of the libraries that launch them.
+
+    A kernel is found by Triton's hash, so this says only which of them lie together: a change of a source or of Triton
+    begins new entries, and the old ones are the first to go.
+
+    Args:
+        target: what they are compiled for, as "cuda 90".
+    """
+    modules = sorted((PACKAGE / "ops" / "triton").glob("[!_]*.py"))
+    sources = {f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in modules}
+    built = {"python": _python(), "machine": _machine()}
+    inputs = {path.stem: sources for path in modules} | {LAUNCHERS: built}
+    common = {"triton": _version("triton"), "device": target}
+    return {name: Key({"format": FORMAT, "kind": "kernels", "op": name, **common, **i}) for name, i in inputs.items()}
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """What code for a device depends on besides the region: torch, triton, Python, the device, numeric settings."""
     found = {
         "torch": f"{torch.__version__} git {torch.version.git_version}",
         "triton": _version("triton"),
-        "python": str(sysconfig.get_config_var("SOABI") or platform.python_version()),
-        "machine": f"{platform.system()} {platform.machine()}",
+        "python": _python(),
+        "machine": _machine(),
         "device": str(device),
         "matmul precision": _matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
@@ -204,6 +224,14 @@ def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
     for function in functions:
         found |= {Path(inspect.getfile(f)) for f in (function, *_called(function))}
     return {path.relative_to(PACKAGE.parent).as_posix(): _hash_of(path) for path in sorted(found)}
+
+
+def _python() -> str:
+    return str(sysconfig.get_config_var("SOABI") or platform.python_version())
+
+
+def _machine() -> str:
+    return f"{platform.system()} {platform.machine()}"
 
 
 def _matmul_precision() -> str:

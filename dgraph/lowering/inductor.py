@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Source:
         inputs: fake values of its inputs.
         device: of its tensors.
         functions: references of ops that the module calls.
+        settings: of Inductor, beside those that every region of the device has.
     """
 
     text: str
@@ -36,6 +37,17 @@ class Source:
     inputs: Sequence[Tensor]
     device: torch.device
     functions: tuple[Callable[..., Any], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All settings of Inductor for this region."""
+        return {**inductor_settings(self.device), **self.settings}
+
+    @property
+    def key(self) -> Key:
+        """Of its artifact."""
+        return region_key(self.text, self.device, self.options, self.functions)
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
     Raises:
         LoweringError: Inductor cannot compile it, or what it compiled accepts only the size it was shown.
     """
-    key = region_key(source.text, source.device, inductor_settings(source.device), source.functions)
+    key = source.key
     with _LOCK:
         known = _COMPILED.get(key.digest)
         if known is not None and (store is None or known.files):
@@ -94,6 +106,16 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
         return found
 
 
+def known(source: Source, store: Store | None = None) -> Compiled | None:
+    """A region that somebody has compiled before, in this process or for the store; else None."""
+    key = source.key
+    with _LOCK:
+        found = _COMPILED.get(key.digest) or _load(key, source, store, lambda what: None)
+        if found is not None:
+            _COMPILED[key.digest] = found
+        return found
+
+
 def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], None]) -> Compiled | None:
     """A region from the store, run once; None if it is not there or does not load."""
     found = store.find(key) if store is not None else None
@@ -101,7 +123,7 @@ def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], N
         return None
     tell("loading")
     try:
-        function = load_region(found.files, found.folder, inductor_settings(source.device))
+        function = load_region(found.files, found.folder, source.options)
         _run(function, source.inputs)
     except Exception as error:  # whatever torch or the loader makes of it
         store.reject(key.digest, f"it does not load ({_reason(error)})")
@@ -115,7 +137,7 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
     allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
     try:
         module = source.module()
-        function = compile_region(module, _placeholders(module), inductor_settings(source.device), allowed)
+        function = compile_region(module, _placeholders(module), source.options, allowed)
         files = pack_region(function)
         _run(function, source.inputs)
     except Exception as error:
@@ -128,7 +150,7 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
 def _compile(source: Source) -> Compiled:
     module = source.module()
     try:
-        function = compile_region(module, _placeholders(module), inductor_settings(source.device))
+        function = compile_region(module, _placeholders(module), source.options)
         _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
@@ -143,9 +165,13 @@ def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
 
 
 def _run(function: RegionFunction, inputs: Sequence[Tensor]) -> None:
-    """Call a region on zeros of two row counts: Inductor may have specialised to one without a word."""
+    """Call a region on zeros of two row counts: Inductor may have specialised to one without a word.
+
+    On a GPU it times the layouts of each kernel in the first call, and keeps the best for good: so that call has as
+    many rows as pay for the choice.
+    """
     with torch.no_grad():
-        for rows in (3, 5):
+        for rows in (2048 if any(v.device.type == "cuda" for v in inputs) else 3, 5):
             shapes = ([s if isinstance(s, int) else rows for s in v.shape] for v in inputs)
             function(*(torch.zeros(s, dtype=v.dtype, device=v.device) for s, v in zip(shapes, inputs, strict=True)))
 

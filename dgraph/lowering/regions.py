@@ -58,9 +58,7 @@ class RegionCompiler:
         if text in self._functions:
             self.reused += 1
             return self._functions[text]
-        # One op leaves nothing to fuse, and eager kernels need no compilation.
-        single = sum(n.target is not operator.getitem for n in region.nodes) == 1
-        if self.backend == "eager" or single:
+        if self.backend == "eager" or _is_one_kernel(region):
             function: RegionFunction = _module(graph, region).forward
         else:
             count = len(self._functions) + 1
@@ -73,6 +71,12 @@ class RegionCompiler:
                 self.unstored.append(text)
         self._functions[text] = function
         return function
+
+
+def _is_one_kernel(region: Region) -> bool:
+    """Whether nothing is left to fuse: one op of torch. An op of ours that is inlined is several."""
+    calls = [n for n in region.nodes if n.target is not operator.getitem]
+    return len(calls) == 1 and op_of(calls[0].target) is None
 
 
 def region_text(graph: Graph, region: Region) -> str:
@@ -127,7 +131,7 @@ def _own_size(size: str, there: Collection[str]) -> str:
 
 def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
     """A region as a module of its own, with types over symbols of its own; inline ops become their references."""
-    own, sizes = torch.fx.Graph(), Symbols()
+    own, sizes = torch.fx.Graph(), Symbols(large=graph.device.type == "cuda")
     mapping: dict[Node, Node] = {}
     texts = {
         graph.symbols.text(s) for n in region.inputs if isinstance(n.meta["val"], Tensor) for s in n.meta["val"].shape

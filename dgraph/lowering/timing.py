@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ RUNS = 9
 """Replays that count, of a kernel under a plan."""
 
 
-def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int) -> float:
-    """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays."""
+def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float = 0.0) -> float:
+    """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays.
+
+    settle: seconds of replays in front of those that count. A card lowers its clocks after some tenths of a second of
+        load; so what is compared with a long run must have run as long.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which makes what the calls read
     with torch.cuda.stream(side):
@@ -30,15 +35,21 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(runs + WARM_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    warm = _replay_seconds(graph, WARM_REPLAYS)
+    for _ in range(int(settle / max(min(warm), 1e-6))):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e-3 * begin.elapsed_time(end) / len(calls))
-    return statistics.median(times[WARM_REPLAYS:])
+    return statistics.median(_replay_seconds(graph, runs)) / len(calls)
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph, runs: int) -> list[float]:
+    """Seconds of each of some replays, issued one behind the other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    return [1e-3 * begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
 def plan_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any], float]:

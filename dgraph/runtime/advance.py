@@ -1,21 +1,26 @@
 """What happens between two forwards: commit, state transition, packing the next rows.
 
-All of it is one function over tensors that stay where they are. On a GPU it is a hundred launches of a microsecond
+All of it is one function over tensors that stay where they are. On a GPU it is two hundred launches of a microsecond
 each, which the host takes longer to issue than the device to run; so it is captured once as a CUDA graph and replayed.
+Compiled, it is about twenty launches: the graph has those where somebody compiled the transition before (a warm-up in
+this process, or an earlier process that shares the artifact cache). Otherwise it is captured op by op at first, since
+no generation should wait seconds for a compiler in its third step, and compiled once it has run often
+(`TraceCompiler.often`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
+from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.sparse import REUSE
 from dgraph.runtime.cudagraph import GraphPool, Replay
 from dgraph.runtime.decode_state import BlockCache, DecodeState
@@ -42,6 +47,10 @@ class Rule:
     scripted: bool = False
 
 
+Update = tuple[Tensor, Tensor]
+"""A tensor that stays where it is, and what it becomes."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What a step led to, for an observer: results per row, and the committed columns bool[b, B]."""
@@ -58,6 +67,7 @@ class Advance:
         state: in front of the first step; its tensors become this object's.
         capacity: rows that a step may have; more than a state ever packs are padding.
         pool: where to capture the transition; None to run it op by op.
+        compiler: finds the compiled transition for a capture; None to capture it op by op.
 
     Attributes:
         state: as the next step finds it.
@@ -66,8 +76,15 @@ class Advance:
         summary: i64[5], see `DecodeState.summary`; what the host reads in front of a step.
     """
 
-    def __init__(self, rule: Rule, state: DecodeState, capacity: int, pool: GraphPool | None = None):
-        self.rule, self.state, self.capacity, self._pool = rule, state, capacity, pool
+    def __init__(
+        self,
+        rule: Rule,
+        state: DecodeState,
+        capacity: int,
+        pool: GraphPool | None = None,
+        compiler: TraceCompiler | None = None,
+    ):
+        self.rule, self.state, self.capacity, self._pool, self._compiler = rule, state, capacity, pool, compiler
         state.keys = sequence_keys(rule.seed, state.prompt)
         self._editing = edits(rule.policy)
         self.rows = state.rows(capacity, self._editing)
@@ -75,13 +92,13 @@ class Advance:
         self.inputs = inputs_of(self.rows, state, rule, state.keys)
         self._given: dict[str, Tensor] = {}
         self._graph: Replay | None = None
+        self._plain = False  # whether it was captured op by op, and might be compiled
         self._steps = 0
 
     def load(self, state: DecodeState, seed: int) -> None:
         """Start over with another batch of the same shape, in the tensors that are there."""
         state.keys = sequence_keys(seed, state.prompt)
-        _assign(self.state, state)
-        self._pack()
+        _write(self._packed(state))
 
     def __call__(self, outputs: Mapping[str, Tensor], observed: bool = False) -> Decision | None:
         """Take the results of a step to the next one.
@@ -94,14 +111,22 @@ class Advance:
         self._steps += 1
         if observed:
             return self._transition()
-        # The first step runs op by op: a short generation is over before a capture would have paid.
-        if self._graph is None and self._pool is not None and self._steps > 1:
-            self._graph = self._capture(self._pool)
+        if self._pool is not None:
+            # The first step runs op by op: a short generation is over before a capture would have paid.
+            if self._graph is None and self._steps > 1:
+                self._graph = self._capture(self._pool)
+            elif self._plain and self._compiler is not None and self._steps >= self._compiler.often:
+                self._graph = self._capture(self._pool) or self._graph
         if self._graph is None:
             self._transition()
         else:
             self._graph.replay()
         return None
+
+    def compile(self, outputs: Mapping[str, Tensor]) -> None:
+        """Compile the transition for outputs of these types, unless that has been done before."""
+        self._take(outputs)
+        self._compiled(ahead=True)
 
     def _take(self, outputs: Mapping[str, Tensor]) -> None:
         targets: list[Tensor] = []
@@ -120,6 +145,12 @@ class Advance:
         copy_all(targets, sources)
 
     def _transition(self) -> Decision:
+        updates, decision = self._next()
+        _write(updates)
+        return decision
+
+    def _next(self) -> tuple[list[Update], Decision]:
+        """What every tensor here becomes, and why; nothing is written."""
         rule, given = self.rule, self._given
         optional = {name: given.get(name) for name in ("kept", "margin", "entropy")}
         results = row_results(self.rows, given["token"], given["confidence"], **optional)
@@ -127,9 +158,7 @@ class Advance:
         committed = after.apply(
             self.rows, results, rule.policy, rule.block_cache, rule.refresh, given.get("progress"), self._noise()
         )
-        _assign(self.state, after)
-        self._pack()
-        return Decision(results, committed)
+        return self._packed(after), Decision(results, committed)
 
     def _noise(self) -> Tensor | None:
         if "noise" not in needs_of(self.rule.policy):
@@ -137,18 +166,71 @@ class Advance:
         columns = torch.arange(self.state.block, device=self.state.start.device)
         return policy_noise(self.state.keys, self.state.start[:, None] + columns, self.state.counter)
 
-    def _pack(self) -> None:
-        _assign(self.rows, self.state.rows(self.capacity, self._editing))
-        for name, value in inputs_of(self.rows, self.state, self.rule, self.state.keys, constants=False).items():
-            if self.inputs[name] is not value:
-                self.inputs[name].copy_(value)
-        self.summary.copy_(self.state.summary())
+    def _packed(self, state: DecodeState) -> list[Update]:
+        """What every tensor here becomes where the next step finds that state."""
+        rows = state.rows(self.capacity, self._editing)
+        inputs = inputs_of(rows, state, self.rule, state.keys, constants=False)
+        pairs = [
+            *_pairs(self.state, state),
+            *_pairs(self.rows, rows),
+            *((self.inputs[name], value) for name, value in inputs.items()),
+            (self.summary, state.summary()),
+        ]
+        held = {id(old) for old, _ in pairs}
+        updates = {id(old): (old, new) for old, new in pairs if old is not new}
+        # A tensor that moves to another place (a policy may return what it was given) must be read before it changes.
+        return [(old, new.clone() if id(new) in held else new) for old, new in updates.values()]
+
+    def _compiled(self, ahead: bool = False) -> Callable[[], object] | None:
+        """The compiled transition of this batch's tensors; None if it runs op by op. ahead: compile it if need be."""
+        if self._compiler is None:
+            return None
+        held = self._held()
+        given = tuple((name, value.dtype) for name, value in self._given.items())
+        values = (getattr(self.state, field.name) for field in fields(self.state))
+        fixed = tuple(value for value in values if not isinstance(value, Tensor))
+        rule = replace(self.rule, seed=0, temperature=float(self.rule.temperature > 0))
+        shapes = tuple(value.shape for value in held)
+        key: Hashable = (rule, type(self.state), self.state.block, fixed, given, shapes)
+        name = f"the transition between steps under policy {type(self.rule.policy).__name__}"
+        try:
+            hash(key)
+        except TypeError:  # a policy without a hash; it is traced each time
+            key = None
+        return self._compiler.function(name, self._traceable(held), held, key, ahead)
+
+    def _held(self) -> list[Tensor]:
+        """Every tensor that a transition reads or writes, once."""
+        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
+        return list({id(tensor): tensor for tensor in (*everything, *self._given.values())}.values())
+
+    def _traceable(self, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
+        """The transition as a function of those tensors: which of them it updates, and what they become."""
+        numbers = {id(tensor): number for number, tensor in enumerate(held)}
+
+        def function(*tensors: Tensor) -> list[tuple[int, Tensor]]:
+            def other(value: Any) -> Any:
+                return tensors[numbers[id(value)]] if isinstance(value, Tensor) else value
+
+            twin = copy.copy(self)
+            twin.state = _each(self.state, other)
+            twin.rows = _each(self.rows, other)
+            twin.inputs = {name: other(value) for name, value in self.inputs.items()}
+            twin._given = {name: other(value) for name, value in self._given.items()}
+            twin.summary = other(self.summary)
+            own = {id(tensor): number for number, tensor in enumerate(tensors)}
+            updates, _ = twin._next()
+            return [(own[id(old)], new) for old, new in updates]
+
+        return function
 
     def _capture(self, pool: GraphPool) -> Replay | None:
-        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
-        before = [tensor.clone() for tensor in everything]
+        before = [(tensor, tensor.clone()) for tensor in self._held()]
+        often = self._compiler is not None and self._steps >= self._compiler.often
+        function = self._compiled(ahead=often)
+        self._plain = function is None and not often
         try:
-            graph = pool.record(self._transition, warm=False)
+            graph = pool.record(function or self._transition, warm=False)
         except torch.OutOfMemoryError as error:
             pool.refused.append(("transition", self.capacity, str(error).partition("\n")[0]))
             self._pool = None
@@ -159,7 +241,7 @@ class Advance:
                 f"Policy {type(self.rule.policy).__name__} may read values on the host; decode with graphs=False."
             ) from error
         finally:  # a capture runs the transition to warm up
-            for tensor, value in zip(everything, before, strict=True):
+            for tensor, value in before:
                 tensor.copy_(value)
         pool.captured.append(("transition", self.capacity))
         return graph
@@ -203,12 +285,20 @@ def inputs_of(
     return inputs
 
 
+def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dataclass with every field changed."""
+    return type(holder)(**{field.name: change(getattr(holder, field.name)) for field in fields(holder)})
+
+
 def _tensors(holder: Any) -> list[Tensor]:
     values = (getattr(holder, field.name) for field in fields(holder))
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _assign(target: Any, source: Any) -> None:
-    """Copy every tensor of a dataclass into the same field of another."""
-    pairs = [(old, new) for old, new in zip(_tensors(target), _tensors(source), strict=True) if old is not new]
-    copy_all([old for old, _ in pairs], [new for _, new in pairs])
+def _pairs(target: Any, source: Any) -> list[Update]:
+    """Every tensor of a dataclass with the same field of another."""
+    return list(zip(_tensors(target), _tensors(source), strict=True))
+
+
+def _write(updates: Sequence[Update]) -> None:
+    copy_all([old for old, _ in updates], [new for _, new in updates])

@@ -17,7 +17,7 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.decode_state import BlockCache, DecodeState, full_step, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows, offsets_of
+from dgraph.runtime.rows import StepRows, packed
 
 
 @dataclass
@@ -132,7 +132,7 @@ class CanvasState(DecodeState):
 
     def rows(self, capacity: int, editing: bool = False) -> StepRows:
         live, width = self.live(), self.canvas.shape[1]
-        index = torch.nonzero_static(live.flatten(), size=capacity, fill_value=-1)[:, 0]
+        index, cu_rows = packed(live, capacity)
         real = index >= 0
         index = index.clamp(min=0)
         sequence, position = index // width * real, index % width * real
@@ -149,7 +149,7 @@ class CanvasState(DecodeState):
             positions=position,
             limit=(self.end[sequence] * real).int(),
             masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
-            cu_rows=offsets_of(live.sum(dim=1)),
+            cu_rows=cu_rows,
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,
         )
@@ -166,16 +166,15 @@ class CanvasState(DecodeState):
         return inside & (positions < self.end[:, None])
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
-        columns = self.columns
-        self.canvas = self.canvas.scatter(1, columns, torch.where(written, token, self.block_tokens))
-        self.masked = self.masked.scatter(1, columns, left)
-        self.changed = torch.zeros_like(self.changed).scatter(1, columns, written)
+        self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
+        self.masked = self._on_canvas(left, self.masked)
+        self.changed = self._on_canvas(written, False)
 
     def _advance(
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
     ) -> None:
         # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
-        before = self.masked.scatter(1, self.columns, masked)
+        before = self._on_canvas(masked, self.masked)
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         # As in FOCUS, the last column of a block waits for no neighbour.
         waiting = before & (positions < (self.start + self.size)[:, None])
@@ -209,8 +208,7 @@ class CanvasState(DecodeState):
 
     def _predicting(self, flags: Tensor) -> Tensor:
         """bool[b, T]: rows that predict the flagged positions, bool[b, B], of the current block."""
-        span = torch.zeros_like(self.masked).scatter(1, self.columns, flags)
-        return torch.roll(span, -self.shift, dims=1)
+        return torch.roll(self._on_canvas(flags, False), -self.shift, dims=1)
 
     def _next_rows(self, policy: Policy) -> Tensor:
         """bool[b, T]: the rows of the region "next"; see `RowPlan`."""

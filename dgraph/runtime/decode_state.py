@@ -18,7 +18,7 @@ from torch import Tensor
 from dgraph.ops.sparse import REUSE
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
-from dgraph.runtime.rows import RowResults, StepRows
+from dgraph.runtime.rows import RowResults, StepRows, inverse, read
 from dgraph.runtime.seeds import policy_order
 
 BlockCache = Literal["off", "dc", "dc+"]
@@ -158,8 +158,9 @@ class DecodeState(ABC):
     @property
     def average(self) -> Tensor:
         """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded)."""
-        mean = self.decoded.float() / self.steps.clamp(min=1).float()
-        return torch.where(self.steps > 0, mean, 1.0)
+        # In float64, which compiled code divides in as the op does. It rounds to the same number: both are small ints.
+        mean = self.decoded.double() / self.steps.clamp(min=1)
+        return torch.where(self.steps > 0, mean.float(), 1.0)
 
     @property
     def window(self) -> Tensor | None:
@@ -218,8 +219,8 @@ class DecodeState(ABC):
         f32[b, B]: uniform, for policies that draw.
         """
         editing, masked = edits(policy), self.block_masked
-        token = self._on_block(rows, results.token, -1)
-        confidence = self._on_block(rows, results.confidence, -math.inf)
+        row = self._block_rows(rows)
+        token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
         invalid = confidence.isnan().any(dim=1)
         candidates = Candidates(
             token=token,
@@ -230,8 +231,8 @@ class DecodeState(ABC):
             decoded=self.decoded,
             start=self.start,
             prompt=self.prompt,
-            margin=None if results.margin is None else self._on_block(rows, results.margin, -math.inf),
-            entropy=None if results.entropy is None else self._on_block(rows, results.entropy, math.inf),
+            margin=None if results.margin is None else read(results.margin, row, -math.inf),
+            entropy=None if results.entropy is None else read(results.entropy, row, math.inf),
             noise=noise,
             order=self.order if "order" in needs_of(policy) else None,
             forwards=self.forwards,
@@ -246,7 +247,8 @@ class DecodeState(ABC):
         self.broken = self.broken | self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
 
         self.commit_rows = self.commit_rows + self._own_rows()
-        self.kept_rows = self.kept_rows.index_add(0, rows.sequence, (results.kept & rows.live).long())
+        own = rows.sequence == torch.arange(len(self.start), device=masked.device)[:, None]
+        self.kept_rows = self.kept_rows + (own & results.kept & rows.live).sum(dim=1)
         self.forwards = self.forwards + self.active
         self.passes = self.passes + (self.active & ~masks_left)
         self.counter = self.counter + self.active
@@ -264,12 +266,17 @@ class DecodeState(ABC):
         self._advance(masked, policy, block_cache, refresh, settled)
         return commit
 
-    def _on_block(self, rows: StepRows, values: Tensor, fill: float) -> Tensor:
-        """Per-row values -> [b, B] on the current block; `fill` where no row was."""
-        b, width = len(self.start), 2 * self.block
-        window = values.new_full((b * width + 1,), fill)
-        at = torch.where(rows.live, rows.sequence * width + rows.column, b * width)
-        return window.scatter_(0, at, values)[:-1].view(b, width)[:, self.block :]
+    def _block_rows(self, rows: StepRows) -> Tensor:
+        """i64[b, B]: which row stands in each column of the current block; -1 where none does."""
+        b, block = len(self.start), self.block
+        at = rows.sequence * block + rows.column - block
+        return inverse(torch.where(rows.live & (rows.column >= block), at, -1), b * block).view(b, block)
+
+    def _on_canvas(self, values: Tensor, others: Tensor | bool) -> Tensor:
+        """[b, T]: values [b, B] where the current block is, `others` elsewhere."""
+        column = torch.arange(self.canvas.shape[1], device=values.device) - self.start[:, None]
+        inside = (column >= 0) & (column < self.block)
+        return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.block - 1)), others)
 
     def _finish(self, settled: Tensor | None) -> Tensor:
         """End sequences that are done; bool[b]: those of the others whose block is done."""

@@ -80,7 +80,7 @@ class BlockLoop:
         that have no rows. report: gets (finished sequences, decoded tokens) after every step. unconditional: a
         second page table, with which every program runs once more without the prompts' tokens, for guidance.
         """
-        state = self._begin(prompts, first, caches["page_table"])
+        state = self.begin(prompts, first, caches["page_table"])
         if self.prefill is not None:
             self._prefill(self.prefill, prompts, state, caches, stats, unconditional)
         advance = self.advance(state)
@@ -133,7 +133,8 @@ class BlockLoop:
         counts = [self.plan.rows_of(step, len(prompt), self.max_new_tokens) for prompt in prompts]
         return sum(count or 0 for count, goes_on in zip(counts, running, strict=False) if goes_on)
 
-    def _begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
+    def begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
+        """The state in front of the first step; see `run`."""
         b, device = len(page_table), page_table.device
         longest = max(map(len, prompts)) + self.max_new_tokens
         causal = self.spec.attention == "block_causal"

@@ -86,16 +86,12 @@ def row_results(
     wants decoded ones too).
     """
     n = len(rows.masked)
-    slot = None if kept is None else torch.where(kept >= 0, kept, n)  # padding goes to one extra row
+    entry = None if kept is None else inverse(kept, n)
 
     def per_row(values: Tensor, filler: float) -> Tensor:
-        if slot is None:
-            return values[:n]
-        return values.new_full((n + 1,), filler).scatter_(0, slot, values)[:n]
+        return values[:n] if entry is None else read(values, entry, filler)
 
-    survived = torch.ones_like(rows.masked)
-    if slot is not None:
-        survived = rows.masked.new_zeros(n + 1).scatter_(0, slot, True)[:n]
+    survived = torch.ones_like(rows.masked) if entry is None else entry >= 0
     token = per_row(token, -1)
     committable = (rows.masked if wanted is None else wanted) & survived & (token >= 0)
 
@@ -108,9 +104,32 @@ def row_results(
 
 def offsets_of(counts: Tensor) -> Tensor:
     """i32[b+1]: where each sequence's rows begin, and where the last one's end, from counts [b]."""
-    offsets = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    offsets[1:] = counts.cumsum(0)
-    return offsets
+    return counts.expand(len(counts) + 1, -1).tril(-1).sum(dim=1).int()
+
+
+def inverse(index: Tensor, count: int) -> Tensor:
+    """i64[count]: where each of the numbers from 0 stands in index, -1 for those that do not.
+
+    index i64[n]: numbers below count, each at most once, and any number of -1.
+    """
+    places = torch.full((count + 1,), -1, dtype=torch.int64, device=index.device)  # -1 writes the last one
+    return places.scatter_(0, torch.where(index >= 0, index, count), torch.arange(len(index), device=index.device))[:-1]
+
+
+def read(values: Tensor, at: Tensor, fill: float) -> Tensor:
+    """values[at] in the shape of `at`, and `fill` where it is -1."""
+    return torch.where(at >= 0, values[at.clamp(min=0)], fill)
+
+
+def packed(live: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 behind them; i32[b+1]: where those
+    of each sequence begin, and where the last one's end. live bool[b, W].
+
+    Where more than `capacity` are set, the others are left out.
+    """
+    cu_rows = offsets_of(live.sum(dim=1))
+    row = cu_rows[:-1, None] + live.cumsum(dim=1) - 1
+    return inverse(torch.where(live & (row < capacity), row, -1).flatten(), capacity), cu_rows
 
 
 def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int) -> StepRows:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
+from dgraph.lowering.traced import TraceCompiler
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
@@ -22,10 +23,10 @@ from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.policies import THRESHOLD, ConfidenceThreshold, Policy
 from dgraph.runtime.rows import unmasked_rows
 from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.script import check_script
+from dgraph.runtime.script import Script, check_script
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
@@ -67,6 +68,8 @@ UNREAD_STEPS = 15
 """Where transitions are captured and nobody follows the progress, steps between host reads, if the plan allows it."""
 CANVAS_COLUMNS = 512
 """Where transitions are captured, the canvas has a multiple of so many columns."""
+WARM_COLUMNS = 4096
+"""Canvases of a block-causal model are padded to what a warm-up was given, up to so many columns."""
 
 
 class BlockSession:
@@ -98,6 +101,8 @@ class BlockSession:
         pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With one,
             batches are padded to a power of two of sequences, the canvas to few widths and the page table to the
             model's longest sequence, so that what was captured serves later calls.
+        compiler: finds the transition compiled where it is captured, and compiles it in a warm-up; None captures it
+            op by op.
 
     Raises `InputError`, `UnknownName` or `LoweringError` for what cannot work.
     """
@@ -116,6 +121,7 @@ class BlockSession:
         kv_dtype: torch.dtype | None = None,
         page_size: int | None = None,
         pool: GraphPool | None = None,
+        compiler: TraceCompiler | None = None,
     ):
         if select_noise is None:
             select_noise = any("noise" in program.input_names for program in programs.values())
@@ -125,9 +131,9 @@ class BlockSession:
         self.block_cache: BlockCache = block_cache
         self.refresh, self.select_noise = refresh, select_noise
         self.device = torch.device(device)
-        self.pool = pool
+        self.pool, self.compiler = pool, compiler
         self._advance: tuple[Hashable, Advance] | None = None
-        self._sequences = 1
+        self._sequences, self._columns = 1, 0
         names = frozenset().union(*(program.input_names for program in programs.values()))
         self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device, names=names)
         self.packed = None if kv is None else PackedKV(spec, kv, kv_dtype, self.device)
@@ -187,23 +193,8 @@ class BlockSession:
                 f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
                 f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
             )
-        loop = BlockLoop(
-            spec=self.spec,
-            prefill=self.programs["prefill"] if self.spec.attention == "block_causal" else None,
-            step=step,
-            refresh=refresh,
-            rule=rule,
-            plan=self.plan,
-            kv=None if self.packed is None else self.packed.plan,
-            release=None,
-            max_new_tokens=max_new_tokens,
-            block=block,
-            advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
-            stride=max(block, CANVAS_COLUMNS // block * block) if fixed else block,
-            unread=UNREAD_STEPS if fixed and progress is None else 0,
-            sampler=sampler.begin(self.spec.mask_id),
-            observer=observer,
-        )
+        loop = self._loop(rule, step, refresh, max_new_tokens, block, sampler, fixed)
+        loop = replace(loop, unread=UNREAD_STEPS if fixed and progress is None else 0, observer=observer)
         began = time.perf_counter()
         stats = GenerationStats()
         token_ids: list[list[int]] = []
@@ -242,15 +233,26 @@ class BlockSession:
         return Generation(token_ids, stats, kept if keep_kv else None)
 
     @torch.no_grad()
-    def warm_up(self, batch: int, tokens: int, progress: Callable[[int, int], None] | None = None) -> int:
+    def warm_up(
+        self,
+        batch: int,
+        tokens: int,
+        progress: Callable[[int, int], None] | None = None,
+        policy: Policy | None = None,
+        temperature: float = 0.0,
+    ) -> int:
         """Capture every bucket of the step program that batches of up to `batch` sequences can meet.
 
-        Later batches of up to that many sequences are padded to it, so that they find what was captured.
+        Later batches of up to that many sequences are padded to it, so that they find what was captured. The transition
+        between steps is compiled for a policy, and for the canvas of so many positions; a block-causal model pads
+        shorter canvases to it. Under other policies, and on other canvases, it runs op by op.
 
         Args:
             batch: sequences at a time, at least 1.
             tokens: positions per sequence, prompt and response together; KV pages for all of them are made now.
             progress: called with (buckets done, buckets in all).
+            policy: what later calls decode by; None for a threshold of 0.9.
+            temperature: of later calls; it matters only whether it is above 0.
 
         Returns:
             The number of buckets.
@@ -278,9 +280,14 @@ class BlockSession:
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
                 rows = min(size, batch * 2 * block)
-                step({**caches, **unmasked_rows(rows, self._sequences, block, self.device)}, rows)
+                result = step({**caches, **unmasked_rows(rows, self._sequences, block, self.device)}, rows)
                 if progress is not None:
                     progress(done + 1, len(sizes))
+            scripted = "script" in step.input_names
+            if self.compiler is not None and "token" in result.outputs and (not scripted or isinstance(policy, Script)):
+                chosen = ConfidenceThreshold(THRESHOLD) if policy is None else policy
+                rule = Rule(chosen, self.block_cache, self.refresh, self.select_noise, temperature, 0, scripted)
+                self._compile_transition(rule, result.outputs, batch, tokens, caches["page_table"])
         finally:
             self.pool.preparing = False
             for handle in reversed(handles):
@@ -311,12 +318,56 @@ class BlockSession:
         """Rows and columns of the page table for a batch."""
         return max(self._sequences, 1 << (batch - 1).bit_length()), self.kv.pages_for(self.spec.max_positions)
 
+    def _loop(
+        self,
+        rule: Rule,
+        step: Program,
+        refresh: Program | None,
+        max_new_tokens: int,
+        block: int,
+        sampler: Sampler,
+        fixed: bool,
+    ) -> BlockLoop:
+        """How to decode a batch. fixed: in shapes that later batches have, too."""
+        return BlockLoop(
+            spec=self.spec,
+            prefill=self.programs["prefill"] if self.spec.attention == "block_causal" else None,
+            step=step,
+            refresh=refresh,
+            rule=rule,
+            plan=self.plan,
+            kv=None if self.packed is None else self.packed.plan,
+            release=None,
+            max_new_tokens=max_new_tokens,
+            block=block,
+            advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
+            stride=self._stride(block) if fixed else block,
+            unread=0,
+            sampler=sampler.begin(self.spec.mask_id),
+            observer=None,
+        )
+
+    def _stride(self, block: int) -> int:
+        """Canvases have a multiple of so many columns."""
+        return -(-self._columns // block) * block if self._columns else max(block, CANVAS_COLUMNS // block * block)
+
+    def _compile_transition(
+        self, rule: Rule, outputs: Mapping[str, Tensor], batch: int, tokens: int, table: Tensor
+    ) -> None:
+        """Compile what lies between the steps of such batches, which canvases of other widths share if they can."""
+        block = self.spec.block_length
+        if self.spec.attention == "block_causal" and tokens <= WARM_COLUMNS:
+            self._columns = -(-tokens // self._stride(block)) * self._stride(block)
+        loop = self._loop(rule, self.programs["step"], None, tokens - 1, block, Sampler(rule.temperature), fixed=True)
+        state = loop.begin([[self.spec.mask_id]] * batch, 0, table)
+        _new_advance(rule, state, self.pool, self.compiler).compile(outputs)
+
     def _advance_from(self, rule: Rule, state: DecodeState) -> Advance:
         """A captured transition for a batch of this shape: the one of the call before, if it fits."""
         key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
         if self._advance is None or self._advance[0] != key:
             self._advance = None  # let go of its tensors first
-            self._advance = (key, _new_advance(rule, state, self.pool))
+            self._advance = (key, _new_advance(rule, state, self.pool, self.compiler))
         else:
             self._advance[1].load(state, rule.seed)
         return self._advance[1]
@@ -331,8 +382,10 @@ class BlockSession:
         return found
 
 
-def _new_advance(rule: Rule, state: DecodeState, pool: GraphPool | None = None) -> Advance:
-    return Advance(rule, state, state.capacity, pool)
+def _new_advance(
+    rule: Rule, state: DecodeState, pool: GraphPool | None = None, compiler: TraceCompiler | None = None
+) -> Advance:
+    return Advance(rule, state, state.capacity, pool, compiler)
 
 
 def responses(state: DecodeState, eos_ids: Sequence[int]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from dgraph.ops.sparse import DENSE, REUSE, SELECT
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, full_step, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows, offsets_of
+from dgraph.runtime.rows import StepRows, offsets_of, packed
 
 __all__ = ["BLOCK_CACHES", "BlockCache", "StepState", "ready_columns"]
 
@@ -139,7 +139,7 @@ class StepState(DecodeState):
     def rows(self, capacity: int, editing: bool = False) -> StepRows:
         live = self.live()
         block, width = self.block, 2 * self.block
-        index = torch.nonzero_static(live.flatten(), size=capacity, fill_value=-1)[:, 0]
+        index, cu_rows = packed(live, capacity)
         real = index >= 0
         index = index.clamp(min=0)
         sequence, column = index // width * real, index % width * real
@@ -163,7 +163,7 @@ class StepState(DecodeState):
             positions=(self.start[sequence] - block + column) * real,
             limit=limit.int(),
             masked=masked & real,
-            cu_rows=offsets_of(live.sum(dim=1)),
+            cu_rows=cu_rows,
             full=full,
             changed=changed,
         )
@@ -179,7 +179,7 @@ class StepState(DecodeState):
         if self.changed is not None:
             self.changed = written
         # A finished sequence's block no longer changes, so writing it again is harmless.
-        self.canvas = self.canvas.scatter(1, self.columns, current)
+        self.canvas = self._on_canvas(current, self.canvas)
 
     def _advance(
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None

@@ -52,8 +52,9 @@ def test_rows_adapt_where_their_sequence_reuses() -> None:
 
 def test_each_sequence_by_itself() -> None:
     advance = advance_of(KVPlan("response", pairs=(2,)))
-    advance.state.counter[1] = 1
-    advance._pack()
+    state = advance.state.clone()
+    state.counter[1] = 1
+    advance.load(state, 0)
     inputs, rows = advance.inputs, advance.rows
     count = int(rows.cu_rows[-1])
     assert inputs["phase"].tolist() == [SELECT, REUSE]

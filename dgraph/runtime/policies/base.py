@@ -219,16 +219,24 @@ def check_needs(policy: Policy, given: Collection[str]) -> None:
 # -- vectorised pieces of rules ----------------------------------------------------------------------------------
 
 
+PAIRS = 128
+"""Up to so many columns all pairs are compared, which fuses with what is around it; beyond that sorting is faster."""
+
+
 def rank(score: Tensor) -> Tensor:
     """i64[b, B]: 0 for the largest score of its row, 1 for the next; ties: lower position first."""
-    order = score.argsort(dim=1, descending=True, stable=True)
-    columns = torch.arange(score.shape[1], device=score.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, columns)
+    columns = torch.arange(score.shape[1], device=score.device)
+    if len(columns) > PAIRS:
+        order = score.argsort(dim=1, descending=True, stable=True)
+        return torch.empty_like(order).scatter_(1, order, columns.expand_as(order))
+    one, other = score[:, :, None], score[:, None, :]
+    ahead = (other > one) | ((other == one) & (columns < columns[:, None]))
+    return ahead.sum(dim=2)
 
 
 def best(score: Tensor) -> Tensor:
     """bool[b, B]: the largest score of each row; ties: lower position."""
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.argmax(dim=1, keepdim=True), True)
+    return torch.arange(score.shape[1], device=score.device) == score.argmax(dim=1, keepdim=True)
 
 
 def leftmost(flags: Tensor, count: Tensor) -> Tensor:

@@ -1,0 +1,189 @@
+"""A function over tensors that stay where they are, traced once and compiled as one region.
+
+Regions come from captured graphs of models. This is for plain code between two forwards: many ops on few numbers, of
+which Inductor makes few kernels. Sizes are those of the tensors that it was traced with.
+
+The region returns what its inputs become, and they are written behind it. Inductor can write them in its own kernels,
+but does not always read them first: torch 2.11 computes one update from what another one has written already.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from dgraph.cache.store import Store
+from dgraph.errors import LoweringError
+from dgraph.lowering.inductor import RegionFunction, Source, compiled, known
+from dgraph.shapes import DTYPES, Symbols
+from dgraph.torch_private import copy_all
+
+Update = tuple[int, Tensor]
+"""The number of an input, and the value that is written into it."""
+
+EXACT = {"emulate_precision_casts": True}
+"""Settings of Inductor under which a fused kernel rounds as the ops one by one do: products and sums stay apart."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced function.
+
+    Attributes:
+        source: what is compiled; a call returns the updates and writes nothing.
+        constants: tensors that the function reads beside its inputs, and that the region takes behind them.
+        updated: numbers of the inputs that are updated, in the order of what is returned.
+    """
+
+    source: Source
+    constants: tuple[Tensor, ...]
+    updated: tuple[int, ...]
+
+    def on(self, inputs: Sequence[Tensor], region: RegionFunction) -> Callable[[], None]:
+        """What updates those inputs by a region that was made of the source."""
+        targets = [inputs[number] for number in self.updated]
+        return lambda: copy_all(targets, region(*inputs, *self.constants))
+
+
+def trace(function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor]) -> Traced:
+    """Trace a function.
+
+    Args:
+        function: takes the inputs one by one and writes none of them; returns what they become, those that change.
+        inputs: distinct, contiguous, and on one device; the function runs on them.
+
+    Raises:
+        LoweringError: it draws random numbers, or needs a tensor of another device.
+        Exception: whatever the function itself raises, or torch where it reads values on the host.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    updated: list[int] = []
+
+    def values(*tensors: Tensor) -> list[Tensor]:
+        updates = function(*tensors)
+        updated[:] = [number for number, _ in updates]
+        # An input that moves to another place must be read before it is updated.
+        return [value.clone() if any(value is tensor for tensor in tensors) else value for _, value in updates]
+
+    with torch.no_grad():
+        traced = make_fx(values)(*inputs)
+    return _region(traced, inputs, updated)
+
+
+def _region(traced: GraphModule, inputs: Sequence[Tensor], updated: Sequence[int]) -> Traced:
+    """The graph with tensors that it holds as further inputs."""
+    graph, mapping, device = Graph(), dict[Node, Node](), inputs[0].device
+    held = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+    everything = [*inputs, *held.values()]
+    if len({tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}) < sum(
+        tensor.numel() > 0 for tensor in inputs
+    ):
+        raise LoweringError("two of its inputs lie in the same memory")
+    for tensor in everything:
+        if tensor.device != device or not tensor.is_contiguous():
+            raise LoweringError(
+                f"it reads a tensor on {tensor.device} with strides {tensor.stride()}, expected contiguous on {device}"
+            )
+    sizes, lines = Symbols(), [f"device {device.type}"]
+    places = []
+    for number, tensor in enumerate(everything):
+        places.append(graph.placeholder(f"x{number}"))
+        places[-1].meta["val"] = sizes.empty(list(tensor.shape), tensor.dtype, device)
+        lines.append(f"%x{number} = input: {DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}")
+    own = dict(zip(held, places[len(inputs) :], strict=True))
+    free = iter(places)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            mapping[node] = next(free)
+        elif node.op == "get_attr":
+            mapping[node] = own[node.target]
+        elif node.op == "output":
+            graph.output(tuple(mapping[value] for value in node.args[0]))
+        else:
+            _check(node)
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+            mapping[node].meta.clear()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            lines.append(f"%{node.name} = {node.target}{node.args!r}{node.kwargs!r}")
+        elif node.op == "output":
+            lines.append(f"return {node.args!r}")
+    fakes = [place.meta["val"] for place in places]
+    source = Source("\n".join(lines), lambda: GraphModule({}, graph), fakes, device, settings=EXACT)
+    return Traced(source, tuple(held.values()), tuple(updated))
+
+
+def _check(node: Node) -> None:
+    """Refuse what a compiled function does in another way than the ops one by one."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise LoweringError(f"it draws random numbers ({node.target})")
+
+
+class TraceCompiler:
+    """Compiles functions of a session, and remembers for which there is nothing.
+
+    Compiling takes seconds, so a function that nobody has compiled before is left alone unless it is asked for ahead.
+
+    Attributes:
+        often: calls behind which the seconds are well spent on a function that nobody asked for ahead.
+        store: where what was compiled is kept for later processes; None for nowhere.
+        compiled, loaded: names of the functions that were compiled for this object, and that need not be.
+        refused: names of those that cannot be, with the reason.
+    """
+
+    def __init__(self, store: Store | None = None, tell: Callable[[str], None] = lambda what: None):
+        self.store, self._tell = store, tell
+        self.often = 512
+        self.compiled: list[str] = []
+        self.loaded: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+        self._known: dict[Hashable, tuple[Traced, RegionFunction] | None] = {}
+
+    def function(
+        self, name: str, function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor], key: Hashable, ahead: bool
+    ) -> Callable[[], object] | None:
+        """What updates the inputs, which stay where they are, as the function says; see `trace`.
+
+        Args:
+            name: of the function, for messages.
+            function, inputs: see `trace`.
+            key: equal keys say that the function and the types of its inputs are equal; None: nothing says so.
+            ahead: compile it, if that has not been done before.
+
+        Returns:
+            None where it must run op by op: it was not compiled before, or cannot be; of that a warning tells once.
+        """
+        found = self._known.get(key)
+        if found is None and (ahead or key not in self._known):
+            found = self._make(name, function, inputs, ahead)
+            if key is not None:
+                self._known[key] = found
+        if found is None:
+            return None
+        traced, region = found
+        return traced.on(inputs, region)
+
+    def _make(
+        self, name: str, function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor], ahead: bool
+    ) -> tuple[Traced, RegionFunction] | None:
+        try:
+            traced = trace(function, inputs)
+            found = known(traced.source, self.store)
+            if found is None and ahead:
+                found = compiled(traced.source, self.store, lambda doing: self._tell(f"{doing} {name}"))
+        except Exception as error:  # whatever a function of somebody else makes of being traced
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            if (name, reason) not in self.refused:
+                self.refused.append((name, reason))
+                warnings.warn(f"{name} is not compiled and runs op by op: {reason}", UserWarning, stacklevel=2)
+            return None
+        if found is None:
+            return None
+        (self.compiled if found.new else self.loaded).append(name)
+        return traced, found.function

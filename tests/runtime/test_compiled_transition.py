@@ -1,0 +1,279 @@
+"""The transition between steps, traced and compiled, leaves every tensor as the ops one by one do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgraph
+from dgraph.lowering.traced import TraceCompiler, trace
+from dgraph.rowplan import RowPlan
+from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.policies import (
+    POLICIES,
+    PRESETS,
+    Candidates,
+    ConfidenceThreshold,
+    Dream,
+    Factor,
+    Policy,
+    foresees,
+    policy_of,
+)
+from dgraph.runtime.script import BlockStep, Script
+from dgraph.runtime.session import BlockSession
+from dgraph.runtime.state import StepState
+from tests.runtime.test_cudagraph import Recorder
+
+MASK, BLOCK = 99, 8
+NEEDED: dict[str, dict[str, Any]] = {"confidence_threshold": {"threshold": 0.6}, "fixed_steps": {"steps": 3}}
+RULES: dict[str, Policy] = {
+    **{name: policy_of(name, **NEEDED.get(name, {})) for name in POLICIES},
+    **{name: PRESETS[name] for name in ("dkv_greedy", "dinfer_factor", "hierarchical_fast_v2", "llada_random")},
+    **{name: PRESETS[name] for name in ("jetengine_dynamic", "dream_origin", "dream_topk_margin", "fast_dllm")},
+    "dream_warm": Dream(alg="maskgit_plus", alg_temp=0.5),
+    "script": Script(BLOCK, (tuple(BlockStep((c,), tuple(range(c, BLOCK))) for c in range(BLOCK)),)),
+}
+PLANS = {
+    "step": None,
+    "canvas": RowPlan("block"),
+    "every": RowPlan("response", every=3, full_steps=1),
+    "next": RowPlan("next", every=3, window=2),
+}
+
+
+def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
+    """Two sequences of unequal lengths in front of their first step."""
+    canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 35]])
+    which = torch.arange(2), torch.tensor([3, 5])
+    facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
+    plan = PLANS[kind]
+    if plan is None:
+        state: Any = StepState.begin(canvas, *which, **facts)
+    else:
+        state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
+    defaults: dict[str, Any] = {"block_cache": "off", "refresh": True, "select_noise": False}
+    return Advance(Rule(policy, **defaults | {"temperature": 0.0, "seed": 5} | rule), state, state.capacity)
+
+
+def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
+    """What a program might say; with eviction, of the live rows all but every third, others in each step."""
+    n, rows = advance.capacity, advance.rows
+    count = int(rows.cu_rows[-1])
+    first = advance._steps
+    some = [r for r in range(count) if not evicting or (r + first) % 3 or not bool(rows.masked[r])]
+    kept = torch.tensor(some, dtype=torch.int64)
+    said = {
+        "token": torch.randint(0, 90, (n,), generator=draw),
+        "confidence": torch.rand(n, generator=draw),
+        "margin": torch.rand(n, generator=draw),
+        "entropy": torch.rand(n, generator=draw),
+    }
+    if evicting:
+        said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
+        said["progress"] = advance.state.progress + 1
+    return said
+
+
+def interpreted(advance: Advance) -> Any:
+    """The traced transition, run op by op."""
+    held = advance._held()
+    traced = trace(advance._traceable(held), held)
+    return traced.on(held, traced.source.module())
+
+
+def same(one: Advance, other: Advance) -> bool:
+    pairs = zip(one._held(), other._held(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+CASES = [(kind, name) for kind in ("step", "canvas") for name in RULES]
+CASES += [("every", "confidence_threshold"), *(("next", name) for name, rule in RULES.items() if foresees(rule))]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_rule_can_be_traced(kind: str, name: str) -> None:
+    policy = RULES[name]
+    evicting = kind == "step" and name != "script"
+    plain, other = advance_of(kind, policy), advance_of(kind, policy)
+    draw = torch.Generator().manual_seed(3)
+    run = None
+    for _ in range(10):
+        said = outputs(plain, draw, evicting)
+        plain(said)
+        other._take(said)
+        if run is None:
+            run = interpreted(other)
+        run()
+        assert same(plain, other)
+    assert int(plain.summary[2]) >= BLOCK, "nothing moved on"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"block_cache": "dc+", "refresh": False},
+        {"block_cache": "dc"},
+        {"temperature": 0.7},
+        {"select_noise": True},
+    ],
+    ids=str,
+)
+def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
+    plain, other = (advance_of("step", ConfidenceThreshold(0.6), **rule) for _ in range(2))
+    draw = torch.Generator().manual_seed(3)
+    run = None
+    for _ in range(12):
+        said = outputs(plain, draw, True)
+        plain(said)
+        other._take(said)
+        run = run or interpreted(other)
+        run()
+        assert same(plain, other)
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """Grows by all tensors of the transition behind every step."""
+    seen: list[list[Tensor]] = []
+    call = Advance.__call__
+
+    def watched(self: Advance, *args: Any, **options: Any) -> Any:
+        found = call(self, *args, **options)
+        seen.append([tensor.clone() for tensor in self._held()])
+        return found
+
+    monkeypatch.setattr(Advance, "__call__", watched)
+    return seen
+
+
+def session_of(model: str, recipe: str, compiler: TraceCompiler | None) -> BlockSession:
+    made = dgraph.optimize(model, recipe, backend="eager", buckets="hybrid", cache=False)
+    chosen = made.recipe
+    return BlockSession(
+        made.spec,
+        made.programs,
+        block_cache=chosen.block_cache,  # type: ignore[arg-type]
+        refresh=chosen.refresh,
+        plan=chosen.plan,
+        kv=chosen.kv,
+        pool=GraphPool(capture=Recorder),
+        compiler=compiler,
+    )
+
+
+PROMPTS = [list(range(6, 16)), list(range(40, 45))]
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "policy", "temperature"),
+    [
+        ("tiny_sdar", "focus", None, 0.0),
+        ("tiny_llada", "dense", Factor(), 0.9),
+    ],
+    ids=["sdar", "llada"],
+)
+def test_a_warm_session_runs_compiled_transitions(
+    model: str, recipe: str, policy: Policy | None, temperature: float, states: list[list[Tensor]]
+) -> None:
+    compiler = TraceCompiler()
+    session = session_of(model, recipe, compiler)
+    used = policy or ConfidenceThreshold(0.9)
+    options: dict[str, Any] = {"max_new_tokens": 12, "policy": used, "temperature": temperature}
+    plain = session_of(model, recipe, None)
+    want = plain.generate(PROMPTS, **options)
+    behind, compiled_ahead = list(states), len(compiler.compiled)
+    states.clear()
+    assert compiled_ahead == 0
+    session.warm_up(2, 64, policy=policy, temperature=temperature)
+    assert len(compiler.compiled) == 1
+    got = session.generate(PROMPTS, **options)
+    assert compiler.compiled + compiler.loaded == compiler.compiled, "the very function that was compiled"
+    assert got.token_ids == want.token_ids
+    assert len(states) == len(behind) > 3
+    for mine, theirs in zip(states, behind, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            if one.shape == other.shape:  # a warm session pads the canvas to what it was told
+                assert torch.equal(one, other)
+    assert not compiler.refused
+
+
+class Waits(ConfidenceThreshold):
+    """Reads a number on the host, which a CPU allows."""
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        return super().choose(candidates) & (candidates.confidence > min(0.0, candidates.confidence.max().item()))
+
+
+def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> Advance:
+    """Behind some steps, the later ones replayed from a capture."""
+    advance = advance_of("step", policy)
+    advance._pool, advance._compiler = GraphPool(capture=Recorder), compiler
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        advance(outputs(advance, draw, False))
+    return advance
+
+
+def test_without_a_warm_up_nothing_is_compiled() -> None:
+    compiler = TraceCompiler()
+    assert same(captured(ConfidenceThreshold(0.123), compiler), captured(ConfidenceThreshold(0.123), None))
+    assert not compiler.compiled
+    assert not compiler.loaded
+    assert not compiler.refused
+
+
+def test_a_policy_that_cannot_be_traced_runs_op_by_op_and_is_named() -> None:
+    compiler = TraceCompiler()
+    with pytest.warns(UserWarning, match="under policy Waits is not compiled and runs op by op: .*"):
+        found = captured(Waits(0.7), compiler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        captured(Waits(0.7), compiler)
+    assert same(found, captured(Waits(0.7), None))
+    assert len(compiler.refused) == 1
+
+
+def test_a_policy_may_return_what_it_was_given() -> None:
+    """The tensor is one of the state: what it becomes must not be read in its place."""
+
+    class All(ConfidenceThreshold):
+        def choose(self, candidates: Candidates) -> Tensor:
+            return candidates.masked
+
+    canvas = torch.tensor([[1, 2, 3, *[MASK] * 21]])
+    state = StepState.begin(
+        canvas,
+        torch.arange(1),
+        torch.tensor([3]),
+        max_new_tokens=13,
+        block=BLOCK,
+        mask_id=MASK,
+        stop_ids=torch.tensor([50]),
+        plan=RowPlan("block"),
+    )
+    advance = Advance(Rule(All(0.5), "off", True, False, 0.0, 0), state, state.capacity)
+    masked = state.masked.clone()
+    advance({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
+    assert state.changed is not None
+    assert torch.equal(state.changed, masked)
+
+
+def test_rules_differ_in_their_keys() -> None:
+    """Two rules must not share what was compiled for one of them; a seed makes no difference."""
+    compiler = TraceCompiler()
+    texts: list[Any] = []
+    compiler._make = lambda name, function, inputs, ahead: texts.append(name)  # type: ignore[method-assign, assignment]
+    for rule in ({}, {"seed": 7}, {"block_cache": "dc"}, {"temperature": 0.4}, {"temperature": 0.8}):
+        for threshold in (0.5, 0.6):
+            advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
+            advance._compiler = compiler
+            advance._take(outputs(advance, torch.Generator(), False))
+            advance._compiled()
+    assert len(texts) == 6
