@@ -24,6 +24,8 @@ from typing import Any
 from benchmarks.tables import Report
 
 PARTS = ("import", "load", "capture", "rewrite", "regions", "first answer")
+COUNTS = ("compiled", "loaded", "kernels compiled")
+"""Regions that Inductor compiled, regions that came from a cache, and kernels of ours that Triton compiled."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,7 +60,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     program.generate(input_ids=[list(range(5, 5 + args.prompt))], max_new_tokens=args.tokens)
     marks.append(("end", time.time()))
     seconds = {name: later - now for (name, now), (_, later) in itertools.pairwise(marks)}
-    return {"seconds": seconds, "compiled": len(program.compiler.compiled), "loaded": len(program.compiler.loaded)}
+    counts = {"compiled": program.compiler.compiled, "loaded": program.compiler.loaded}
+    counts["kernels compiled"] = program.kernels.compiled
+    return {"seconds": seconds, **{name: len(found) for name, found in counts.items()}}
 
 
 def child(argv: list[str], caches: dict[str, Path], *flags: str) -> dict[str, Any]:
@@ -119,9 +123,9 @@ def main() -> None:
     for arm, runs in found.items():
         parts = [statistics.median(run["seconds"].get(part, 0.0) for run in runs) for part in PARTS]
         whole = statistics.median(map(total, runs))
-        rows.append([arm, *parts[:-1], whole, cold / whole, parts[-1], runs[-1]["compiled"], runs[-1]["loaded"]])
+        rows.append([arm, *parts[:-1], whole, cold / whole, parts[-1], *(runs[-1][count] for count in COUNTS)])
     report = Report(f"Start of {args.shape or args.model} under {args.recipe}")
-    columns = ["caches", *PARTS[:-1], "total", "cold / this", "first answer", "compiled", "loaded"]
+    columns = ["caches", *PARTS[:-1], "total", "cold / this", "first answer", *COUNTS]
     report.table(f"Seconds, median of {args.repeat} new processes", columns, rows)
     report.data = {"runs": found}
     report.write(args.markdown, args.json)

@@ -18,11 +18,14 @@ from dgraph.frozen import captured
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
-from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.kernels import Kernels
+from dgraph.lowering.plan import run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
-from dgraph.passes.base import Pass, Report
-from dgraph.passes.manager import run_passes
+from dgraph.passes.base import Report
+from dgraph.phases import graph_of_phase, rewrite
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import Policy, chosen_policy
@@ -31,6 +34,7 @@ from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import check_stops, trim
 from dgraph.spec import ModelSpec
+from dgraph.triton_private import target_of
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
@@ -85,67 +89,6 @@ def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Rewritten:
-    """One phase after its passes.
-
-    Attributes:
-        graph: the final graph.
-        reports: one per pass, in order.
-        snapshots: the graph behind each pass, in order, the final one included.
-    """
-
-    graph: Graph
-    reports: tuple[Report, ...]
-    snapshots: tuple[Graph, ...]
-
-    def after(self, name: str) -> Graph:
-        """The graph behind the pass of that name.
-
-        Raises:
-            UnknownName: the phase does not run it.
-        """
-        for report, snapshot in zip(self.reports, self.snapshots, strict=True):
-            if report.name == name:
-                return snapshot
-        raise UnknownName("pass of this phase", name, [r.name for r in self.reports])
-
-
-def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
-    """Derive every phase of a recipe from one captured graph, which is left as it is.
-
-    Phases that begin with the same passes share their work (and the weights that these stack).
-
-    Raises:
-        PassError, VerifyError: a pass applied nowhere, or broke a rule.
-    """
-    # What is shared are passes and whether each may apply nowhere: phases may differ in the latter.
-    done: dict[tuple[tuple[Pass, bool], ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
-    phases = {}
-    for phase in recipe.phases:
-        steps = tuple((step, step.name in phase.optional) for step in phase.passes)
-        keys = [steps[: i + 1] for i in range(len(steps))]
-        for key in keys:
-            if key not in done:
-                derived = done[key[:-1]][0].copy()
-                done[key] = (derived, run_passes(derived, [key[-1][0]], phase.optional))
-        reports = tuple(report for key in keys for report in done[key][1])
-        snapshots = tuple(done[key][0] for key in keys)
-        phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
-    return phases
-
-
-def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | None) -> Graph:
-    """The graph at the end of a phase, or behind one of its passes.
-
-    Raises:
-        UnknownName: no such phase or pass.
-    """
-    if phase not in phases:
-        raise UnknownName("phase", phase, phases)
-    return phases[phase].graph if after is None else phases[phase].after(after)
-
-
-@dataclass(frozen=True)
 class Result:
     """What `generate` returns.
 
@@ -177,6 +120,8 @@ class Optimized:
         compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
         graph_pool: the CUDA graphs of the stages, captured as their buckets are met; None where there are none.
         tuning: plans of kernels that were chosen by timing them; None where kernels take their own.
+        kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
+        transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
         programs: the lowered program of each phase.
     """
 
@@ -189,10 +134,13 @@ class Optimized:
         buckets: Buckets,
         graphs: bool = True,
         tuning: Tuning | None = None,
+        kernels: Kernels | None = None,
+        transitions: TraceCompiler | None = None,
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         self.phases = rewrite(captured, recipe)
-        self.compiler, self._buckets, self.tuning = compiler, buckets, tuning
+        self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
+        self.kernels = kernels or Kernels(target_of(captured.device), None)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
         self._session = BlockSession(
@@ -205,6 +153,7 @@ class Optimized:
             device=captured.device,
             page_size=_page_size(self.spec.block_length, captured.device),
             pool=self.graph_pool,
+            compiler=transitions,
         )
 
     def _lower(self, graph: Graph, captured: bool = True) -> LoweredProgram:
@@ -286,18 +235,19 @@ class Optimized:
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
         if taking.needs_logits:
             self._keep_logits()
-        generation = self._session.generate(
-            ids,
-            max_new_tokens=max_new_tokens,
-            policy=chosen,
-            block_length=block_length,
-            sampler=taking,
-            seed=seed,
-            max_batch=max_batch,
-            keep_kv=keep_kv,
-            observer=observer,
-            progress=progress,
-        )
+        with self.kernels.kept():
+            generation = self._session.generate(
+                ids,
+                max_new_tokens=max_new_tokens,
+                policy=chosen,
+                block_length=block_length,
+                sampler=taking,
+                seed=seed,
+                max_batch=max_batch,
+                keep_kv=keep_kv,
+                observer=observer,
+                progress=progress,
+            )
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return Result(None, generation.token_ids, generation.stats, generation.kv)
@@ -313,16 +263,29 @@ class Optimized:
         if "refresh" in phases:
             self._session.programs["refresh_logits"] = self._lower(phases["refresh"].graph, captured=False)
 
-    def warm_up(self, batch: int, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> int:
+    def warm_up(
+        self,
+        batch: int,
+        tokens: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        threshold: float | None = None,
+        steps: int | None = None,
+        policy: str | Policy | None = None,
+        temperature: float = 0.0,
+    ) -> int:
         """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
 
         Plans of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
+        The transition between steps is compiled for one decoding rule.
 
         Args:
             batch: sequences at a time.
             tokens: positions per sequence to make KV pages for, prompt and response together; None for the model's
                 longest.
             progress: called with (buckets done, buckets in all).
+            threshold, steps, policy, temperature: how later calls of `generate` decode; other rules work as well, and
+                their transitions are compiled once they have run often.
 
         Returns:
             The number of buckets that were run; see `graph_pool` for what was captured and what did not fit.
@@ -330,8 +293,10 @@ class Optimized:
         Raises:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
-        with self.tuning.opened() if self.tuning is not None else nullcontext():
-            return self._session.warm_up(batch, self.spec.max_positions if tokens is None else tokens, progress)
+        with self.kernels.kept(), self.tuning.opened() if self.tuning is not None else nullcontext():
+            chosen = chosen_policy(policy, threshold, steps)
+            positions = self.spec.max_positions if tokens is None else tokens
+            return self._session.warm_up(batch, positions, progress, chosen, temperature)
 
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
@@ -428,7 +393,12 @@ def optimize(
     graph, _ = captured(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
     tuning = Tuning(graph.device, store, tell) if tune and store is not None and graph.device.type == "cuda" else None
-    made = Optimized(found, graph, chosen, compiler, rounding or Buckets.default(graph.device), graphs, tuning)
+    kernels = Kernels(target_of(graph.device), store, tell)
+    kernels.prepare()
+    rounding = rounding or Buckets.default(graph.device)
+    transitions = TraceCompiler(store, tell) if backend == "inductor" and graph.device.type == "cuda" else None
+    made = Optimized(found, graph, chosen, compiler, rounding, graphs, tuning, kernels, transitions)
+    kernels.restore()  # behind the regions: Inductor moves Triton's cache when it makes or loads its first kernel
     if warmup == "full" and max_batch is not None:
         made.warm_up(max_batch, max_tokens, lambda done, count: tell(f"capturing bucket {done} of {count}"))
     return made

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dgraph.api import Optimized, capture, graph_of_phase, rewrite
+from dgraph.api import Optimized, capture
 from dgraph.errors import InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.phases import graph_of_phase, rewrite
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.text.diff import Diff
 from dgraph.text.diff import diff as diff_graphs

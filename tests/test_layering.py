@@ -22,6 +22,7 @@ CORE = {"errors", "graph", "nodes", "shapes", "spec", "torch_private", "verify"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "torch_private": {"errors"},
+    "triton_private": set(),
     "nodes": {"torch_private"},
     "spec": {"errors"},
     "shapes": {"errors", "nodes", "torch_private"},
@@ -38,8 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "kvplan": {"errors"},
     "budgets": {"errors"},
     "recipes": {"budgets", "errors", "kvplan", "passes", "rowplan", "spec"},
+    "phases": {"errors", "graph", "passes", "recipes"},
     "cache": {"errors", "torch_private"},
-    "lowering": CORE | {"cache", "ops"},
+    "lowering": CORE | {"cache", "ops", "triton_private"},
     "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "kvplan", "lowering", "ops", "rowplan", "spec", "torch_private"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
@@ -160,13 +162,27 @@ def _private(dotted: str) -> bool:
     return any(n.startswith("_") and not n.startswith("__") for n in names[1:])
 
 
-def test_every_private_use_says_on_which_versions_it_was_checked() -> None:
-    tree = ast.parse((ROOT / "dgraph" / "torch_private.py").read_text(encoding="utf-8"))
+def test_only_triton_private_uses_the_inside_of_triton() -> None:
+    """Its runtime, its settings and its compiler; kernels are written in `triton`, `triton.language` and its tools."""
+    inside = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime")
+    found = [i for i in IMPORTS if i.module.startswith(inside)]
+    assert offenders(i for i in found if part_of(i.path) != "triton_private") == []
+    assert found
+    reached = {p.relative_to(ROOT) for p in SOURCES if "device_caches" in p.read_text(encoding="utf-8")}
+    assert reached == {Path("dgraph", "triton_private.py")}
+
+
+@pytest.mark.parametrize(
+    ("file", "versions"),
+    [("torch_private.py", "Checked on 2.11 and 2.13"), ("triton_private.py", "Checked on 3.6 and 3.7")],
+)
+def test_every_private_use_says_on_which_versions_it_was_checked(file: str, versions: str) -> None:
+    tree = ast.parse((ROOT / "dgraph" / file).read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(
             isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(node)
         ):
-            assert "Checked on 2.11 and 2.13" in (ast.get_docstring(node) or ""), node.name
+            assert versions in (ast.get_docstring(node) or ""), node.name
 
 
 def test_transformers_is_imported_late_and_only_by_models() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +17,7 @@ from dgraph.cli.units import ago, date, size_text
 if TYPE_CHECKING:
     from dgraph.cache.upkeep import Entry
 
+T = TypeVar("T")
 LINES = 12
 """Lines of one difference that `why` shows."""
 
@@ -57,8 +59,10 @@ def show(
 
     found = entry(open_cache(cache), name)
     if json:
-        chosen = {"choices": _choices(found)} if found.key.inputs.get("kind") == "tuning" else {}
-        print_json({**_facts(found), "key": dict(found.key.inputs), **chosen})
+        kind = found.key.inputs.get("kind")
+        chosen = {"choices": _choices(found)} if kind == "tuning" else {}
+        compiled = {"kernels": _kernels(found)} if kind == "kernels" else {}
+        print_json({**_facts(found), "key": dict(found.key.inputs), **chosen, **compiled})
         return
     for title, text in (
         ("artifact", found.digest),
@@ -74,6 +78,9 @@ def show(
     print_text(f"\n{Key(inputs).text}")
     if inputs.get("kind") == "tuning":
         _print_choices(_choices(found))
+    elif inputs.get("kind") == "kernels":
+        rows = [(name, str(len(sizes)), size_text(sum(sizes))) for name, sizes in sorted(_kernels(found).items())]
+        print_table(("kernel", "specialisations", "code"), rows)
 
 
 def why(
@@ -182,12 +189,28 @@ def _choices(found: Entry) -> list[dict[str, Any]]:
     """
     import json
 
-    from dgraph.cache import artifact
-    from dgraph.errors import CacheError
     from dgraph.lowering.tuning import FILE
 
+    return _content(found, FILE, lambda content: json.loads(content)["choices"])
+
+
+def _kernels(found: Entry) -> dict[str, list[int]]:
+    """What an entry of kind "kernels" holds: by name the bytes of code of each specialisation.
+
+    Raises:
+        CacheError: it is damaged.
+    """
+    from dgraph.lowering.kernels import FILE, names_of
+
+    return _content(found, FILE, names_of)
+
+
+def _content(found: Entry, file: str, read: Callable[[bytes], T]) -> T:
+    from dgraph.cache import artifact
+    from dgraph.errors import CacheError
+
     try:
-        return json.loads(artifact.read(found.folder, found.digest).files[FILE])["choices"]
+        return read(artifact.read(found.folder, found.digest).files[file])
     except (artifact.Damaged, OSError, KeyError, ValueError) as error:
         raise CacheError(f"artifact {found.digest[:SHOWN]} is damaged: {error}; run dgraph cache verify.") from None
 
@@ -218,7 +241,8 @@ def _files(found: Entry) -> dict[str, int]:
 
 def _where(found: Entry) -> tuple[str, str]:
     inputs = found.key.inputs
-    torch, device = inputs.get("torch", "?").split(" ")[0], inputs.get("device", "?")
+    # A compiled kernel does not depend on torch.
+    torch, device = inputs.get("torch", "-" if inputs else "?").split(" ")[0], inputs.get("device", "?")
     return torch, inputs.get("device name", device).partition(",")[0]
 
 

@@ -23,7 +23,7 @@ def compile_(
     device: given.Device = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="On a GPU, also time plans of kernels for batches of up to so many.", show_default=False),
+        typer.Option(help="On a GPU, also compile and time kernels for batches of up to so many.", show_default=False),
     ] = None,
     tokens: Annotated[
         int | None,
@@ -62,10 +62,12 @@ def compile_(
         count = len(compiler.compiled) + len(compiler.loaded)
         raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be kept in {store.root}.")
     timed = len(made.tuning.timed) if made.tuning is not None else 0
-    found = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "timed": timed, "seconds": seconds}
+    kernels = len(made.kernels.compiled)
+    counts = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "timed": timed, "kernels": kernels}
+    found = {**counts, "seconds": seconds}
     if json:
         print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
     else:
         there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} were there already"
-        plans = f", plans timed for {timed} shapes" if batch is not None else ""
+        plans = f", plans timed for {timed} shapes, {kernels} kernels compiled" if batch is not None else ""
         print_text(f"{made.model.name} under {recipe}: {there}{plans} ({seconds:.1f} s)")

@@ -22,7 +22,7 @@ from dgraph.text.notation import ranges_text, table
 
 
 class Phase(Protocol):
-    """A phase behind its passes: `dgraph.api.Rewritten`."""
+    """A phase behind its passes: `dgraph.phases.Rewritten`."""
 
     @property
     def graph(self) -> Graph:

@@ -19,7 +19,8 @@ from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
-from dgraph.passes import GateFFN, PartialAttention
+from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, PartialAttention
+from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.cli.folders import write_checkpoint
 from tests.passes.sparse_step import family_of
@@ -121,6 +122,14 @@ def test_layers_on_salient_rows_count_as_one_row(family: str) -> None:
     device = Device(torch.device("cpu"), samples=2)
     count = StepCount((512,), (0,), 0)
     assert floor_of(gated, [count], device).linear < floor_of(plain, [count], device).linear
+
+
+@pytest.mark.parametrize("counting", [(GateFFN(),), (EvictTokens(), CountRows())], ids=["salient", "kept"])
+def test_an_activation_within_a_product_leaves_the_floor_as_it_is(counting: tuple[Pass, ...]) -> None:
+    before = rewritten(family_of("sdar").cached, FuseProjections(), *counting)
+    after = rewritten(before, FuseGLU())
+    assert after.find("rows_glu")
+    assert work_of(after) == work_of(before)
 
 
 def test_times_between_samples_are_interpolated() -> None:

@@ -128,6 +128,26 @@ def test_plans_that_were_timed(run: Run, store: Store) -> None:
     assert "choices.json is not what was written; run dgraph cache verify" in " ".join(result.stderr.split())
 
 
+def test_compiled_kernels(run: Run, store: Store) -> None:
+    from dgraph.cache.key import kernel_keys
+    from dgraph.lowering.kernels import FILE, packed
+
+    hopper = kernel_keys("cuda 90")["lm_head"]
+    code = {"ab" * 32: {"_best.json": b"{}", "_best.cubin": bytes(3000)}, "cd" * 32: {"_best.cubin": bytes(1000)}}
+    assert store.put(hopper, {FILE: packed(code)})
+    listed = printed(run("cache", "ls"))[1]
+    assert listed.split("  ")[-1] == "kernels: lm_head"
+    assert " -      cuda 90 " in listed
+    lines = printed(run("cache", "show", hopper.digest))
+    assert lines[-2].split() == ["kernel", "specialisations", "code"]
+    assert lines[-1].split() == ["_best", "2", "3.9", "KiB"]
+    assert one_object(run("cache", "show", hopper.digest, "--json"))["kernels"] == {"_best": [3000, 1000]}
+    assert store.put(hopper, {FILE: b"junk"}, replace=True)
+    result = run("cache", "show", hopper.digest)
+    assert result.exit_code == 2
+    assert "is damaged: File is not a zip file" in " ".join(result.stderr.split())
+
+
 def test_why(run: Run, store: Store) -> None:
     a, b = filled(store, key(), key("3.0", torch="2.13.0 git def"))
     assert printed(run("cache", "why", a[:8], b[:8])) == [
@@ -246,6 +266,7 @@ def test_compile_fills_the_cache(run: Run, folder: Path, store: Store) -> None:
     count = found["compiled"]
     assert count == len(folders(store)) - 1 > 1, "the regions, and the captured graph"
     assert (found["present"], found["cache"], found["recipe"]["recipe"]) == (0, str(store.root), "dense")
+    assert found["kernels"] == 0
     inductor._COMPILED.clear()
     (line,) = printed(run("compile", folder, "-r", "dense"))
     assert f" under dense: 0 regions compiled, {count} were there already (" in line

@@ -1,0 +1,73 @@
+"""The phases of a recipe: one captured graph, rewritten for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dgraph.errors import UnknownName
+from dgraph.graph import Graph
+from dgraph.passes.base import Pass, Report
+from dgraph.passes.manager import run_passes
+from dgraph.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One phase after its passes.
+
+    Attributes:
+        graph: the final graph.
+        reports: one per pass, in order.
+        snapshots: the graph behind each pass, in order, the final one included.
+    """
+
+    graph: Graph
+    reports: tuple[Report, ...]
+    snapshots: tuple[Graph, ...]
+
+    def after(self, name: str) -> Graph:
+        """The graph behind the pass of that name.
+
+        Raises:
+            UnknownName: the phase does not run it.
+        """
+        for report, snapshot in zip(self.reports, self.snapshots, strict=True):
+            if report.name == name:
+                return snapshot
+        raise UnknownName("pass of this phase", name, [r.name for r in self.reports])
+
+
+def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
+    """Derive every phase of a recipe from one captured graph, which is left as it is.
+
+    Phases that begin with the same passes share their work (and the weights that these stack).
+
+    Raises:
+        PassError, VerifyError: a pass applied nowhere, or broke a rule.
+    """
+    # What is shared are passes and whether each may apply nowhere: phases may differ in the latter.
+    done: dict[tuple[tuple[Pass, bool], ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
+    phases = {}
+    for phase in recipe.phases:
+        steps = tuple((step, step.name in phase.optional) for step in phase.passes)
+        keys = [steps[: i + 1] for i in range(len(steps))]
+        for key in keys:
+            if key not in done:
+                derived = done[key[:-1]][0].copy()
+                done[key] = (derived, run_passes(derived, [key[-1][0]], phase.optional))
+        reports = tuple(report for key in keys for report in done[key][1])
+        snapshots = tuple(done[key][0] for key in keys)
+        phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
+    return phases
+
+
+def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | None) -> Graph:
+    """The graph at the end of a phase, or behind one of its passes.
+
+    Raises:
+        UnknownName: no such phase or pass.
+    """
+    if phase not in phases:
+        raise UnknownName("phase", phase, phases)
+    return phases[phase].graph if after is None else phases[phase].after(after)
