@@ -274,5 +274,6 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
         return {}
     # A CUDA graph is captured over the whole stage, so Inductor must not capture its own. Of its patterns one matches
     # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
-    # left alone the sum is part of the norm behind it.
-    return {"triton.cudagraphs": False, "pattern_matcher": False}
+    # left alone the sum is part of the norm behind it. Layouts of kernels are not timed when a process first runs them:
+    # that takes longer than loading them, and sums would differ from process to process.
+    return {"triton.cudagraphs": False, "pattern_matcher": False, "triton.autotune_pointwise": False}

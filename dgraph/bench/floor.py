@@ -25,7 +25,7 @@ from dgraph.passes.salience import finder
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
 
-SETTLE = 0.3
+SETTLE = 0.15
 """Seconds of load in front of each measurement on a GPU: the clocks of a long run, not those of a burst."""
 
 Shape = tuple[int, int]

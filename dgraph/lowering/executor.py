@@ -21,7 +21,7 @@ from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step, read_by, written_by
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
-from dgraph.ops import OPS, op_of
+from dgraph.ops import OPS, launcher, op_of
 
 IN_PLACE = ("pages", "entries", "sequences")
 """First sizes of inputs that are written in place, or read from where such writes go."""
@@ -174,14 +174,16 @@ class LoweredProgram:
         assert op is not None
         args = [_numbered(a, self._numbers) for a in args_of(step.node)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
-        return Step(op.overload, args, tuple((part, self._number(n)) for part, n in written))
+        function = launcher(op, self.graph.device)
+        return Step(function, args, tuple((part, self._number(n)) for part, n in written))
 
     def _lower_cut(self, call: Call) -> Cut:
         """Rows are listed with room for all of them, in the stage in front; so nothing is launched behind the read."""
         keep, cu_rows = (self._numbers[n] for n in args_of(call.node)[:2])
         parts = dict(call.results)
         index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
-        return Cut(Step(OPS["list_kept"].overload, [keep, cu_rows], ((0, index), (1, offsets))), index, offsets)
+        function = launcher(OPS["list_kept"], self.graph.device)
+        return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets))), index, offsets)
 
     def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}

@@ -167,8 +167,8 @@ def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
 def _run(function: RegionFunction, inputs: Sequence[Tensor]) -> None:
     """Call a region on zeros of two row counts: Inductor may have specialised to one without a word.
 
-    On a GPU it times the layouts of each kernel in the first call, and keeps the best for good: so that call has as
-    many rows as pay for the choice.
+    On a GPU it times the layouts of a kernel, where it has several, in the first call, and keeps the best for good: so
+    that call has as many rows as pay for the choice.
     """
     with torch.no_grad():
         for rows in (2048 if any(v.device.type == "cuda" for v in inputs) else 3, 5):

@@ -41,7 +41,7 @@ from dgraph.ops import (
     sparse_attention,
 )
 from dgraph.ops.lm_head import decode_logits
-from dgraph.ops.registry import OPS, Op, Sample, op_of, register, use_kernel
+from dgraph.ops.registry import OPS, Op, Sample, launcher, op_of, register, use_kernel
 
 references: dict[str, Callable[..., Any]] = {name: op.reference for name, op in OPS.items()}
 """The reference of each op, by name."""
@@ -97,6 +97,7 @@ __all__ = [
     "kv_update",
     "kv_votes",
     "kv_write",
+    "launcher",
     "least_similar",
     "list_kept",
     "lm_head",

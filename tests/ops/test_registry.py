@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dgraph.ops import OPS, Op, Sample, op_of, references, register
+from dgraph.ops import KERNELS, OPS, Op, Sample, launcher, op_of, references, register
 
 NAMES = (
     "attention",
@@ -125,6 +125,18 @@ def test_op_of_finds_an_op_by_its_target() -> None:
         assert op is op_of(getattr(torch.ops.dgraph, name).default) is op_of(getattr(torch.ops.dgraph, name))
     assert op_of(torch.ops.aten.add.Tensor) is None
     assert op_of("attention") is None
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_launcher_is_what_the_dispatcher_would_call(op: Op) -> None:
+    assert launcher(op, torch.device("cpu")) is op.overload
+    on_cuda = launcher(op, torch.device("cuda", 0))
+    assert (on_cuda is op.overload) == (op.name not in KERNELS)
+    args = cast(samples_of(op)[0].args, torch.float64)  # which goes to the reference, wherever it lies
+    if any(t.is_floating_point() for t in tensors(args)):
+        mine = cast(args, torch.float64)
+        names, found = argument_names(op), tensors(on_cuda(*mine))
+        assert_close(found + [mine[names.index(name)] for name in op.mutates], outcome(op, args), equal_nan=True)
 
 
 def test_a_name_is_registered_once() -> None:

@@ -68,7 +68,7 @@ def plan_for(
     if itemsize > 2:
         return Plan(exact, block_n, 1, least, 0, 16, 0)
     crowded = exact.warps == 8 and power_of_two(d, 16) <= 128
-    return Plan(exact, block_n, min(exact.stages, 4), least, few, 32, 128 if crowded else 0)
+    return Plan(exact, block_n, exact.stages, least, few, 32, 128 if crowded else 0)
 
 
 def kernel(
