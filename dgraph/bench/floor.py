@@ -25,8 +25,10 @@ from dgraph.passes.salience import finder
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
 
-SETTLE = 0.15
-"""Seconds of load in front of each measurement on a GPU: the clocks of a long run, not those of a burst."""
+SETTLE, STAY = 0.2, 0.03
+"""Seconds of load on a GPU in front of a shape's first measurement, and of each that follows at once: so the clocks are
+those of a long run, and not of a burst.
+"""
 
 Shape = tuple[int, int]
 """Of a weight: outputs, inputs."""
@@ -162,9 +164,9 @@ class Device:
         room = COLD if self.device.type == "cuda" else 1.0
         copies = max(2, min(64, int(room / (outputs * inputs * dtype.itemsize)) + 1))
         weights = [torch.randn(outputs, inputs, device=self.device).to(dtype) for _ in range(copies)]
-        for rows in missing:
+        for i, rows in enumerate(missing):
             x = torch.randn(rows, inputs, device=self.device).to(dtype)
-            known[rows] = self.seconds([partial(_product, x, w) for w in weights])
+            known[rows] = self.seconds([partial(_product, x, w) for w in weights], settle=STAY if i else SETTLE)
 
     def product(self, shape: Shape, dtype: torch.dtype, rows: int) -> float:
         """Seconds of one product, from what was measured; 0 without rows."""
@@ -180,8 +182,10 @@ class Device:
         return known[low] + share * (known[high] - known[low])
 
     @torch.no_grad()
-    def seconds(self, calls: Sequence[Callable[[], Any]], runs: int = 9) -> float:
-        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph."""
+    def seconds(self, calls: Sequence[Callable[[], Any]], runs: int = 9, settle: float = 0.0) -> float:
+        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph, behind `settle`
+        seconds of the same.
+        """
         if self.device.type != "cuda":
             calls[0]()
             times = []
@@ -191,7 +195,7 @@ class Device:
                     call()
                 times.append((time.perf_counter() - start) / len(calls))
             return statistics.median(times)
-        return graph_seconds(calls, runs, SETTLE)
+        return graph_seconds(calls, runs, settle)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
