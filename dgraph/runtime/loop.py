@@ -110,8 +110,9 @@ class BlockLoop:
             step += 1
             if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
                 running = advance.state.active.tolist()
-                # What may be in vain stays a small share of what was done.
-                unread = min(self.unread, step // UNREAD_SHARE) if any(running) else 0
+                # What may be in vain stays a small share of what was done, and nothing is if the pace stays the same.
+                left = (len(prompts) * self.max_new_tokens - decoded) * (step - 1) // max(decoded, 1)
+                unread = max(0, min(self.unread, step // UNREAD_SHARE, left - 1)) if any(running) else 0
         state = advance.state
         stats.steps += step
         if salient:

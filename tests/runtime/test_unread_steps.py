@@ -74,6 +74,16 @@ def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, spares
         assert len(reads) == found.stats.steps + 1, "rows of a block are known to the device alone"
 
 
+@pytest.mark.parametrize("recipe", ["dense", "dyllm"])
+@pytest.mark.parametrize("new", [24, 40, 64])
+def test_at_a_steady_pace_no_step_is_in_vain(setup: Setup, reads: list[int], recipe: str, new: int) -> None:
+    options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}
+    prompts = [list(range(6, 22)), list(range(7, 15))]
+    found = session(setup, recipe, GraphPool(capture=Recorder)).generate(prompts, **options)
+    assert found.stats.steps == new
+    assert len(reads) < found.stats.steps * 0.8
+
+
 def test_a_short_generation_reads_every_step(setup: Setup, reads: list[int]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 4, "block_length": 8, "policy": FixedSteps(8)}
     found = session(setup, "dense", GraphPool(capture=Recorder)).generate(PROMPTS, **options)
