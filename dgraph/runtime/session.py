@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -16,7 +16,7 @@ from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.rowplan import RowPlan
-from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.advance import Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache, DecodeState
@@ -28,6 +28,7 @@ from dgraph.runtime.rows import unmasked_rows
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import Script, check_script
 from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.runtime.transitions import Transitions
 from dgraph.spec import ModelSpec
 
 
@@ -66,10 +67,6 @@ class Progress:
 
 UNREAD_STEPS = 15
 """Where transitions are captured and nobody follows the progress, steps between host reads, if the plan allows it."""
-CANVAS_COLUMNS = 512
-"""Where transitions are captured, the canvas has a multiple of so many columns."""
-WARM_COLUMNS = 4096
-"""Canvases of a block-causal model are padded to what a warm-up was given, up to so many columns."""
 
 
 class BlockSession:
@@ -131,9 +128,9 @@ class BlockSession:
         self.block_cache: BlockCache = block_cache
         self.refresh, self.select_noise = refresh, select_noise
         self.device = torch.device(device)
-        self.pool, self.compiler = pool, compiler
-        self._advance: tuple[Hashable, Advance] | None = None
-        self._sequences, self._columns = 1, 0
+        self.pool = pool
+        self._transitions = Transitions(pool, compiler)
+        self._sequences = 1
         names = frozenset().union(*(program.input_names for program in programs.values()))
         self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device, names=names)
         self.packed = None if kv is None else PackedKV(spec, kv, kv_dtype, self.device)
@@ -284,7 +281,8 @@ class BlockSession:
                 if progress is not None:
                     progress(done + 1, len(sizes))
             scripted = "script" in step.input_names
-            if self.compiler is not None and "token" in result.outputs and (not scripted or isinstance(policy, Script)):
+            known = "token" in result.outputs and (not scripted or isinstance(policy, Script))
+            if self._transitions.compiles and known:
                 chosen = ConfidenceThreshold(THRESHOLD) if policy is None else policy
                 rule = Rule(chosen, self.block_cache, self.refresh, self.select_noise, temperature, 0, scripted)
                 self._compile_transition(rule, result.outputs, batch, tokens, caches["page_table"])
@@ -340,37 +338,23 @@ class BlockSession:
             release=None,
             max_new_tokens=max_new_tokens,
             block=block,
-            advance=partial(self._advance_from, rule) if fixed else partial(_new_advance, rule),
-            stride=self._stride(block) if fixed else block,
+            advance=partial(self._transitions.lasting if fixed else self._transitions.passing, rule),
+            stride=self._transitions.stride(block) if fixed else block,
             unread=0,
             sampler=sampler.begin(self.spec.mask_id),
             observer=None,
         )
-
-    def _stride(self, block: int) -> int:
-        """Canvases have a multiple of so many columns."""
-        return -(-self._columns // block) * block if self._columns else max(block, CANVAS_COLUMNS // block * block)
 
     def _compile_transition(
         self, rule: Rule, outputs: Mapping[str, Tensor], batch: int, tokens: int, table: Tensor
     ) -> None:
         """Compile what lies between the steps of such batches, which canvases of other widths share if they can."""
         block = self.spec.block_length
-        if self.spec.attention == "block_causal" and tokens <= WARM_COLUMNS:
-            self._columns = -(-tokens // self._stride(block)) * self._stride(block)
+        if self.spec.attention == "block_causal":
+            self._transitions.widen(tokens, block)
         loop = self._loop(rule, self.programs["step"], None, tokens - 1, block, Sampler(rule.temperature), fixed=True)
         state = loop.begin([[self.spec.mask_id]] * batch, 0, table)
-        _new_advance(rule, state, self.pool, self.compiler).compile(outputs)
-
-    def _advance_from(self, rule: Rule, state: DecodeState) -> Advance:
-        """A captured transition for a batch of this shape: the one of the call before, if it fits."""
-        key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
-        if self._advance is None or self._advance[0] != key:
-            self._advance = None  # let go of its tensors first
-            self._advance = (key, _new_advance(rule, state, self.pool, self.compiler))
-        else:
-            self._advance[1].load(state, rule.seed)
-        return self._advance[1]
+        self._transitions.compile(rule, state, outputs)
 
     def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
         found, causal = [], self.spec.attention == "block_causal"
@@ -380,12 +364,6 @@ class BlockSession:
             committed, written = (start, start + state.block) if causal else (0, end)
             found.append(SequenceKV(committed, self.kv.gather(handle, written, first), first))
         return found
-
-
-def _new_advance(
-    rule: Rule, state: DecodeState, pool: GraphPool | None = None, compiler: TraceCompiler | None = None
-) -> Advance:
-    return Advance(rule, state, state.capacity, pool, compiler)
 
 
 def responses(state: DecodeState, eos_ids: Sequence[int]) -> list[list[int]]:

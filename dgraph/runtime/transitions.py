@@ -1,0 +1,64 @@
+"""The transitions between the steps of a session: one that was captured serves later batches of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from dgraph.lowering.traced import TraceCompiler
+from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.decode_state import DecodeState
+
+CANVAS_COLUMNS = 512
+"""Where transitions are captured, the canvas has a multiple of so many columns."""
+WARM_COLUMNS = 4096
+"""Canvases of a block-causal model are padded to what a warm-up was given, up to so many columns."""
+
+
+class Transitions:
+    """Makes the transition of a batch, or hands out the one of the batch before.
+
+    Args:
+        pool: where it is captured; None to run it op by op.
+        compiler: finds it compiled, and compiles it in a warm-up; None captures it op by op.
+    """
+
+    def __init__(self, pool: GraphPool | None, compiler: TraceCompiler | None):
+        self._pool, self._compiler = pool, compiler
+        self._last: tuple[Hashable, Advance] | None = None
+        self._columns = 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a transition can be compiled."""
+        return self._compiler is not None
+
+    def stride(self, block: int) -> int:
+        """Canvases have a multiple of so many columns."""
+        return -(-self._columns // block) * block if self._columns else max(block, CANVAS_COLUMNS // block * block)
+
+    def widen(self, columns: int, block: int) -> None:
+        """Pad later canvases to so many columns, if they are not too many."""
+        if columns <= WARM_COLUMNS:
+            self._columns = -(-columns // self.stride(block)) * self.stride(block)
+
+    def passing(self, rule: Rule, state: DecodeState) -> Advance:
+        """The transition of a batch whose shape no other will have: nothing is captured."""
+        return Advance(rule, state, state.capacity)
+
+    def lasting(self, rule: Rule, state: DecodeState) -> Advance:
+        """A captured transition for a batch of this shape: the one of the call before, if it fits."""
+        key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
+        if self._last is None or self._last[0] != key:
+            self._last = None  # let go of its tensors first
+            self._last = (key, Advance(rule, state, state.capacity, self._pool, self._compiler))
+        else:
+            self._last[1].load(state, rule.seed)
+        return self._last[1]
+
+    def compile(self, rule: Rule, state: DecodeState, outputs: Mapping[str, Tensor]) -> None:
+        """Compile what lies between the steps of such a batch, whose program gives outputs of these types."""
+        Advance(rule, state, state.capacity, self._pool, self._compiler).compile(outputs)
