@@ -122,7 +122,7 @@ class Graph:
             return self.input(spec.name)
         placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
         node = self._placeholder(_identifier(spec.name), before=self._first_after(placeholders))
-        node.meta.update(input=spec.name, val=self.symbols.empty(spec.shape, spec.dtype, self.device))
+        node.meta.update(input=spec.name, val=self.symbols.shared(spec.shape, spec.dtype, self.device))
         self.inputs[spec.name] = spec
         return node
 

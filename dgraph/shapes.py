@@ -13,7 +13,7 @@ A size is a static integer or an expression over symbols. The symbols have one m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class Symbols:
         self.results: dict[Any, Any] = {}
         self._sizes: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}
+        self._keys: dict[int, tuple[Tensor, Any]] = {}
+        self._shared: dict[tuple[Any, ...], Tensor] = {}
 
     def size(self, name: str) -> torch.SymInt:
         """The symbol of that name, made on first use."""
@@ -85,10 +87,17 @@ class Symbols:
         with self.mode:
             return torch.empty(sizes, dtype=dtype, device=device)
 
+    def shared(self, shape: Iterable[Dim], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """As `empty`, one tensor for all values of a type: making one takes long, and a graph has hundreds."""
+        sizes = tuple(shape)
+        key = (sizes, dtype, str(device))
+        if key not in self._shared:
+            self._shared[key] = self.empty(sizes, dtype, device)
+        return self._shared[key]
+
     def of(self, tensor: Tensor) -> Tensor:
-        """A fake tensor with the static shape, dtype and device of a real one."""
-        with self.mode:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        """A fake tensor with the static shape, dtype and device of a real one, shared by all of that type."""
+        return self.shared(tensor.shape, tensor.dtype, tensor.device)
 
     def names_in(self, size: int | torch.SymInt) -> frozenset[str]:
         """Names of the symbols that a size depends on."""
@@ -119,6 +128,24 @@ class Symbols:
             return self.text(value)
         return "()" if value is None else type(value).__name__
 
+    def key(self, value: Any) -> Any:
+        """A hashable stand-in for arguments: types of tensors, values of everything else."""
+        if isinstance(value, Tensor):
+            # Fake tensors are shared by all graphs of a model, and their sizes take long to read.
+            known = self._keys.get(id(value))
+            if known is None or known[0] is not value:
+                sizes = (*value.shape, *value.stride())
+                known = value, (value.dtype, value.device, value.dim(), *map(self.key, sizes))
+                self._keys[id(value)] = known
+            return known[1]
+        if isinstance(value, torch.SymInt):
+            return value.node.expr
+        if isinstance(value, (list, tuple)):
+            return (type(value).__name__, *map(self.key, value))
+        if isinstance(value, dict):
+            return tuple((k, self.key(v)) for k, v in value.items())
+        return (type(value).__name__, value)
+
     def row_set(self, value: Any) -> str | None:
         """The symbol of a value's leading dimension, if that is a set of rows (N, K, K1, ...)."""
         if not isinstance(value, Tensor) or value.dim() == 0 or isinstance(value.shape[0], int):
@@ -138,14 +165,17 @@ class Evaluator:
     def __init__(self, symbols: Symbols):
         self.symbols = symbols
 
-    def call(self, node: torch.fx.Node) -> Any:
+    def call(self, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any] | None = None) -> Any:
         """The fake value of a `call_function` node.
+
+        values: of the nodes that it reads; None for what their meta says.
 
         Raises:
             VerifyError: the arguments do not fit the op; the message names the node, its layer and the argument types.
         """
-        args: Any = torch.fx.map_arg(args_of(node), lambda n: n.meta["val"])
-        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+        value_of = (lambda n: n.meta["val"]) if values is None else values.__getitem__
+        args: Any = torch.fx.map_arg(args_of(node), value_of)
+        kwargs: Any = torch.fx.map_arg(node.kwargs, value_of) if node.kwargs else {}
         if node.target is operator.getitem:
             return args[0][args[1]]
         if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
@@ -155,34 +185,22 @@ class Evaluator:
                 self.symbols.empty(("b+1",), torch.int32, device),
             )
         # Layers are alike, so most calls have been typed before; a type is a function of op and argument types.
-        key = (node.target, _key(args), _key(kwargs))
+        key = (node.target, self.symbols.key(args), self.symbols.key(kwargs))
         if key not in self.symbols.results:
-            self.symbols.results[key] = self._compute(node, args, kwargs)
+            self.symbols.results[key] = self._compute(node, args, kwargs, value_of)
         return self.symbols.results[key]
 
-    def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+    def _compute(
+        self, node: torch.fx.Node, args: Any, kwargs: Any, value_of: Callable[[torch.fx.Node], Any]
+    ) -> Any:
         target: Any = node.target
         try:
             with typing(self.symbols.mode):
                 return target(*args, **kwargs)
         except Exception as error:
-            types = [f"{n.name}: {self.symbols.type_text(n.meta['val'])}" for n in node.all_input_nodes]
+            types = [f"{n.name}: {self.symbols.type_text(value_of(n))}" for n in node.all_input_nodes]
             line = f" at {source}" if (source := node.meta.get("source")) else ""
             raise VerifyError(
                 f"{where(node)}{line}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
-
-
-def _key(value: Any) -> Any:
-    """A hashable stand-in for arguments: types of tensors, values of everything else."""
-    if isinstance(value, Tensor):
-        sizes = (*value.shape, *value.stride())
-        return (value.dtype, value.device, value.dim(), *map(_key, sizes))
-    if isinstance(value, torch.SymInt):
-        return value.node.expr
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(_key, value))
-    if isinstance(value, dict):
-        return tuple((k, _key(v)) for k, v in value.items())
-    return (type(value).__name__, value)

@@ -126,20 +126,23 @@ def _host(graph: Graph) -> Iterable[str]:
 
 
 def _types(graph: Graph) -> Iterable[str]:
-    """Recompute each type from the recomputed types of its arguments, in a copy."""
-    fresh = graph.copy()
+    """Recompute each type from the recomputed types of its arguments."""
     evaluator = Evaluator(graph.symbols)
-    for mine, theirs in zip(fresh.fx.nodes, graph.fx.nodes, strict=True):
-        if mine.op != "call_function":
+    values: dict[Node, Any] = {}
+    for node in graph.fx.nodes:
+        there = values[node] = node.meta["val"]
+        if node.op != "call_function":
             continue
         try:
-            mine.meta["val"] = evaluator.call(mine)
+            values[node] = evaluator.call(node, values)
         except VerifyError as error:
             yield str(error)
             return
-        got, expected = graph.symbols.type_text(theirs.meta["val"]), graph.symbols.type_text(mine.meta["val"])
+        if values[node] is there:
+            continue
+        got, expected = graph.symbols.type_text(there), graph.symbols.type_text(values[node])
         if got != expected:
-            yield f"{where(theirs)}: got type {got}, expected {expected}; call Graph.propagate() at the end of the pass"
+            yield f"{where(node)}: got type {got}, expected {expected}; call Graph.propagate() at the end of the pass"
             return
 
 
@@ -204,7 +207,7 @@ def _inputs(graph: Graph) -> Iterable[str]:
         yield f"input {name} has a {has} but no {lacks}; add it with add_input, remove it with drop_input"
     for name in sorted(set(placed) & set(graph.inputs)):
         spec, got = graph.inputs[name], graph.type_text(placed[name])
-        expected = graph.symbols.type_text(graph.symbols.empty(spec.shape, spec.dtype))
+        expected = graph.symbols.type_text(graph.symbols.shared(spec.shape, spec.dtype))
         if got != expected:
             yield f"input {name}: got type {got}, expected {expected} as it is declared"
 

@@ -252,6 +252,23 @@ def test_symbols() -> None:
     assert symbols.type_text(real) == "bool[2, 3]"
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_types_and_what_stands_for_them(large: bool) -> None:
+    symbols = Symbols(large)
+    one, other = (symbols.empty(("N", 4), torch.float32) for _ in range(2))
+    assert one is not other
+    shared = symbols.shared(("N", 4), torch.float32)
+    assert shared is symbols.shared(["N", 4], torch.float32)
+    assert len({symbols.key(value) for value in (one, other, shared)}) == 1
+    unlike = [
+        symbols.shared(*t) for t in ((("N", 5), torch.float32), (("b", 4), torch.float32), (("N", 4), torch.int64))
+    ]
+    unlike += [one.t(), symbols.of(torch.zeros(4))]
+    assert len({symbols.key(value) for value in (one, *unlike)}) == len(unlike) + 1
+    assert symbols.key([one, 2, None]) == symbols.key([other, 2, None]) != symbols.key((one, 2, None))
+    assert symbols.key({"a": 1}) != symbols.key({"a": True})
+
+
 def test_the_device_is_that_of_the_weights() -> None:
     assert small().graph.device == torch.device("cpu")
     assert Graph(tiny_spec()).device == torch.device("cpu")

@@ -72,7 +72,7 @@ class _Packer:
                 graph.add_input(spec)
                 continue
             graph.inputs[name] = spec
-            graph.input(name).meta["val"] = graph.symbols.empty(spec.shape, spec.dtype, graph.device)
+            graph.input(name).meta["val"] = graph.symbols.shared(spec.shape, spec.dtype, graph.device)
         self.cu_rows, self.limit = graph.add_input(CU_ROWS), graph.add_input(LIMIT)
         for node in graph.calls:
             if isinstance(self.old[node], (int, torch.SymInt)):
