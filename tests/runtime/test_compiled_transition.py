@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
 from dgraph.rowplan import RowPlan
 from dgraph.runtime.advance import Advance, Rule
@@ -227,6 +228,27 @@ def test_without_a_warm_up_nothing_is_compiled() -> None:
     assert not compiler.compiled
     assert not compiler.loaded
     assert not compiler.refused
+
+
+@pytest.mark.parametrize("often", [0, 5])
+def test_what_runs_often_is_compiled_after_all(monkeypatch: pytest.MonkeyPatch, often: int) -> None:
+    made: list[int] = []
+
+    def compiled(source: Source, store: object, tell: object) -> Compiled:
+        made.append(1)
+        return Compiled(source.module(), {}, new=True)
+
+    monkeypatch.setattr("dgraph.lowering.traced.compiled", compiled)
+    compiler = TraceCompiler()
+    compiler.often = often
+    policy = ConfidenceThreshold(0.321)
+    assert same(captured(policy, compiler, 4), captured(policy, None, 4))
+    assert len(made) == (often == 0), "not yet"
+    found = captured(policy, compiler, 9)
+    assert same(found, captured(policy, None, 9))
+    assert len(made) == 1
+    assert found._pool is not None
+    assert len(found._pool.captured) == (1 if often == 0 else 2), "op by op, then compiled"
 
 
 def test_a_policy_that_cannot_be_traced_runs_op_by_op_and_is_named() -> None:
