@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class RegionCompiler:
             self.reused += 1
             return self._functions[text]
         if self.backend == "eager" or _is_one_kernel(region):
-            function: RegionFunction = _module(graph, region).forward
+            function: RegionFunction = _module(graph, region, typed=False).forward
         else:
             count = len(self._functions) + 1
             inputs = [n.meta["val"] for n in region.inputs]
@@ -129,27 +129,39 @@ def _own_size(size: str, there: Collection[str]) -> str:
     return size if not plus or name in there else f"{name}_plus_{offset}"
 
 
-def _module(graph: Graph, region: Region) -> torch.fx.GraphModule:
-    """A region as a module of its own, with types over symbols of its own; inline ops become their references."""
-    own, sizes = torch.fx.Graph(), Symbols(large=graph.device.type == "cuda")
+def _module(graph: Graph, region: Region, typed: bool = True) -> torch.fx.GraphModule:
+    """A region as a module of its own; inline ops become their references.
+
+    typed: with types over symbols of its own, as a compiler needs them and nobody else.
+    """
+    own = torch.fx.Graph()
     mapping: dict[Node, Node] = {}
-    texts = {
-        graph.symbols.text(s) for n in region.inputs if isinstance(n.meta["val"], Tensor) for s in n.meta["val"].shape
-    }
     for i, node in enumerate(region.inputs):
         mapping[node] = own.placeholder(f"x{i}")
-        value = node.meta["val"]
-        if not isinstance(value, Tensor):
+        if not isinstance(node.meta["val"], Tensor):
             raise LoweringError(f"{node.name} crosses into a region but is {graph.type_text(node)}, not a tensor.")
-        shape = [s if isinstance(s, int) else _own_size(graph.symbols.text(s), texts) for s in value.shape]
-        mapping[node].meta["val"] = sizes.empty(shape, value.dtype, value.device)
     for node in region.nodes:
         args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: mapping[n])
         op = op_of(node.target)
         target: Any = op.reference if op is not None else node.target
         mapping[node] = own.call_function(target, args, kwargs)
-        fakes = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with typing(sizes.mode):
-            mapping[node].meta["val"] = target(*fakes[0], **fakes[1])
+    if typed:
+        _type(graph, region, mapping)
     own.output(tuple(mapping[n] for n in region.outputs))
     return torch.fx.GraphModule(torch.nn.Module(), own)
+
+
+def _type(graph: Graph, region: Region, mapping: Mapping[Node, Node]) -> None:
+    """Give the nodes that a region's became their types."""
+    sizes = Symbols(large=graph.device.type == "cuda")
+    texts = {graph.symbols.text(size) for node in region.inputs for size in node.meta["val"].shape}
+    for node in region.inputs:
+        value = node.meta["val"]
+        shape = [s if isinstance(s, int) else _own_size(graph.symbols.text(s), texts) for s in value.shape]
+        mapping[node].meta["val"] = sizes.empty(shape, value.dtype, value.device)
+    for node in region.nodes:
+        mine = mapping[node]
+        target: Any = mine.target
+        args, kwargs = torch.fx.map_arg((mine.args, mine.kwargs), lambda n: n.meta["val"])
+        with typing(sizes.mode):
+            mine.meta["val"] = target(*args, **kwargs)
