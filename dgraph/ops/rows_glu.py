@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.draws import cu_rows_of, pad_rows
+from dgraph.ops import rows_linear
 from dgraph.ops.registry import Op, Sample, define, register
 
 CONTRACT = """\
@@ -37,11 +37,8 @@ def check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
     check_sizes(x, weight, bias)
-    live = min(int(cu_rows[-1]), x.shape[0])
-    out = x.new_full((x.shape[0], weight.shape[0] // 2), torch.nan)
-    gate, up = F.linear(x[:live], weight, bias).chunk(2, 1)
-    out[:live] = F.silu(gate) * up
-    return out
+    gate, up = rows_linear.reference(x, weight, bias, cu_rows).chunk(2, 1)
+    return F.silu(gate) * up
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
@@ -50,20 +47,7 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
-    for name, counts, d_in, width, biased in (
-        ("one sequence", (5,), 16, 8, False),
-        ("ragged, an empty sequence", (3, 0, 14), 24, 40, True),
-        ("a row more than a tile", (16, 1), 32, 20, False),
-        ("odd sizes", (9, 6), 13, 37, True),
-        ("no rows", (0, 0), 16, 8, True),
-    ):
-        x = torch.randn(sum(counts), d_in, generator=generator)
-        weight = torch.randn(2 * width, d_in, generator=generator) * d_in**-0.5
-        bias = torch.randn(2 * width, generator=generator) if biased else None
-        cu_rows = cu_rows_of(counts)
-        yield Sample(name, (x, weight, bias, cu_rows), (pad_rows(x, 3), weight, bias, cu_rows))
-    x, weight = (torch.randn(n, 16, generator=generator) for n in (6, 8))
-    yield Sample("a count alone, of more rows than there are", (x, weight, None, torch.tensor([9])))
+    return rows_linear.samples(generator, parts=2)
 
 
 OP = register(

@@ -47,7 +47,8 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def samples(generator: torch.Generator) -> Iterator[Sample]:
+def samples(generator: torch.Generator, parts: int = 1) -> Iterator[Sample]:
+    """parts: results that lie side by side in the rows of the weight."""
     for name, counts, d_in, d_out, biased in (
         ("one sequence", (5,), 16, 8, False),
         ("ragged, an empty sequence", (3, 0, 14), 24, 40, True),
@@ -56,8 +57,8 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("no rows", (0, 0), 16, 8, True),
     ):
         x = torch.randn(sum(counts), d_in, generator=generator)
-        weight = torch.randn(d_out, d_in, generator=generator) * d_in**-0.5
-        bias = torch.randn(d_out, generator=generator) if biased else None
+        weight = torch.randn(parts * d_out, d_in, generator=generator) * d_in**-0.5
+        bias = torch.randn(parts * d_out, generator=generator) if biased else None
         cu_rows = cu_rows_of(counts)
         yield Sample(name, (x, weight, bias, cu_rows), (pad_rows(x, 3), weight, bias, cu_rows))
     x, weight = (torch.randn(n, 16, generator=generator) for n in (6, 8))

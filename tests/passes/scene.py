@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from dgraph.graph import Graph
+from dgraph.passes import CacheKV, CountRows, EvictTokens, FuseProjections
+from dgraph.passes.base import Pass
 from tests.oracle.models import random_weights, tiny_config
 from tests.oracle.qwen3 import Cache, forward, project
 from tests.oracle.scoring import Eviction, EvictRows
-from tests.tiny import BLOCK, MASK, caches_of, draw, interpret, rows_of
+from tests.tiny import BLOCK, MASK, caches_of, draw, interpret, rewritten, rows_of
 
 CONFIG = tiny_config()
 WEIGHTS = random_weights(CONFIG, 0)
@@ -89,3 +91,18 @@ def oracle_step(s: int, eviction: Eviction | None, average: float = 1.0) -> tupl
             hook = EvictRows(eviction, 0, positions, block, limits, average, start + seen - 1)
         h = forward(WEIGHTS, CONFIG, tokens_of(s), positions, limits, cache, hook)
         return project(WEIGHTS, h), hook, cache
+
+
+def check_kept_rows(packed: Graph, bound: Pass) -> None:
+    """Behind an eviction whose count stays on the device, a pass changes no bit of a kept row, nor of a cache."""
+    cached = rewritten(packed, FuseProjections(), CacheKV())
+    counted = rewritten(cached, EvictTokens(), CountRows())
+    step = scene(cached)
+    mine, theirs = step.copy(), step.copy()
+    got, want = interpret(rewritten(counted, bound), mine.inputs), interpret(counted, theirs.inputs)
+    live = int((want["kept"] >= 0).sum())
+    assert 0 < live < 32
+    assert torch.equal(got["kept"], want["kept"])
+    assert torch.equal(got["logits"][:live], want["logits"][:live]), "bit for bit"
+    for name, value in theirs.inputs.items():
+        assert torch.equal(mine.inputs[name].nan_to_num(), value.nan_to_num()), name

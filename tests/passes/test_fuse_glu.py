@@ -18,7 +18,7 @@ from dgraph.passes.base import Pass, pass_from_json
 from dgraph.text.writer import dump
 from tests.golden_files import check_golden
 from tests.oracle.dyllm import Method
-from tests.passes.scene import scene
+from tests.passes.scene import check_kept_rows
 from tests.passes.sparse_step import FAMILIES, check_against_oracle, check_lossless, family_of
 from tests.tiny import Hand, interpret, ops_of, report_of, rewritten
 
@@ -96,17 +96,7 @@ def test_with_tau_above_one_it_is_the_dense_program(name: str) -> None:
 
 
 def test_kept_rows_have_the_values_of_the_program_without_it(packed: Graph) -> None:
-    cached = rewritten(packed, FuseProjections(), CacheKV())
-    counted = rewritten(cached, EvictTokens(), CountRows())
-    step = scene(cached)
-    mine, theirs = step.copy(), step.copy()
-    got, want = interpret(rewritten(counted, FuseGLU()), mine.inputs), interpret(counted, theirs.inputs)
-    live = int((want["kept"] >= 0).sum())
-    assert 0 < live < 32
-    assert torch.equal(got["kept"], want["kept"])
-    assert torch.equal(got["logits"][:live], want["logits"][:live]), "bit for bit"
-    for name, value in theirs.inputs.items():
-        assert torch.equal(mine.inputs[name].nan_to_num(), value.nan_to_num()), name
+    check_kept_rows(packed, FuseGLU())
 
 
 # -- near misses and errors --------------------------------------------------------------------------------------

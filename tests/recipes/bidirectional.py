@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +103,9 @@ def random_weights(config: Config, biases: bool, seed: int = 0) -> dict[str, Ten
     return weights
 
 
+@functools.cache
 def setup_of(family: str) -> Setup:
+    """A tiny model of a family; captured once, so leave it as it is."""
     config = config_of(family)
     weights = random_weights(config, biases=family == "dream")
     ids = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS, "rope_theta": config.rope_theta}

@@ -94,6 +94,19 @@ def same(one: Advance, other: Advance) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> None:
+    """Traced in its first step, `other` goes where `plain` goes."""
+    draw = torch.Generator().manual_seed(3)
+    run = None
+    for _ in range(steps):
+        said = outputs(plain, draw, evicting)
+        plain(said)
+        other._take(said)
+        run = run or interpreted(other)
+        run()
+        assert same(plain, other)
+
+
 CASES = [(kind, name) for kind in ("step", "canvas") for name in RULES]
 CASES += [("every", "confidence_threshold"), *(("next", name) for name, rule in RULES.items() if foresees(rule))]
 
@@ -103,16 +116,7 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     policy = RULES[name]
     evicting = kind == "step" and name != "script"
     plain, other = advance_of(kind, policy), advance_of(kind, policy)
-    draw = torch.Generator().manual_seed(3)
-    run = None
-    for _ in range(10):
-        said = outputs(plain, draw, evicting)
-        plain(said)
-        other._take(said)
-        if run is None:
-            run = interpreted(other)
-        run()
-        assert same(plain, other)
+    check_steps(plain, other, 10, evicting)
     assert int(plain.summary[2]) >= BLOCK, "nothing moved on"
 
 
@@ -128,15 +132,7 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
 )
 def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
     plain, other = (advance_of("step", ConfidenceThreshold(0.6), **rule) for _ in range(2))
-    draw = torch.Generator().manual_seed(3)
-    run = None
-    for _ in range(12):
-        said = outputs(plain, draw, True)
-        plain(said)
-        other._take(said)
-        run = run or interpreted(other)
-        run()
-        assert same(plain, other)
+    check_steps(plain, other, 12, True)
 
 
 @pytest.fixture
