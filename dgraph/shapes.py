@@ -190,9 +190,7 @@ class Evaluator:
             self.symbols.results[key] = self._compute(node, args, kwargs, value_of)
         return self.symbols.results[key]
 
-    def _compute(
-        self, node: torch.fx.Node, args: Any, kwargs: Any, value_of: Callable[[torch.fx.Node], Any]
-    ) -> Any:
+    def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any, value_of: Callable[[torch.fx.Node], Any]) -> Any:
         target: Any = node.target
         try:
             with typing(self.symbols.mode):

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.errors import InputError
 from dgraph.ops import rows_linear
 from dgraph.ops.registry import Op, Sample, define, register
 
@@ -26,13 +25,7 @@ does; a kernel keeps fp32 and rounds the result once. Deterministic for a given 
 
 def check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The inner sizes must agree, and the weight must have two halves."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.shape[0] % 2:
-        raise InputError(
-            f"dgraph::rows_glu: x must be [N, d_in] and weight [2F, d_in] (gate rows, then up rows), got "
-            f"{list(x.shape)} and {list(weight.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"dgraph::rows_glu: bias must be [{weight.shape[0]}], got {list(bias.shape)}.")
+    rows_linear.check_sizes(x, weight, bias, "rows_glu", "[2F, d_in] (gate rows, then up rows)", parts=2)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:

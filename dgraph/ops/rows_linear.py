@@ -23,15 +23,21 @@ keeps to that. The reference fills them with NaN, so that who does not is found.
 Products accumulate in fp32 and are rounded once. Deterministic for a given number of live rows."""
 
 
-def check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """The inner sizes must agree."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+def check_sizes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: str = "rows_linear",
+    sizes: str = "[d_out, d_in]",
+    parts: int = 1,
+) -> None:
+    """The inner sizes must agree, and the weight must have that many parts; op and sizes are for the message."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.shape[0] % parts:
         raise InputError(
-            f"dgraph::rows_linear: x must be [N, d_in] and weight [d_out, d_in], got {list(x.shape)} and "
-            f"{list(weight.shape)}."
+            f"dgraph::{op}: x must be [N, d_in] and weight {sizes}, got {list(x.shape)} and {list(weight.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"dgraph::rows_linear: bias must be [{weight.shape[0]}], got {list(bias.shape)}.")
+        raise InputError(f"dgraph::{op}: bias must be [{weight.shape[0]}], got {list(bias.shape)}.")
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
