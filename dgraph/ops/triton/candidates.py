@@ -60,7 +60,7 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan
             {"block_n": 2 * n, "warps": 12 - default.warps},
             {"stages": 3},
             {"block_m": m // 2, "warps": 4},
-            {"block_m": 2 * m},
+            {"block_m": 2 * m, "block_n": 128, "warps": 8},
             {"bulk": False, "block_n": 128 if m < 128 else 64, "stages": 3},
             {"block_m": m // 2, "warps": 4, "splits": splits // 2},
         ]

@@ -23,6 +23,10 @@ from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequ
 from dgraph.ops.tuning import attention_shape, chosen
 
 
+MANY = 1024
+"""Rows of a sequence from which on wider tiles pay."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sizes of one launch.
@@ -43,18 +47,43 @@ class Plan:
     bulk: bool = True
 
 
+def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) -> int:
+    """Stacked rows of a tile that takes as many rows of a sequence as fit, for n rows of b sequences."""
+    group, kv_heads = heads[0] // heads[1], heads[1]
+    block_m = power_of_two(-(-n // max(b, 1)) * group, 16, 128)
+    if block_m == 128 and 4 * b * kv_heads <= multiprocessors:
+        block_m = 64  # few sequences: twice the programs
+    return max(block_m, power_of_two(group))
+
+
 def plan_for(
-    n: int, b: int, heads: tuple[int, int], d: int, page: int, keys: int, itemsize: int, multiprocessors: int
+    n: int,
+    b: int,
+    heads: tuple[int, int],
+    d: int,
+    page: int,
+    keys: int,
+    itemsize: int,
+    multiprocessors: int,
+    block_m: int | None = None,
 ) -> Plan:
     """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
 
-    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`).
+    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`), with the clocks
+    of a long run. A tile of 64 stacked rows is the smallest that the matrix units take whole, two of them fit on a
+    multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of a ragged
+    batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which
+    read the keys less often, where it has a thousand.
+
+    block_m: stacked rows of a tile; default: as above.
     """
     group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
     per_sequence = -(-n // max(b, 1))
-    block_m = max(power_of_two(per_sequence * group, 16, 128), power_of_two(group))
-    if block_m == 128 and 4 * b * kv_heads <= multiprocessors and group <= 64:
-        block_m = 64  # few sequences: twice the programs
+    if block_m is None and itemsize > 2:
+        block_m = widest_tile(n, b, heads, multiprocessors)
+    elif block_m is None:
+        block_m = 16 if 2 * per_sequence * group <= 16 else 64 if per_sequence < MANY else 128
+        block_m = max(block_m, power_of_two(group))
     # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
     most = next((size for size in (128, 64, 32) if page % size == 0), 0)
     bulk, stages = True, 5
@@ -64,8 +93,6 @@ def plan_for(
         block_n, warps, stages, bulk = (64, 8, 3, False) if block_m >= 128 else (128, 4, 3, False)
     elif block_m >= 128:
         block_n, warps = most, 4 if most == 32 else 8
-    elif block_m == 32 and most == 32:
-        block_n, warps, stages, bulk = 128, 4, 3, False
     else:
         block_n, warps = 32 if block_m == 16 else min(most, 64), 4
     if width > 128:

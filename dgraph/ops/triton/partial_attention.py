@@ -62,7 +62,8 @@ def plan_for(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, keys: int, itemsize: int, multiprocessors: int
 ) -> Plan:
     """The plan for a shape, from that of paged_attention; the arguments are the same."""
-    exact = paged_attention.plan_for(n, b, heads, d, page, keys, itemsize, multiprocessors)
+    block_m = paged_attention.widest_tile(n, b, heads, multiprocessors)
+    exact = paged_attention.plan_for(n, b, heads, d, page, keys, itemsize, multiprocessors, block_m)
     block_n = min(exact.block_n, 64)
     least, few = (size if heads[0] // heads[1] <= size < exact.block_m else 0 for size in (16, 64))
     if itemsize > 2:

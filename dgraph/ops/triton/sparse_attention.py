@@ -55,7 +55,8 @@ def plan_for(
     entries, and the window holds the rows or more; so twice the share and the rows stand for the keys.
     """
     keys = 2 * -(-entries // (max(b, 1) * heads[1])) + -(-n // max(b, 1))
-    kept = paged_attention.plan_for(n, b, heads, d, 128, keys, itemsize, multiprocessors)
+    block_m = paged_attention.widest_tile(n, b, heads, multiprocessors)
+    kept = paged_attention.plan_for(n, b, heads, d, 128, keys, itemsize, multiprocessors, block_m)
     if dense:  # the step is bound by its dense sequences, and shares are added up over all rows
         kept = replace(kept, splits=1)
     wide = power_of_two(d, 16) > 128

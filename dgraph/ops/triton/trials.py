@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as bound
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,11 +60,15 @@ class _Draws:
 
 
 class _Caches:
-    """Sequences with an equal share of the rows, at the end of equally many keys, in pages of random order."""
+    """Sequences at the end of equally many keys, in pages of random order.
+
+    Every other one has three times as many rows as its neighbour: an eviction leaves them unequal, and a tile that fits
+    the mean has to be there twice for those above it.
+    """
 
     def __init__(self, shape: AttentionShape, draw: _Draws):
         b = max(1, shape.sequences)
-        counts = [shape.rows // b + (s < shape.rows % b) for s in range(shape.sequences)]
+        counts = _unequal(shape.rows, shape.sequences)
         self.keys = min(shape.keys, max(KEYS, *counts, 1))
         self.cu_rows = cu_rows_of(counts).to(draw.device)
         starts = self.cu_rows[:-1].long().repeat_interleave(self.cu_rows.diff().long())
@@ -84,6 +89,12 @@ class _Caches:
             table = torch.full((b, width), -1, dtype=torch.int32, device=draw.device)
             table[:, : own.shape[1]] = own[:, :width]
             self.tables.append(table)
+
+
+def _unequal(rows: int, sequences: int) -> list[int]:
+    """How many of the rows each sequence has: half of the mean and one and a half in turn."""
+    ends = [rows * (2 * s - s % 2) // max(1, 2 * sequences - sequences % 2) for s in range(sequences + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def attention(shape: AttentionShape, device: torch.device) -> Trial:
