@@ -75,6 +75,7 @@ class GraphPool:
     capture: Callable[[Callable[[], object]], Replay] | None = None
     _pool: Any = None
     _stream: Any = None
+    _anchor: Any = None
 
     def runner(self, plan: StagePlan) -> Runner:
         """A runner that replays graphs where it can; pass it to `LoweredProgram`."""
@@ -89,22 +90,34 @@ class GraphPool:
         if self.capture is not None:
             return self.capture(function)
         if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._open()
         side = self._stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             if warm:
                 function()
             before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            # Relaxed: a kernel that this bucket is the first to need may be loaded meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            try:
-                function()
-            finally:
-                graph.capture_end()
+            graph = self._captured(function)
         torch.cuda.current_stream().wait_stream(side)
         self.bytes += max(0, torch.cuda.memory_reserved() - before)
+        return graph
+
+    def _open(self) -> None:
+        """Begin the memory that the graphs share. The allocator drops it with the last graph in it, and refuses to
+        capture into it from then on; so it holds a graph of its own, for when others are let go or fail.
+        """
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._anchor = self._captured(lambda: torch.zeros(1, device="cuda"))
+
+    def _captured(self, function: Callable[[], object]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        # Relaxed: a kernel that this bucket is the first to need may be loaded meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        try:
+            function()
+        finally:
+            graph.capture_end()
         return graph
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.runtime.cudagraph import GraphPool
 
 pytestmark = pytest.mark.gpu
 
@@ -57,3 +58,18 @@ def test_the_published_dtype_answers_right() -> None:
     assert program.spec.dtype == torch.bfloat16
     texts = program.generate(PROMPTS[:2], max_new_tokens=64).texts
     assert texts == ["Sorted: cloud maple river stone #### cloud", "12 + 5 = 17. 17 + 4 = 21. #### 21"]
+
+
+def test_a_pool_outlives_its_graphs() -> None:
+    """The allocator refuses to capture into memory whose last graph is gone, or failed."""
+    pool, x = GraphPool(), torch.zeros(4, device="cuda")
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        pool.record(fails, warm=False)
+    graph = pool.record(lambda: x.add_(1), warm=True)
+    del graph
+    pool.record(lambda: x.add_(1), warm=False).replay()
+    assert x.tolist() == [2.0] * 4, "once to warm up, once replayed"
