@@ -20,7 +20,7 @@ from dgraph.ops import op_of
 from dgraph.shapes import Evaluator, InputSpec
 from dgraph.torch_private import OpOverload
 
-_READ = {"paged_attention": (1, 2), "partial_attention": (1, 2), "feature_read": (0,)}
+_READ = {"paged_attention": (1, 2), "partial_attention": (1, 2), "feature_read": (0,), "feature_take": (0,)}
 """Caches that an op reads, as numbers of its arguments."""
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -165,29 +165,27 @@ def _rows(graph: Graph) -> Iterable[str]:
 
 
 def _writes(graph: Graph) -> Iterable[str]:
-    """Mutation only through declared arguments, which are inputs; every cache read stands behind the write of its
-    layer."""
+    """Mutation only through declared arguments, which are inputs, and which no op of torch reads, since its result may
+    lie in the same memory; every cache read stands behind the write of its layer."""
+    mutable = {value for n in graph.calls if (o := op_of(n.target)) is not None for value in o.written(args_of(n))}
     written: set[Node] = set()
     for node in graph.calls:
         op = op_of(node.target)
         if op is None:
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 yield f"{where(node)} ({op_name(node.target)}) writes in place; expected only declared ops to write"
+            for cache in (a for a in node.all_input_nodes if a in mutable):
+                got = f"{where(node)} ({op_name(node.target)}) reads {cache.name}, which is written in place"
+                yield f"{got}; expected only ops of dgraph to read it, of which none gives a view of it"
             continue
-        schema = op.overload._schema.arguments
-        for argument, value in zip(schema, args_of(node), strict=False):
-            if argument.name in op.mutates:
-                if not isinstance(value, Node) or "input" not in value.meta:
-                    yield f"{where(node)} writes {value}; expected a run-time input"
-                    continue
-                written.add(value)
+        for value in op.written(args_of(node)):
+            if not isinstance(value, Node) or "input" not in value.meta:
+                yield f"{where(node)} writes {value}; expected a run-time input"
+                continue
+            written.add(value)
         if op.name in _READ:
             for cache in (args_of(node)[i] for i in _READ[op.name]):
-                if (
-                    isinstance(cache, Node)
-                    and cache not in written
-                    and any((o := op_of(u.target)) is not None and o.mutates for u in cache.users)
-                ):
+                if cache in mutable and cache not in written:
                     yield f"{where(node)} reads {cache.name} in front of its write; expected the write first"
 
 

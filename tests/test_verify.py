@@ -154,6 +154,12 @@ def write_to_a_value(graph: Graph) -> None:
     write.args = (k, v, computed, v_cache, *rest)
 
 
+def view_of_what_is_written(graph: Graph) -> None:
+    cache = graph.input("k_cache_0")
+    y = graph.call(aten.select.int, (cache, 0, 0), before=graph.output, by="Test")
+    graph.set_outputs({"y": y})
+
+
 def read_in_front_of_write(graph: Graph) -> None:
     (write,), (read,) = graph.find("kv_write"), graph.find("paged_attention")
     read.append(write)
@@ -193,6 +199,7 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("types", unfit_argument, r"layer 0 \(block\), node reshape_default: reshape does not accept its arguments"),
     ("writes", write_in_place, r"node add__tensor, made by Test \(add_\) writes in place"),
     ("writes", write_to_a_value, r"node kv_write_default writes neg_default; expected a run-time input"),
+    ("writes", view_of_what_is_written, r"made by Test \(select\) reads k_cache_0, which is written in place"),
     ("writes", read_in_front_of_write, r"node paged_attention_default reads k_cache_0 in front of its write"),
 ]
 

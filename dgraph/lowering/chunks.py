@@ -40,7 +40,7 @@ _TOLD_BY_SIZES = {
 # These act along one dimension, which must not be that of the rows; the place of the argument that names it.
 _ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}
 # The rows of these are looked up by the rows of an index, so only the index may be cut.
-_TABLES = {"embedding": 0}
+_TABLES = {"embedding": 0, "dgraph.feature_take": 0}
 # Opaque calls that act row by row on their first argument, and the place of the one that counts the live rows.
 _COUNTED = {"rows_linear": 3, "rows_glu": 3, "rows_norm": 3, "rows_rope": 3}
 # Further arguments of theirs that they read row by row, in order; no others may have rows.

@@ -168,12 +168,19 @@ def _run(function: RegionFunction, inputs: Sequence[Tensor]) -> None:
     """Call a region on zeros of two row counts: Inductor may have specialised to one without a word.
 
     On a GPU it times the layouts of a kernel, where it has several, in the first call, and keeps the best for good: so
-    that call has as many rows as pay for the choice.
+    that call has as many rows as pay for the choice. A size that is nowhere the first (positions of a page, pages of a
+    sequence) is small, or a cache would be larger than the device.
     """
     with torch.no_grad():
-        for rows in (2048 if any(v.device.type == "cuda" for v in inputs) else 3, 5):
-            shapes = ([s if isinstance(s, int) else rows for s in v.shape] for v in inputs)
+        for rows, few in ((2048 if any(v.device.type == "cuda" for v in inputs) else 3, 2), (5, 4)):
+            sizes = {name: few for v in inputs for size in v.shape for name in _symbols(size)}
+            sizes |= {name: rows for v in inputs for size in v.shape[:1] for name in _symbols(size)}
+            shapes = ([s if isinstance(s, int) else int(s.node.expr.subs(sizes)) for s in v.shape] for v in inputs)
             function(*(torch.zeros(s, dtype=v.dtype, device=v.device) for s, v in zip(shapes, inputs, strict=True)))
+
+
+def _symbols(size: int | torch.SymInt) -> set[Any]:
+    return set() if isinstance(size, int) else size.node.expr.free_symbols
 
 
 def _reason(error: Exception) -> str:

@@ -15,12 +15,15 @@ from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.inductor import RegionFunction, Source, compiled
 from dgraph.lowering.schedule import Region
-from dgraph.nodes import args_of
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.shapes import DTYPES, Symbols
 from dgraph.torch_private import typing
 
 BACKENDS = ("inductor", "eager")
+
+_LOOK_UP = ("embedding", "index", "index_select", "gather")
+"""Ops that read by numbers which they do not bound themselves."""
 
 
 class RegionCompiler:
@@ -63,7 +66,8 @@ class RegionCompiler:
         else:
             count = len(self._functions) + 1
             inputs = [n.meta["val"] for n in region.inputs]
-            source = Source(text, lambda: _module(graph, region), inputs, graph.device, _inlined(region))
+            settings = {"assert_indirect_indexing": False} if _reads_in_bounds(region) else {}
+            source = Source(text, lambda: _module(graph, region), inputs, graph.device, _inlined(region), settings)
             made = compiled(source, self.store, lambda doing: self._progress(f"{doing} region {count}"))
             function = made.function
             (self.compiled if made.new else self.loaded).append(text)
@@ -77,6 +81,16 @@ def _is_one_kernel(region: Region) -> bool:
     """Whether nothing is left to fuse: one op of torch. An op of ours that is inlined is several."""
     calls = [n for n in region.nodes if n.target is not operator.getitem]
     return len(calls) == 1 and op_of(calls[0].target) is None
+
+
+def _reads_in_bounds(region: Region) -> bool:
+    """Whether the compiled code need not check the numbers by which it looks rows up.
+
+    Inductor cannot see that a number is below a symbolic size, and on a GPU a check costs a branch in every kernel.
+    Numbers from outside (token ids) are always checked.
+    """
+    bounded = any((op := op_of(n.target)) is not None and op.name == "feature_take" for n in region.nodes)
+    return bounded and not any(op_name(n.target) in _LOOK_UP for n in region.nodes)
 
 
 def region_text(graph: Graph, region: Region) -> str:

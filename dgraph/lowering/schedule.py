@@ -6,8 +6,9 @@ out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, ro
 their texts are equal, so one is compiled and serves every layer, stage and bucket.
 
 A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and
-what a layer derives from shared tables (cos, sin) is derived inside that layer's region. Nothing moves across a stage
-cut.
+what a layer derives from shared tables (cos, sin) is derived inside that layer's region. An op that is declared to run
+ahead, because every layer reads its result, is placed as early as possible instead. Nothing moves across a stage cut,
+and what reads an input that is written in place moves across no write of it.
 """
 
 from __future__ import annotations
@@ -118,6 +119,17 @@ def _is_cut(node: Node) -> bool:
     return op is not None and op.cut
 
 
+def _runs_ahead(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.ahead
+
+
+def _written_by(node: Node) -> list[Node]:
+    """The inputs that an opaque call writes in place."""
+    op = op_of(node.target)
+    return op.written(args_of(node)) if op is not None else []
+
+
 def _is_part(node: Node) -> bool:
     """Whether a node picks one result of an opaque call."""
     return node.target is operator.getitem and _is_opaque(args_of(node)[0])
@@ -133,9 +145,12 @@ def _levels(graph: Graph) -> dict[Node, int]:
 
     A node behind an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
     Levels of opaque calls never fall along the graph, so they keep their order and no cache is read in front of its
-    write. A cut is on the level of the last thing in front of it.
+    write. What is compiled and reads a cache waits for the writes in front of it as for a call whose result it reads,
+    and the writes behind it are on no lower level than it. A cut is on the level of the last thing in front of it.
     """
     levels: dict[Node, int] = {}
+    written: dict[Node, int] = {}
+    read: dict[Node, int] = {}
     lowest = 0
     for node in graph.calls:
         if _is_part(node):
@@ -146,25 +161,37 @@ def _levels(graph: Graph) -> dict[Node, int]:
             if arg in levels:
                 behind_call = _is_opaque(arg) or _is_part(arg)
                 level = max(level, levels[arg] + (1 if behind_call and not opaque else 0))
+            elif arg in written and not opaque:
+                level = max(level, written[arg] + 1)
         if opaque:
-            level = lowest = max(level, lowest)
+            level = lowest = max(level, lowest, *(read.get(cache, 0) for cache in _written_by(node)))
         if _is_cut(node):
             level = lowest = max(level, *levels.values(), 0)
         levels[node] = level
+        if opaque:
+            written.update(dict.fromkeys(_written_by(node), level))
+        else:
+            read.update({arg: max(level, read.get(arg, 0)) for arg in node.all_input_nodes if arg not in levels})
     return levels
 
 
 def _slots(graph: Graph, levels: dict[Node, int]) -> dict[Node, int]:
-    """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut."""
+    """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut, nor
+    behind a later write of what it reads. An op that runs ahead is on its own level."""
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     cuts = [n for n in graph.calls if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
     slots: dict[Node, int] = {}
+    later: dict[Node, int] = {}
     for node in reversed(graph.calls):
+        if _is_opaque(node):
+            later.update(dict.fromkeys(_written_by(node), levels[node]))
         if _is_opaque(node) or _is_part(node):
             continue
         at = min((slots.get(u, levels.get(u, end)) for u in node.users), default=end)
-        slots[node] = min([at, *(levels[c] for c in cuts if order[node] < order[c])])
+        bounds = [levels[c] for c in cuts if order[node] < order[c]]
+        bounds += [later[a] for a in node.all_input_nodes if a in later]
+        slots[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])
     return slots
 
 

@@ -6,7 +6,7 @@ defines what is correct, a contract in words, and samples on which every back en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -44,6 +44,8 @@ class Op:
         samples: odd shapes and corner cases, drawn from a seeded CPU generator.
         contract: layout, order, tie rule, padding sentinel and determinism, in words.
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
+        ahead: of an inline op, computed in the first region that has what it reads, not in that of its first reader:
+            every layer reads it, and would else be another region than the first.
         cut: the host must read its result size; a program is cut into stages here.
         mutates: names of the arguments that it writes.
         own_keys: its keys have rows and offsets of their own, which may be another row set than that of its queries.
@@ -55,9 +57,15 @@ class Op:
     samples: Callable[[torch.Generator], Iterable[Sample]]
     contract: str
     inline: bool = False
+    ahead: bool = False
     cut: bool = False
     mutates: tuple[str, ...] = ()
     own_keys: bool = False
+
+    def written(self, args: Sequence[Any]) -> list[Any]:
+        """Those of a call's arguments that it writes, in order."""
+        names = (argument.name for argument in self.overload._schema.arguments)
+        return [value for name, value in zip(names, args, strict=False) if name in self.mutates]
 
 
 OPS: dict[str, Op] = {}

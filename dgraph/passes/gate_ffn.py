@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +42,11 @@ class GateFFN(Pass):
                 %23 = dgraph.rms_norm(%21, post_attention_layernorm.weight, 1e-06)              f32[N, 64]
                 %29 = dgraph.rows_linear(%28, mlp.down_proj.weight, None, %17)                  f32[N, 64]
                 dgraph.feature_write(%29, f_cache, %22, page_table, %17)
-                %30 = dgraph.feature_read(f_cache, positions, page_table, cu_rows)              f32[N, 64]
+                %30 = dgraph.feature_take(f_cache, %row_slots)                                  f32[N, 64]
                 %31 = add(%20, %30)                                                             f32[N, 64]
+
+    What the cache holds is read where it is added: by the compiled region between two calls. The slots of the rows are
+    found once for all layers, in front of these: %row_slots = dgraph.row_slots(positions, page_table, cu_rows, ...).
 
     Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it behind
     CacheKV. Approximate; with tau above 1 every row is salient and the program is the dense one.
@@ -86,8 +90,8 @@ class GateFFN(Pass):
         cache = graph.add_input(InputSpec(f"f_cache_{layer}", value.dtype, ("pages", "page", width)))
         write = (moved[found.result], cache, positions, place.page_table, rows.cu_rows)
         graph.call(OPS["feature_write"], write, before=found.residual, by=by, like=found.result)
-        read = (cache, place.positions, place.page_table, place.cu_rows)
-        kept = graph.call(OPS["feature_read"], read, before=found.residual, by=by, like=found.result)
+        read = (cache, place.slots(graph, cache, by))
+        kept = graph.call(OPS["feature_take"], read, before=found.residual, by=by, like=found.result)
         found.residual.replace_input_with(found.result, kept)
         report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", layer)
 
@@ -124,6 +128,20 @@ class _Place:
             return cls(args[8], args[9], args[10])
         return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[3], args[4])
 
+    def slots(self, graph: Graph, cache: Node, by: str) -> Node:
+        """Where the rows lie in a cache, and in any other: found before, or now, as early as may be."""
+        args = (self.positions, self.page_table, self.cu_rows)
+        for node in graph.find("row_slots"):
+            if args_of(node)[:3] == args:
+                return node
+        made = [node for node in graph.calls if node in args]
+        if not made:  # in front of the layers, so that the first reads like the others
+            return graph.call(OPS["row_slots"], (*args, cache), before=graph.calls[0], by=by, like=graph.output)
+        behind = made[-1].next
+        while behind.target is operator.getitem:
+            behind = behind.next
+        return graph.call(OPS["row_slots"], (*args, cache), before=behind, by=by, like=made[-1])
+
 
 @dataclass(frozen=True)
 class FeedForward:
@@ -147,7 +165,7 @@ def feed_forward(graph: Graph, attention: Node) -> FeedForward | str:
     layer = attention.meta["layer"]
     if layer is None:
         return "an attention outside the layers has no feed-forward network"
-    if graph.find("feature_read", layer) or graph.find("feature_merge", layer):
+    if graph.find("feature_take", layer) or graph.find("feature_merge", layer):
         return "the layer is gated already"
     ends = [
         n

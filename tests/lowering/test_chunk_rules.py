@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from dgraph.errors import InputError
+from dgraph.lowering.chunks import cut_of
+from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from tests.lowering.test_chunks import chunks_of, feed_forward, lower
-from tests.tiny import Hand
+from tests.tiny import Hand, interpret
 
 aten = torch.ops.aten
 
@@ -20,6 +22,26 @@ def test_a_feed_forward_network_does() -> None:
     program = lower(feed_forward(), 4)
     assert len(chunks_of(program)) == 1
     assert program.plans[0].chunk_rows == 4
+
+
+def test_a_sum_with_what_a_cache_holds_does() -> None:
+    hand = Hand()
+    x, slots = hand.input("x", "N", 8), hand.input("slots", "N", dtype=torch.int64)
+    held = hand.call(OPS["feature_take"], hand.input("cache", "pages", "page", 8), slots)
+    wide = hand.call(aten.linear.default, hand.call(aten.add.Tensor, x, held), hand.weight("up", 24, 8))
+    program = lower(hand.returns(y=hand.call(aten.silu.default, wide)), 2)
+    assert len(chunks_of(program)) == 1
+    inputs = {"x": torch.randn(5, 8), "slots": torch.tensor([3, -1, 0, 5, 1]), "cache": torch.randn(3, 2, 8)}
+    torch.testing.assert_close(program(inputs, 5).outputs["y"], interpret(program.graph, inputs)["y"])
+
+
+def test_slots_do_not_since_they_follow_from_the_number_of_a_row() -> None:
+    hand = Hand()
+    positions, table = hand.input("positions", "N", dtype=torch.int64), hand.input("table", "b", "P", dtype=torch.int32)
+    places = (positions, table, hand.input("cu_rows", "b+1", dtype=torch.int32))
+    graph = hand.returns(slots=hand.call(OPS["row_slots"], *places, hand.input("cache", "pages", "page", 8)))
+    (region,) = schedule(graph)[0].steps
+    assert cut_of(graph, region) is None
 
 
 Build = Callable[[Hand, Any], Any]

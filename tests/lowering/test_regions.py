@@ -200,6 +200,73 @@ def test_a_region_may_know_a_symbol_in_a_sum_only(forgetful: None) -> None:
         assert function(*values)[0].tolist() == [2 * b, 3 * b]
 
 
+def reading(*, embedded: bool = False) -> Graph:
+    """What rows have in a cache, found by their slots, plus x: an input, or looked up by an input."""
+    hand = Hand()
+    if embedded:
+        x = hand.call(aten.embedding.default, hand.weight("words", 9, 4), hand.input("ids", "N", dtype=torch.int64))
+    else:
+        x = hand.input("x", "N", 4)
+    cache = hand.input("cache", "pages", "page", 4)
+    table = hand.input("page_table", "b", "P", dtype=torch.int32)
+    places = (hand.input("positions", "N", dtype=torch.int64), table, hand.input("cu_rows", "b+1", dtype=torch.int32))
+    held = hand.call(OPS["feature_take"], cache, hand.call(OPS["row_slots"], *places, cache))
+    return hand.returns(y=hand.call(aten.add.Tensor, x, held))
+
+
+def test_reads_of_a_cache_fuse_and_need_no_check(forgetful: None) -> None:
+    """Several rows, pages and sequences, padding rows among them, by functions of every size."""
+    graph = reading()
+    slots, summed = regions_of(graph)
+    compiler = RegionCompiler("inductor")
+    find, add = compiler.function(graph, slots), compiler.function(graph, summed)
+    for counts, pages, page in (((2, 1), 3, 4), ((5, 0, 7), 9, 2), ((1,), 1, 1)):
+        rows, cache = sum(counts) + 2, torch.randn(pages, page, 4)
+        positions = [i for n in counts for i in range(n)]
+        inputs = {
+            "x": torch.randn(rows, 4),
+            "cache": cache,
+            "positions": torch.tensor([*positions, 1_000_003, -5]),
+            "page_table": torch.randint(-1, pages, (len(counts), 4), dtype=torch.int32),
+            "cu_rows": torch.tensor([0, *counts]).cumsum(0).int(),
+        }
+        (found,) = find(*(inputs[n.meta["input"]] for n in slots.inputs))
+        (got,) = add(*(inputs.get(n.meta.get("input"), found) for n in summed.inputs))
+        assert torch.equal(got, interpret(graph, inputs)["y"])
+
+
+def test_numbers_from_outside_are_checked(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = []
+
+    def fake(module: torch.fx.GraphModule, _: Any, options: dict[str, Any], *__: Any) -> Any:
+        settings.append(options.get("assert_indirect_indexing", True))
+        return module.forward
+
+    monkeypatch.setattr(inductor, "compile_region", fake)
+    for graph in (reading(), reading(embedded=True), small()):
+        RegionCompiler("inductor").function(graph, regions_of(graph)[-1])
+    assert settings == [False, True, True]
+
+
+def test_a_region_is_tried_on_sizes_that_fit_each_other(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are one more than the sequences; a page is small, however many rows there are."""
+    seen: list[dict[str, tuple[int, ...]]] = []
+    graph = reading()
+    region = regions_of(graph)[0]
+
+    def note(*values: Tensor) -> None:
+        seen.append({n.meta["input"]: tuple(v.shape) for n, v in zip(region.inputs, values, strict=True)})
+
+    monkeypatch.setattr(inductor, "compile_region", lambda *_: note)
+    RegionCompiler("inductor").function(graph, region)
+    assert [s["positions"] for s in seen] == [(3,), (5,)]
+    for shapes in seen:
+        (rows,) = shapes["positions"]
+        assert shapes["cu_rows"] == (shapes["page_table"][0] + 1,)
+        assert shapes["cache"][1] < rows
+    assert len({shapes["cache"][1] for shapes in seen}) == 2
+
+
 def test_compiled_texts_serve_every_compiler_of_the_process(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

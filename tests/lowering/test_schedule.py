@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.fx import Node
 
+import dgraph
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
-from dgraph.lowering.regions import region_text
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler, region_text
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
+from dgraph.nodes import op_name
 from dgraph.ops import OPS, op_of
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PackRows
-from tests.tiny import Hand, rewritten
+from dgraph.recipes import RECIPES, build
+from tests.tiny import Hand, interpret, rewritten
 
 aten = torch.ops.aten
 LAYERS = 4
@@ -129,6 +135,121 @@ def test_caches_are_written_in_front_of_their_reads(graph: Graph) -> None:
     calls = [s.node for _, s in run_order(schedule(graph)) if isinstance(s, Call)]
     order = {n: i for i, n in enumerate(graph.nodes)}
     assert calls == sorted(calls, key=order.__getitem__), "opaque calls keep the order of the graph"
+
+
+class Paged:
+    """Rows over N and a cache of theirs; `write` and `take` append calls."""
+
+    def __init__(self) -> None:
+        self.hand = Hand()
+        self.x = self.hand.input("x", "N", 4)
+        self.index = self.hand.input("index", "N", dtype=torch.int64)
+        self.slots = self.hand.input("slots", "N", dtype=torch.int64)
+        self.cache = self.hand.input("cache", "pages", "page", 4)
+        table = self.hand.input("page_table", "b", "P", dtype=torch.int32)
+        self.where = (self.hand.input("positions", "N", dtype=torch.int64), table)
+        self.where += (self.hand.input("cu_rows", "b+1", dtype=torch.int32),)
+
+    def write(self, values: Node) -> Node:
+        return self.hand.call(OPS["feature_write"], values, self.cache, *self.where)
+
+    def take(self, slots: Node | None = None) -> Node:
+        return self.hand.call(OPS["feature_take"], self.cache, slots or self.slots)
+
+    def moved(self, values: Node) -> Node:
+        (part,) = self.hand.graph.parts(self.hand.call(OPS["compact"], [values], self.index), 1, "")
+        return part
+
+
+def inputs_of_paged() -> dict[str, torch.Tensor]:
+    """Three rows of two sequences, each on a page of its own; the slots are theirs, and one row has none."""
+    return {
+        "x": torch.arange(1.0, 13.0).view(3, 4),
+        "index": torch.tensor([2, 0, 1]),
+        "slots": torch.tensor([2, 1, -1]),
+        "cache": torch.full((2, 2, 4), 100.0),
+        "page_table": torch.tensor([[1], [0]], dtype=torch.int32),
+        "positions": torch.tensor([0, 1, 1]),
+        "cu_rows": torch.tensor([0, 2, 3], dtype=torch.int32),
+    }
+
+
+def read_last(p: Paged) -> dict[str, Node]:
+    """Three reads, between which the cache is written, all of them used behind the last."""
+    before = p.take()
+    p.write(p.x)
+    between = p.take()
+    p.write(p.hand.call(aten.mul.Tensor, p.x, 2.0))
+    return {"before": before, "between": between, "behind": p.take()}
+
+
+def read_by_a_call_that_the_write_need_not_wait_for(p: Paged) -> dict[str, Node]:
+    """The slots come from a call; the write behind the read waits for nothing."""
+    before = p.take(p.moved(p.slots))
+    p.write(p.x)
+    return {"before": p.hand.call(aten.neg.default, before), "behind": p.take()}
+
+
+def read_in_front_and_fused_late(p: Paged) -> dict[str, Node]:
+    """What is made of a read is wanted behind the write only; and so is what the slots are made of."""
+    slots = p.hand.call(aten.sub.Tensor, p.hand.call(aten.add.Tensor, p.slots, 1), 1)
+    old = p.hand.call(aten.mul.Tensor, p.take(slots), 3.0)
+    p.write(p.x)
+    p.write(p.hand.call(aten.neg.default, p.moved(p.take(slots))))
+    return {"sum": p.hand.call(aten.add.Tensor, old, p.take(slots))}
+
+
+def read_alone(p: Paged) -> dict[str, Node]:
+    """Nothing but the cache tells the read to wait: neither its slots nor its reader come from a call."""
+    p.write(p.moved(p.x))
+    return {"behind": p.hand.call(aten.neg.default, p.take())}
+
+
+READS = [read_last, read_by_a_call_that_the_write_need_not_wait_for, read_in_front_and_fused_late, read_alone]
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_a_compiled_read_stays_between_the_writes_of_its_cache(reads: Callable[[Paged], dict[str, Node]]) -> None:
+    paged = Paged()
+    graph = paged.hand.returns(**reads(paged))
+    touching = [n for n in graph.calls if paged.cache in n.all_input_nodes]
+    made = [n for _, step in run_order(schedule(graph)) for n in made_by(step) if n in touching]
+    writes = graph.find("feature_write")
+
+    def in_front(nodes: list[Node]) -> dict[Node, int]:
+        return {n: sum(w in nodes[: nodes.index(n)] for w in writes) for n in nodes}
+
+    assert in_front(made) == in_front(touching)
+    mine, theirs = inputs_of_paged(), inputs_of_paged()
+    got = LoweredProgram(graph, RegionCompiler("eager"), Buckets())(mine, 3).outputs
+    for name, wanted in interpret(graph, theirs).items():
+        assert torch.equal(got[name], wanted), name
+    assert torch.equal(mine["cache"], theirs["cache"])
+
+
+def test_a_value_that_every_layer_reads_is_computed_in_the_first_region(captured: Graph) -> None:
+    phases = dgraph.rewrite(captured, build(RECIPES, "dyllm", captured.spec, {}))
+    graph = phases["step"].graph
+    regions = [s for _, s in run_order(schedule(graph)) if isinstance(s, Region)]
+    (slots,) = graph.find("row_slots")
+    assert slots in regions[0].nodes
+    assert slots in regions[0].outputs
+    takes = [r for r in regions if any(n in graph.find("feature_take") for n in r.nodes)]
+    assert [slots in r.inputs for r in takes] == [True] * LAYERS
+    found = [region_text(graph, r) for r in takes]
+    assert len(set(found[:-1])) == 1, "all layers but the last are one text"
+    for region in takes:
+        names = [op_name(n.target) for n in region.nodes if op_name(n.target) != "unsqueeze"]
+        assert names == ["dgraph.feature_take", "add", "dgraph.rms_norm"], "read, summed and normalised in one kernel"
+
+
+def test_an_unread_read_goes_and_the_write_stays() -> None:
+    paged = Paged()
+    paged.write(paged.x)
+    paged.take()
+    graph = paged.hand.returns(y=paged.hand.call(aten.neg.default, paged.x))
+    assert graph.sweep() == 1
+    assert [len(graph.find(op)) for op in ("feature_take", "feature_write")] == [0, 1]
 
 
 def test_a_value_is_computed_where_it_is_first_read(graph: Graph) -> None:

@@ -75,6 +75,31 @@ def test_a_feature_is_read_as_it_was_written() -> None:
         assert torch.equal(ops.feature_read(cache, *where), values)
 
 
+def test_rows_take_what_they_would_read() -> None:
+    for read in samples("feature_read"):
+        for cache, *where in (read.args, read.padded or read.args):
+            slots = ops.row_slots(*where, cache)
+            assert torch.equal(ops.feature_take(cache, slots), ops.feature_read(cache, *where)), read.name
+
+
+def test_slots_are_those_of_live_rows_that_have_a_page() -> None:
+    """Of pages of 4: a row without a page, one behind the table, and padding rows that hold anything."""
+    positions = torch.tensor([0, 5, 8, 9, 4, -3, 1_000_003, 2])
+    table = torch.tensor([[3, -1], [0, 2]], dtype=torch.int32)
+    cu_rows, cache = torch.tensor([0, 2, 5], dtype=torch.int32), torch.full((4, PAGE, 7), NAN)
+    slots = ops.row_slots(positions, table, cu_rows, cache)
+    assert slots.tolist() == [12, -1, -1, -1, 8, -1, -1, -1]
+    cache[3, 0], cache[2, 0] = 1.0, 2.0
+    assert ops.feature_take(cache, slots)[:, 0].tolist() == [1, 0, 0, 0, 2, 0, 0, 0]
+
+
+def test_no_slot_reads_outside_of_the_cache() -> None:
+    """A compiled region checks none."""
+    cache = torch.arange(6.0).view(3, 2, 1)
+    slots = torch.tensor([5, 6, 1 << 40, -1, -(1 << 40)])
+    assert ops.feature_take(cache, slots)[:, 0].tolist() == [5, 5, 5, 0, 0]
+
+
 def test_features_of_some_rows_leave_the_others() -> None:
     batch = Batch(5, 3)
     cache, new = torch.zeros(len(batch.c_cache), PAGE, 7), torch.randn(2, 7)

@@ -20,6 +20,7 @@ NAMES = (
     "experts",
     "feature_merge",
     "feature_read",
+    "feature_take",
     "feature_write",
     "importance",
     "keep_index",
@@ -36,6 +37,7 @@ NAMES = (
     "rms_norm",
     "rope",
     "route",
+    "row_slots",
     "rows_glu",
     "rows_linear",
     "rows_norm",
@@ -50,6 +52,7 @@ PADDING: dict[str, tuple[float | None, ...]] = {
     "experts": (0,),
     "feature_merge": (0,),
     "feature_read": (0,),
+    "feature_take": (0,),
     "importance": (0,),
     "kv_scores": (0,),
     "kv_update": (0,),
@@ -67,6 +70,7 @@ PADDING: dict[str, tuple[float | None, ...]] = {
     "rows_norm": (None,),
     "rows_rope": (None,),
     "route": (None, None),
+    "row_slots": (-1,),
     "select_tokens": (0, 0),
     "sparse_attention": (0,),
 }
@@ -115,7 +119,8 @@ def outcome(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 def test_all_ops_are_registered() -> None:
     assert set(NAMES) <= set(OPS)
-    assert {op.name for op in OPS.values() if op.inline} == {"rms_norm", "rope", "route"}
+    assert {op.name for op in OPS.values() if op.inline} == {"feature_take", "rms_norm", "rope", "route", "row_slots"}
+    assert {op.name for op in OPS.values() if op.ahead} == {"row_slots"}
     assert {op.name for op in OPS.values() if op.cut} == {"keep_index"}
     assert {name: op.reference for name, op in OPS.items()} == references
 

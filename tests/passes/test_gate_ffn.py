@@ -12,6 +12,9 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS, references
 from dgraph.passes import PASSES, CountRows, EvictTokens, FuseProjections, GateFFN, PartialAttention
@@ -45,8 +48,10 @@ def test_it_fires_once_per_layer(name: str) -> None:
     assert [a.layer for a in report.applied] == list(range(layers))
     assert report.skipped == []
     graph = rewritten(cached, GateFFN())
-    for op in ("drift", "list_kept", "compact", "feature_write", "feature_read"):
+    for op in ("drift", "list_kept", "compact", "feature_write", "feature_take"):
         assert [n.meta["layer"] for n in graph.find(op)] == list(range(layers)), op
+    (slots,) = graph.find("row_slots")
+    assert {n.args[1] for n in graph.find("feature_take")} == {slots}
     assert len(graph.find("experts")) == len(cached.find("experts"))
     for layer in range(layers):
         dense = len(cached.find("experts", layer)) == 0
@@ -171,7 +176,40 @@ def test_behind_an_eviction_it_gates_the_kept_rows() -> None:
     cached = family_of("sdar").cached
     graph = rewritten(cached, EvictTokens(), GateFFN(1.01))
     assert [graph.row_set(n) for n in graph.find("drift")] == ["N", "K", "K", "K"]
-    assert [graph.row_set(n) for n in graph.find("feature_read")] == ["N", "K", "K", "K"]
+    assert [graph.row_set(n) for n in graph.find("feature_take")] == ["N", "K", "K", "K"]
+    assert [graph.row_set(n) for n in graph.find("row_slots")] == ["N", "K"], "found once per row set"
+    for take in graph.find("feature_take"):
+        assert graph.row_set(take.args[1]) == graph.row_set(take)
+
+
+@pytest.mark.parametrize("counted", [(), (CountRows(),)], ids=["cut", "counted"])
+def test_rows_that_an_eviction_keeps_take_their_own_features(counted: tuple[Pass, ...]) -> None:
+    """What a step kept for all rows is read by those that the next step keeps, none of which is salient."""
+    cached = family_of("sdar").cached
+    graph = rewritten(cached, EvictTokens(keep=1), GateFFN(-1.01), *counted)
+    assert len(graph.find("row_slots")) == 2
+    first, second, _ = three_steps(graph.spec)
+    everything = {**first, "masked": torch.zeros_like(first["full"])}  # nothing to evict
+    some = {**second, "masked": torch.ones_like(second["full"])}
+    memory = memory_of(graph.spec, LENGTHS)
+    interpret(graph, {**everything, **memory})
+    again = {name: value.clone() for name, value in memory.items()}
+
+    def read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        taken.append(slots[slots >= 0].tolist())
+        return references["feature_take"](cache, slots)
+
+    taken: list[list[int]] = []
+    wanted = interpret(graph, {**some, **memory}, {"feature_take": read})
+    kept = wanted["kept"][wanted["kept"] >= 0]
+    assert 0 < len(kept) < sum(LENGTHS)
+    places = (some["positions"], memory["page_table"], some["cu_rows"])
+    assert taken[0] == references["row_slots"](*places, memory["f_cache_0"]).tolist()
+    assert taken[1:] == [[taken[0][i] for i in kept]] * 3
+    got = LoweredProgram(graph, RegionCompiler("eager"), Buckets())({**some, **again}, sum(LENGTHS)).outputs
+    assert torch.equal(got["logits"][: len(kept)], wanted["logits"][: len(kept)])
+    for name, value in memory.items():
+        assert torch.equal(again[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
 
 
 # -- near misses and errors --------------------------------------------------------------------------------------
@@ -306,7 +344,7 @@ def test_it_reads_back_from_json(step: Pass) -> None:
 
 def test_features_are_read_behind_their_write() -> None:
     graph = rewritten(family_of("sdar").cached, GateFFN())
-    (write,), (read,) = graph.find("feature_write", 1), graph.find("feature_read", 1)
+    (write,), (read,) = graph.find("feature_write", 1), graph.find("feature_take", 1)
     read.append(write)
     with pytest.raises(VerifyError, match=r"reads f_cache_1 in front of its write"):
         verify(graph)
