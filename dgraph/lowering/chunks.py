@@ -21,6 +21,7 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
+from dgraph.lowering.sums import Sum
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.shapes import Symbols, is_row_set
@@ -62,8 +63,11 @@ class Cut:
     count: Node | None = None
 
 
-def cut_of(graph: Graph, step: Region | Call) -> Cut | None:
+def cut_of(graph: Graph, step: Region | Call | Sum) -> Cut | None:
     """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
+    if isinstance(step, Sum):
+        rows = _row_set(graph.symbols, step.stream)
+        return Cut(rows) if is_row_set(rows) and _row_set(graph.symbols, step.x) == rows else None
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
         return Cut(rows) if rows else None
@@ -82,7 +86,7 @@ def cut_of(graph: Graph, step: Region | Call) -> Cut | None:
 
 def in_chunks(
     graph: Graph,
-    origins: Sequence[Region | Call],
+    origins: Sequence[Region | Call | Sum],
     steps: Sequence[Step],
     numbers: Mapping[Node, int],
     kept: Collection[int],
@@ -116,7 +120,7 @@ def in_chunks(
 
 def _joined(
     graph: Graph,
-    origins: Sequence[Region | Call],
+    origins: Sequence[Region | Call | Sum],
     members: Sequence[Step],
     counts: Collection[Node],
     numbers: Mapping[Node, int],
@@ -124,7 +128,7 @@ def _joined(
     limit: int,
 ) -> RowChunks | None:
     """Steps that follow each other as one; None if chunks would save nothing."""
-    nodes = [n for o in origins for n in (o.nodes if isinstance(o, Region) else [part for _, part in o.results])]
+    nodes = [n for o in origins for n in _made_by(o)]
     outputs = {n for n in nodes if numbers.get(n) in after}
     held = {_viewed(n) for n in outputs}
     if all(n in held or op_name(n.target) in _VIEWS or not _row_set(graph.symbols, n) for n in nodes):
@@ -132,7 +136,7 @@ def _joined(
     outside: dict[Node, None] = {}
     inside = set(nodes)
     for origin in origins:
-        inputs = origin.inputs if isinstance(origin, Region) else origin.node.all_input_nodes
+        inputs = origin.node.all_input_nodes if isinstance(origin, Call) else origin.inputs
         outside.update(dict.fromkeys(n for n in inputs if n not in inside))
     rowed = [n for n in outside if _row_set(graph.symbols, n)]
     # A count differs from chunk to chunk, so nothing else may read it, and it must be there before the first.
@@ -146,6 +150,13 @@ def _joined(
         [numbers[n] for n in nodes if n in outputs],
         limit,
     )
+
+
+def _made_by(origin: Region | Call | Sum) -> Sequence[Node]:
+    """The nodes that a step gives a value."""
+    if isinstance(origin, Sum):
+        return (origin.total,)
+    return origin.nodes if isinstance(origin, Region) else [part for _, part in origin.results]
 
 
 def _viewed(node: Node) -> Node:

@@ -3,7 +3,8 @@
 Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and
 fuse. A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike:
 out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs
-their texts are equal, so one is compiled and serves every layer, stage and bucket.
+their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU a linear layer and the sum
+that adds it to the residual stream are a step of their own (`dgraph.lowering.sums`).
 
 A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and
 what a layer derives from shared tables (cos, sin) is derived inside that layer's region. An op that is declared to run
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
+from dgraph.lowering.sums import Sum, sums_of
 from dgraph.nodes import args_of, where
 from dgraph.ops import op_of
 
@@ -61,13 +63,18 @@ class Stage:
     """
 
     name: str
-    steps: tuple[Region | Call, ...]
+    steps: tuple[Region | Call | Sum, ...]
     rows: str
     cut: Call | None
 
 
-def schedule(graph: Graph) -> tuple[Stage, ...]:
-    """Cut a graph into stages of regions and calls.
+def schedule(graph: Graph, in_place: bool | None = None) -> tuple[Stage, ...]:
+    """Cut a graph into stages of regions, calls and sums.
+
+    Args:
+        graph: a phase's.
+        in_place: whether products add to the residual stream in place (see `dgraph.lowering.sums`); None: on a GPU,
+            where memory is passed over for each, and what compiles a region cannot do it.
 
     Raises:
         LoweringError: an attention over a padded batch is left in the graph; PackRows has to run first.
@@ -76,22 +83,27 @@ def schedule(graph: Graph) -> tuple[Stage, ...]:
         raise LoweringError(
             f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
         )
-    levels = _levels(graph)
-    slots = _slots(graph, levels)
+    place = graph.device.type == "cuda" if in_place is None else in_place
+    units = _Units(graph, sums_of(graph) if place else {})
+    levels = _levels(units)
+    slots = _slots(units, levels)
     stages: list[Stage] = []
-    steps: list[Region | Call] = []
+    steps: list[Region | Call | Sum] = []
     rows = "N"
     members: dict[int, list[Node]] = defaultdict(list)
     calls: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.calls:
+    for node in units.nodes:
         if node in slots:
             members[slots[node]].append(node)
-        elif _is_opaque(node):
+        elif units.is_opaque(node):
             calls[levels[node]].append(node)
     for level in sorted(members.keys() | calls.keys()):
         if level in members:
             steps.append(_region(members[level]))
         for node in calls[level]:
+            if node in units.sums:
+                steps.append(units.sums[node])
+                continue
             call = Call(node, _results_of(node))
             if _is_cut(node):
                 stages.append(Stage("", tuple(steps), rows, call))
@@ -101,6 +113,32 @@ def schedule(graph: Graph) -> tuple[Stage, ...]:
     stages.append(Stage("", tuple(steps), rows, None))
     names = _stage_names(len(stages))
     return tuple(Stage(name, s.steps, s.rows, s.cut) for name, s in zip(names, stages, strict=True))
+
+
+class _Units:
+    """The calls of a graph as they are scheduled: a sum in place stands for its linear layer, too.
+
+    Attributes:
+        sums: in place, by node.
+        nodes: in order, without the linear layers of the sums.
+    """
+
+    def __init__(self, graph: Graph, sums: Mapping[Node, Sum]):
+        self.graph, self.sums = graph, sums
+        self._within = {found.linear: node for node, found in sums.items()}
+        self.nodes = [node for node in graph.calls if node not in self._within]
+
+    def is_opaque(self, node: Node) -> bool:
+        """Whether nothing fuses with it."""
+        return node in self.sums or _is_opaque(node)
+
+    def inputs(self, node: Node) -> Sequence[Node]:
+        """What it reads."""
+        return self.sums[node].inputs if node in self.sums else node.all_input_nodes
+
+    def readers(self, node: Node) -> list[Node]:
+        """What reads it."""
+        return [self._within.get(user, user) for user in node.users]
 
 
 def _stage_names(count: int) -> Iterable[str]:
@@ -140,7 +178,7 @@ def _results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
     return tuple(parts) if parts else ((None, node),)
 
 
-def _levels(graph: Graph) -> dict[Node, int]:
+def _levels(units: _Units) -> dict[Node, int]:
     """The level of each node: region l runs in front of all opaque calls of level l, and these in the graph's order.
 
     A node behind an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
@@ -152,14 +190,14 @@ def _levels(graph: Graph) -> dict[Node, int]:
     written: dict[Node, int] = {}
     read: dict[Node, int] = {}
     lowest = 0
-    for node in graph.calls:
+    for node in units.nodes:
         if _is_part(node):
             levels[node] = levels[args_of(node)[0]]
             continue
-        opaque, level = _is_opaque(node), 0
-        for arg in node.all_input_nodes:
+        opaque, level = units.is_opaque(node), 0
+        for arg in units.inputs(node):
             if arg in levels:
-                behind_call = _is_opaque(arg) or _is_part(arg)
+                behind_call = units.is_opaque(arg) or _is_part(arg)
                 level = max(level, levels[arg] + (1 if behind_call and not opaque else 0))
             elif arg in written and not opaque:
                 level = max(level, written[arg] + 1)
@@ -175,20 +213,20 @@ def _levels(graph: Graph) -> dict[Node, int]:
     return levels
 
 
-def _slots(graph: Graph, levels: dict[Node, int]) -> dict[Node, int]:
+def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
     """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut, nor
     behind a later write of what it reads. An op that runs ahead is on its own level."""
-    order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    cuts = [n for n in graph.calls if _is_cut(n)]
+    order = {n: i for i, n in enumerate(units.graph.fx.nodes)}
+    cuts = [n for n in units.nodes if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
     slots: dict[Node, int] = {}
     later: dict[Node, int] = {}
-    for node in reversed(graph.calls):
-        if _is_opaque(node):
+    for node in reversed(units.nodes):
+        if units.is_opaque(node):
             later.update(dict.fromkeys(_written_by(node), levels[node]))
-        if _is_opaque(node) or _is_part(node):
+        if units.is_opaque(node) or _is_part(node):
             continue
-        at = min((slots.get(u, levels.get(u, end)) for u in node.users), default=end)
+        at = min((slots.get(u, levels.get(u, end)) for u in units.readers(node)), default=end)
         bounds = [levels[c] for c in cuts if order[node] < order[c]]
         bounds += [later[a] for a in node.all_input_nodes if a in later]
         slots[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])

@@ -15,6 +15,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import region_text
 from dgraph.lowering.schedule import Region, Stage, schedule
+from dgraph.lowering.sums import Sum
 from dgraph.nodes import op_name
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
@@ -161,7 +162,8 @@ def _regions(stage: Stage) -> list[Region]:
 
 
 def _calls(stage: Stage) -> dict[str, int]:
-    return dict(Counter(op_name(step.node.target) for step in stage.steps if not isinstance(step, Region)))
+    steps = (step for step in stage.steps if not isinstance(step, Region))
+    return dict(Counter("linear + add" if isinstance(s, Sum) else op_name(s.node.target) for s in steps))
 
 
 def _cut(stage: Stage) -> str:

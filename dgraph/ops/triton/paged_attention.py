@@ -22,7 +22,6 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.tuning import attention_shape, chosen
 
-
 MANY = 1024
 """Rows of a sequence from which on wider tiles pay."""
 

@@ -1,0 +1,187 @@
+"""Sums in place: where they may be, and that programs give the same with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.schedule import Region, schedule
+from dgraph.lowering.sums import Sum, add_product, sums_of
+from dgraph.runtime.cudagraph import GraphPool
+from tests.passes.scene import Scene
+from tests.recipes.bidirectional import Setup, setup_of
+from tests.runtime.test_cudagraph import Recorder
+from tests.tiny import Hand, interpret
+
+aten = torch.ops.aten
+ROWS, WIDTH = 32, 8
+BOTH, OUT = [0, 0, 1, 1, 2, 2], [0, 1, 2]
+RECIPES: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("dense", {}, BOTH),
+    ("fast_dllm", {}, BOTH),
+    ("dyllm", {"gate": False}, BOTH),
+    ("focus", {}, [0, 0, 1, 2, 2]),  # behind the eviction, the stream is what was gathered of it
+    ("dyllm", {}, OUT),
+    ("dllm_cache", {}, [0, 0]),  # the other layers add what they reuse
+    ("maskkv", {"pairs": 6}, [0, 0]),
+]
+"""With the layer of each sum in place of a step."""
+
+
+def lower(graph: Graph, **options: Any) -> LoweredProgram:
+    return LoweredProgram(graph, RegionCompiler("eager"), Buckets.of(None), **options)
+
+
+@pytest.fixture(scope="module")
+def llada() -> Setup:
+    return setup_of("llada")
+
+
+# -- where -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "options", "layers"), RECIPES)
+def test_sums_of_a_step(llada: Setup, recipe: str, options: dict[str, Any], layers: list[int]) -> None:
+    found = sums_of(llada.optimized(recipe, 16, **options).graph("step"))
+    assert [total.meta["layer"] for total in found] == layers
+    assert all(node is known.total for node, known in found.items())
+
+
+@pytest.mark.parametrize(("recipe", "options", "layers"), RECIPES)
+def test_nothing_reads_a_stream_behind_its_sum(
+    llada: Setup, recipe: str, options: dict[str, Any], layers: list[int]
+) -> None:
+    for phase in llada.optimized(recipe, 16, **options).phases.values():
+        there = {n for n in phase.graph.nodes if n.op == "placeholder"}
+        gone: set[Node] = set()
+        for stage in schedule(phase.graph, in_place=True):
+            for step in (*stage.steps, *([stage.cut] if stage.cut else [])):
+                read = set(step.inputs if isinstance(step, (Region, Sum)) else step.node.all_input_nodes)
+                assert read <= there, "a value is there when it is read"
+                assert not read & gone
+                if isinstance(step, Sum):
+                    gone.add(step.stream)
+                    there.add(step.total)
+                else:
+                    there.update(step.outputs if isinstance(step, Region) else (n for _, n in step.results))
+
+
+def test_a_cpu_fuses_the_sum_instead(dense: dict[str, Graph]) -> None:
+    assert sums_of(dense["step"])
+    assert not any(isinstance(step, Sum) for stage in schedule(dense["step"]) for step in stage.steps)
+
+
+def block(change: Callable[[Hand, Node, Node], dict[str, Node]]) -> Graph:
+    """A stream and a layer that reads it; `change` adds the layer's result and says what is returned."""
+    hand = Hand()
+    h, w = hand.input("h", "N", WIDTH), hand.weight("w", WIDTH, WIDTH)
+    stream = hand.call(aten.add.Tensor, h, h)
+    return hand.returns(**change(hand, stream, hand.call(aten.linear.default, hand.call(aten.relu.default, stream), w)))
+
+
+def plain(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    return {"y": hand.call(aten.neg.default, hand.call(aten.add.Tensor, stream, result))}
+
+
+def turned(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    return {"y": hand.call(aten.neg.default, hand.call(aten.add.Tensor, result, stream))}
+
+
+@pytest.mark.parametrize("change", [plain, turned])
+def test_a_plain_sum_is_in_place(change: Callable[[Hand, Node, Node], dict[str, Node]]) -> None:
+    graph = block(change)
+    assert len(sums_of(graph)) == 1
+    h = torch.randn(5, WIDTH)
+    got = lower(graph, in_place=True)({"h": h.clone()}, 5).outputs["y"]
+    torch.testing.assert_close(got, interpret(graph, {"h": h})["y"])
+
+
+def read_later(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    total = hand.call(aten.add.Tensor, stream, result)
+    return {"y": hand.call(aten.mul.Tensor, total, stream)}
+
+
+def returned(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    return plain(hand, stream, result) | {"stream": stream}
+
+
+def viewed(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    """The view is read in front of the sum and behind it."""
+    view = hand.call(aten.slice.Tensor, stream, 1, 0, 4)
+    x = hand.call(aten.cat.default, [view, view], 1)
+    inner = hand.call(aten.linear.default, x, hand.weight("v", WIDTH, WIDTH))
+    total = hand.call(aten.add.Tensor, stream, inner)
+    return {"y": hand.call(aten.neg.default, total), "view": view, "z": result}
+
+
+def read_twice(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    return plain(hand, stream, result) | {"result": result}
+
+
+def scaled(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    return {"y": hand.call(aten.neg.default, hand.call(aten.add.Tensor, stream, result, alpha=2))}
+
+
+def from_outside(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    """The caller's tensor is not overwritten."""
+    return plain(hand, hand.graph.input("h"), result)
+
+
+def rounded(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
+    """A stream of another dtype cannot hold the sum."""
+    stream = hand.call(aten.add.Tensor, hand.input("g", "N", WIDTH, dtype=torch.bfloat16), 1)
+    return plain(hand, stream, result)
+
+
+@pytest.mark.parametrize("change", [read_later, returned, viewed, read_twice, scaled, from_outside, rounded])
+def test_not_where_the_stream_or_the_product_is_needed(change: Callable[[Hand, Node, Node], dict[str, Node]]) -> None:
+    assert not sums_of(block(change))
+
+
+def test_not_with_a_bias() -> None:
+    hand = Hand()
+    h, w, b = hand.input("h", "N", WIDTH), hand.weight("w", WIDTH, WIDTH), hand.weight("b", WIDTH)
+    stream = hand.call(aten.add.Tensor, h, h)
+    graph = hand.returns(**plain(hand, stream, hand.call(aten.linear.default, stream, w, b)))
+    assert not sums_of(graph)
+
+
+# -- what it gives -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_rounded_once() -> None:
+    stream, x, w = (torch.randn(7, 7, dtype=torch.float64) for _ in range(3))
+    want = stream + x @ w.t()
+    held = stream.data_ptr()
+    got = add_product(stream, x, w)
+    torch.testing.assert_close(got, want)
+    assert got.data_ptr() == held == stream.data_ptr()
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+@pytest.mark.parametrize("phase", ["step", "prefill"])
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_program_gives_what_its_graph_does(
+    request: pytest.FixtureRequest, step: Scene, recipe: str, phase: str, chunk_rows: int | None, graphs: bool
+) -> None:
+    graph: Graph = request.getfixturevalue(recipe)[phase]
+    runner = {"runner": GraphPool(capture=Recorder).runner} if graphs else {}
+    program = lower(graph, in_place=True, chunk_rows=chunk_rows, **runner)
+    theirs = step.copy().inputs
+    expected = interpret(graph, theirs)
+    for _ in range(3):  # captured, then replayed: what is added up must not stay from run to run
+        mine = step.copy().inputs
+        found = program(mine, ROWS)
+        for name, value in expected.items():
+            torch.testing.assert_close(found.outputs[name], value, atol=1e-5, rtol=1e-4)
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, atol=1e-5, rtol=1e-4, equal_nan=True)
