@@ -82,12 +82,14 @@ class RowPlan:
         if self.region != "next" and self.window:
             raise InputError(f"window widens the region 'next', not {self.region!r}; leave it at 0.")
 
-    def rows_of(self, step: int, prompt: int, new: int) -> int | None:
+    def rows_of(self, step: int, prompt: int, new: int, shift: int) -> int | None:
         """The most rows that a sequence forwards in a step, known without looking at what it has decoded.
 
         Args:
             step: number of the sequence's step, from 0.
             prompt, new: its tokens, given and to decode.
+            shift: the model's logit shift: with 1, the row in front of the response predicts its first token, and
+                is forwarded with it.
 
         Returns:
             None if the count depends on where the sequence is in its block.
@@ -96,7 +98,7 @@ class RowPlan:
             return prompt + new
         if self.region != "response" or self.full_steps or self.every:
             return None
-        return prompt + new if self.forwards_prompt(step) else new + 1
+        return prompt + new if self.forwards_prompt(step) else new + shift
 
     def forwards_prompt(self, step: int) -> bool:
         """Whether a step forwards every row, of sequences that have all taken as many; only if `rows_of` says a

@@ -55,12 +55,13 @@ class Symbols:
     """The symbolic sizes of one captured model; shared by every graph derived from it.
 
     Args:
-        large: sizes are about 2000 rather than about 30, for a compiler that lays its loops out by such a guess.
+        large: numbers of rows are about 2000 rather than about 30, for a compiler that lays its loops out by such a
+            guess. All other sizes stay small: one that compares layouts does it on tensors of these sizes.
     """
 
     def __init__(self, large: bool = False) -> None:
         self.mode = fake_mode()
-        self._hints = _LARGE_HINTS if large else _HINTS
+        self._large = large
         # Types of calls by op and argument types; see `Evaluator`.
         self.results: dict[Any, Any] = {}
         self._sizes: dict[str, torch.SymInt] = {}
@@ -71,7 +72,8 @@ class Symbols:
     def size(self, name: str) -> torch.SymInt:
         """The symbol of that name, made on first use."""
         if name not in self._sizes:
-            self._sizes[name] = new_symbol(self.mode, name, self._hints[len(self._sizes) % len(self._hints)])
+            hints = _LARGE_HINTS if self._large and (is_row_set(name) or name == "M") else _HINTS
+            self._sizes[name] = new_symbol(self.mode, name, hints[len(self._sizes) % len(hints)])
         return self._sizes[name]
 
     def dim(self, dim: Dim) -> int | torch.SymInt:

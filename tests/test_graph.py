@@ -252,6 +252,12 @@ def test_symbols() -> None:
     assert symbols.type_text(real) == "bool[2, 3]"
 
 
+def test_only_numbers_of_rows_are_large() -> None:
+    hints = [int(size.node.hint) for size in map(Symbols(large=True).size, ("N", "K2", "M", "b", "pages", "page", "P"))]
+    assert all(hint > 1000 for hint in hints[:3])
+    assert all(hint < 100 for hint in hints[3:])
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_types_and_what_stands_for_them(large: bool) -> None:
     symbols = Symbols(large)

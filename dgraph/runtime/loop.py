@@ -131,7 +131,8 @@ class BlockLoop:
         """Rows that the running sequences forward at most in a step; 0 if only the device knows."""
         if self.plan is None or self.rule.block_cache != "off":
             return 0
-        counts = [self.plan.rows_of(step, len(prompt), self.max_new_tokens) for prompt in prompts]
+        shift = self.spec.logit_shift
+        counts = [self.plan.rows_of(step, len(prompt), self.max_new_tokens, shift) for prompt in prompts]
         return sum(count or 0 for count, goes_on in zip(counts, running, strict=False) if goes_on)
 
     def begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:

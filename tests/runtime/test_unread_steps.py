@@ -15,6 +15,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.advance import Advance
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.session import BlockSession
 from tests.recipes.bidirectional import Setup, setup_of
@@ -82,6 +83,27 @@ def test_at_a_steady_pace_no_step_is_in_vain(setup: Setup, reads: list[int], rec
     found = session(setup, recipe, GraphPool(capture=Recorder)).generate(prompts, **options)
     assert found.stats.steps == new
     assert len(reads) < found.stats.steps * 0.8
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("recipe", ["dense", "dyllm", "dllm_cache"])
+@pytest.mark.parametrize("new", [16, 21])
+def test_rows_are_known_ahead_exactly(
+    monkeypatch: pytest.MonkeyPatch, reads: list[int], family: str, recipe: str, new: int
+) -> None:
+    """A row too few would be lost, one too many is another bucket."""
+    seen: list[tuple[int, int]] = []
+    take = BlockLoop._step
+
+    def noted(self: BlockLoop, program: Any, number: int, count: int, advance: Advance, *rest: Any) -> None:
+        seen.append((count, self._most_rows(number, PROMPTS, advance.state.active.tolist())))
+        take(self, program, number, count, advance, *rest)
+
+    monkeypatch.setattr(BlockLoop, "_step", noted)
+    options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}
+    session(setup_of(family), recipe, None).generate(PROMPTS, **options)
+    assert len(seen) == new
+    assert all(count == most for count, most in seen), seen
 
 
 def test_a_short_generation_reads_every_step(setup: Setup, reads: list[int]) -> None:
