@@ -183,7 +183,7 @@ def moving(report: Report, page: int, bandwidth: float) -> None:
 
 def plans(report: Report, page: int) -> None:
     """Other sizes of partial_attention, with a twelfth of the rows changed."""
-    from dgraph.ops.triton.paged_attention import multiprocessors
+    from dgraph.ops.triton.attention_plan import multiprocessors
     from dgraph.ops.triton.partial_attention import plan_for
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -81,7 +81,9 @@ class ScriptSalience(Pass):
             if found is None:
                 continue
             flags = flags_of(found)
-            drawn = graph.call(torch.ops.aten.lt.Scalar, (noise, share), before=flags.next, by=report.name, like=flags)
+            # A weight: as a number it would make the compiled regions of no two layers alike.
+            held = graph.add_weight(f"share.{layer}", torch.tensor([share], device=graph.device))
+            drawn = graph.call(torch.ops.aten.lt.Tensor, (noise, held), before=flags.next, by=report.name, like=flags)
             chosen = graph.call(
                 torch.ops.aten.logical_or.default, (drawn, full), before=drawn.next, by=report.name, like=flags
             )
@@ -128,7 +130,7 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.99)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
-    parser.add_argument("--full-steps", type=int, default=6, help="timed steps of the original loop")
+    parser.add_argument("--full-steps", type=int, default=12, help="timed steps of the original loop")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)

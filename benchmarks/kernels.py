@@ -106,7 +106,7 @@ def attention(report: Report, bandwidth: float, plans: bool) -> None:
 
 
 def _plans(report: Report, sets: Sequence[Attention], floor: float, title: str, rows: int) -> None:
-    from dgraph.ops.triton.paged_attention import Plan
+    from dgraph.ops.triton.attention_plan import Plan
 
     m = min(128, max(16, 1 << (rows * HEADS // KV_HEADS - 1).bit_length()))
     sizes = [(m, n, warps, stages) for n in (32, 64, 128) for warps, stages in ((4, 3), (4, 5), (8, 5))]

@@ -77,7 +77,7 @@ class Step:
         return kernel(*self.args, plan=plan)
 
     def plan(self) -> Any:
-        from dgraph.ops.triton.paged_attention import multiprocessors
+        from dgraph.ops.triton.attention_plan import multiprocessors
         from dgraph.ops.triton.sparse_attention import plan_for
 
         cores = multiprocessors(torch.device("cuda", torch.cuda.current_device()))

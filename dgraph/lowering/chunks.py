@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
+from dgraph.lowering.fused import Fused, Rotation, Sum
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
-from dgraph.lowering.sums import Sum
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.shapes import Symbols, is_row_set
@@ -63,7 +63,7 @@ class Cut:
     count: Node | None = None
 
 
-def cut_of(graph: Graph, step: Region | Call | Sum) -> Cut | None:
+def cut_of(graph: Graph, step: Region | Call | Fused) -> Cut | None:
     """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
     if isinstance(step, Sum):
         rows = _row_set(graph.symbols, step.stream)
@@ -71,6 +71,8 @@ def cut_of(graph: Graph, step: Region | Call | Sum) -> Cut | None:
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
         return Cut(rows) if rows else None
+    if isinstance(step, Rotation):
+        return None
     op = op_of(step.node.target)
     if op is None or op.name not in _COUNTED:
         return None
@@ -86,7 +88,7 @@ def cut_of(graph: Graph, step: Region | Call | Sum) -> Cut | None:
 
 def in_chunks(
     graph: Graph,
-    origins: Sequence[Region | Call | Sum],
+    origins: Sequence[Region | Call | Fused],
     steps: Sequence[Step],
     numbers: Mapping[Node, int],
     kept: Collection[int],
@@ -120,7 +122,7 @@ def in_chunks(
 
 def _joined(
     graph: Graph,
-    origins: Sequence[Region | Call | Sum],
+    origins: Sequence[Region | Call | Fused],
     members: Sequence[Step],
     counts: Collection[Node],
     numbers: Mapping[Node, int],
@@ -152,11 +154,11 @@ def _joined(
     )
 
 
-def _made_by(origin: Region | Call | Sum) -> Sequence[Node]:
+def _made_by(origin: Region | Call | Fused) -> Sequence[Node]:
     """The nodes that a step gives a value."""
-    if isinstance(origin, Sum):
-        return (origin.total,)
-    return origin.nodes if isinstance(origin, Region) else [part for _, part in origin.results]
+    if isinstance(origin, Call):
+        return [part for _, part in origin.results]
+    return origin.nodes if isinstance(origin, Region) else (origin.made,)
 
 
 def _viewed(node: Node) -> Node:

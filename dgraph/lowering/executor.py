@@ -14,12 +14,12 @@ from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
+from dgraph.lowering.fused import Fused, Rotation, Sum, add_product, attend_rotated
 from dgraph.lowering.plan import Cut, Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step, read_by, written_by
-from dgraph.lowering.sums import Sum, add_product
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -40,7 +40,7 @@ class LoweredProgram:
         chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
             stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
             of another number of rows.
-        in_place: whether products add to the residual stream in place; see `schedule`.
+        fused: see `schedule`.
 
     Raises:
         InputError: chunk_rows below 1.
@@ -54,14 +54,14 @@ class LoweredProgram:
         runner: Callable[[StagePlan], Runner] = run_steps,
         tuning: Tuning | None = None,
         chunk_rows: int | None = CHUNK_ROWS,
-        in_place: bool | None = None,
+        fused: bool | None = None,
     ):
         if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
             raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
         self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
         if tuning is not None:
             tuning.load(graph)
-        self.stages = schedule(graph, in_place)
+        self.stages = schedule(graph, fused)
         self._numbers: dict[Node, Slot] = {}
         self._count = 0
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -168,10 +168,14 @@ class LoweredProgram:
             self._numbers[node] = slot
         return slot
 
-    def _lower(self, step: Region | Call | Sum, compiler: RegionCompiler) -> Step:
+    def _lower(self, step: Region | Call | Fused, compiler: RegionCompiler) -> Step:
         if isinstance(step, Sum):
             args = [self._numbers[n] for n in step.inputs]
             return Step(add_product, args, ((None, self._number(step.total)),))
+        if isinstance(step, Rotation):
+            read = (step.q, step.cos, step.sin, *args_of(step.attention)[1:])
+            args = [_numbered(a, self._numbers) for a in read]
+            return Step(attend_rotated, args, ((None, self._number(step.attention)),))
         if isinstance(step, Region):
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))

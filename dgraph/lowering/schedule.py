@@ -3,8 +3,8 @@
 Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and
 fuse. A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike:
 out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs
-their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU a linear layer and the sum
-that adds it to the residual stream are a step of their own (`dgraph.lowering.sums`).
+their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU some calls take along what
+would else be a part of a region (`dgraph.lowering.fused`).
 
 A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and
 what a layer derives from shared tables (cos, sin) is derived inside that layer's region. An op that is declared to run
@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
-from dgraph.lowering.sums import Sum, sums_of
+from dgraph.lowering.fused import Fused, fused_of
 from dgraph.nodes import args_of, where
 from dgraph.ops import op_of
 
@@ -63,18 +63,18 @@ class Stage:
     """
 
     name: str
-    steps: tuple[Region | Call | Sum, ...]
+    steps: tuple[Region | Call | Fused, ...]
     rows: str
     cut: Call | None
 
 
-def schedule(graph: Graph, in_place: bool | None = None) -> tuple[Stage, ...]:
-    """Cut a graph into stages of regions, calls and sums.
+def schedule(graph: Graph, fused: bool | None = None) -> tuple[Stage, ...]:
+    """Cut a graph into stages of regions and calls.
 
     Args:
         graph: a phase's.
-        in_place: whether products add to the residual stream in place (see `dgraph.lowering.sums`); None: on a GPU,
-            where memory is passed over for each, and what compiles a region cannot do it.
+        fused: whether products add to the residual stream and attention rotates its queries (`dgraph.lowering.fused`);
+            None: on a GPU.
 
     Raises:
         LoweringError: an attention over a padded batch is left in the graph; PackRows has to run first.
@@ -83,12 +83,12 @@ def schedule(graph: Graph, in_place: bool | None = None) -> tuple[Stage, ...]:
         raise LoweringError(
             f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
         )
-    place = graph.device.type == "cuda" if in_place is None else in_place
-    units = _Units(graph, sums_of(graph) if place else {})
+    fuses = graph.device.type == "cuda" if fused is None else fused
+    units = _Units(graph, fused_of(graph) if fuses else {})
     levels = _levels(units)
     slots = _slots(units, levels)
     stages: list[Stage] = []
-    steps: list[Region | Call | Sum] = []
+    steps: list[Region | Call | Fused] = []
     rows = "N"
     members: dict[int, list[Node]] = defaultdict(list)
     calls: dict[int, list[Node]] = defaultdict(list)
@@ -101,8 +101,8 @@ def schedule(graph: Graph, in_place: bool | None = None) -> tuple[Stage, ...]:
         if level in members:
             steps.append(_region(members[level]))
         for node in calls[level]:
-            if node in units.sums:
-                steps.append(units.sums[node])
+            if node in units.fused:
+                steps.append(units.fused[node])
                 continue
             call = Call(node, _results_of(node))
             if _is_cut(node):
@@ -116,25 +116,25 @@ def schedule(graph: Graph, in_place: bool | None = None) -> tuple[Stage, ...]:
 
 
 class _Units:
-    """The calls of a graph as they are scheduled: a sum in place stands for its linear layer, too.
+    """The calls of a graph as they are scheduled.
 
     Attributes:
-        sums: in place, by node.
-        nodes: in order, without the linear layers of the sums.
+        fused: what takes another call along, by node.
+        nodes: in order, without those that are taken along.
     """
 
-    def __init__(self, graph: Graph, sums: Mapping[Node, Sum]):
-        self.graph, self.sums = graph, sums
-        self._within = {found.linear: node for node, found in sums.items()}
+    def __init__(self, graph: Graph, fused: Mapping[Node, Fused]):
+        self.graph, self.fused = graph, fused
+        self._within = {found.within: node for node, found in fused.items()}
         self.nodes = [node for node in graph.calls if node not in self._within]
 
     def is_opaque(self, node: Node) -> bool:
         """Whether nothing fuses with it."""
-        return node in self.sums or _is_opaque(node)
+        return node in self.fused or _is_opaque(node)
 
     def inputs(self, node: Node) -> Sequence[Node]:
         """What it reads."""
-        return self.sums[node].inputs if node in self.sums else node.all_input_nodes
+        return self.fused[node].inputs if node in self.fused else node.all_input_nodes
 
     def readers(self, node: Node) -> list[Node]:
         """What reads it."""

@@ -142,7 +142,7 @@ class Tuning:
             self.store.put(key, {FILE: data.encode()}, replace=True)
 
     def _choose(self, op: str, shape: Shape) -> Choice:
-        from dgraph.ops.triton.paged_attention import multiprocessors
+        from dgraph.ops.triton.attention_plan import multiprocessors
 
         plans = _tunable(op).candidates(shape, multiprocessors(self.device))
         times: dict[Any, float] = {}

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.fused import Fused
 from dgraph.lowering.regions import region_text
-from dgraph.lowering.schedule import Region, Stage, schedule
-from dgraph.lowering.sums import Sum
+from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.nodes import op_name
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
@@ -162,8 +162,13 @@ def _regions(stage: Stage) -> list[Region]:
 
 
 def _calls(stage: Stage) -> dict[str, int]:
-    steps = (step for step in stage.steps if not isinstance(step, Region))
-    return dict(Counter("linear + add" if isinstance(s, Sum) else op_name(s.node.target) for s in steps))
+    return dict(Counter(_call(step) for step in stage.steps if not isinstance(step, Region)))
+
+
+def _call(step: Call | Fused) -> str:
+    if isinstance(step, Call):
+        return op_name(step.node.target)
+    return f"{op_name(step.within.target)} + {op_name(step.made.target)}"
 
 
 def _cut(stage: Stage) -> str:

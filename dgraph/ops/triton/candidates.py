@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dgraph.ops.triton import lm_head, paged_attention, partial_attention, rows_linear, trials
-from dgraph.ops.triton.paged_attention import Plan as AttentionPlan
+from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear, trials
+from dgraph.ops.triton.attention_plan import Plan as AttentionPlan
 from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.rows_linear import ANY, Tiles
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, attention_shape, dtype_name
@@ -49,7 +49,7 @@ def itemsize(shape: Shape) -> int:
 def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan]:
     """Plans of paged_attention."""
     sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-    default = paged_attention.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    default = attention_plan.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
     splits, n, m = default.splits, default.block_n, default.block_m
     changes: list[dict[str, Any]] = [{"splits": 2 * splits}, {"splits": splits // 2}]
     if itemsize(shape) == 2:

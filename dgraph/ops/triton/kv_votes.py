@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import SELECT
-from dgraph.ops.triton.paged_attention import multiprocessors
+from dgraph.ops.triton.attention_plan import multiprocessors
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 
 CHUNK = 512

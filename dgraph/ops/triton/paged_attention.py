@@ -8,9 +8,7 @@ query head. With more than one share a second kernel adds the shares up, in orde
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,92 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads
+from dgraph.ops.triton.attention_plan import Plan, multiprocessors, plan_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.tuning import attention_shape, chosen
-
-MANY = 1024
-"""Rows of a sequence from which on wider tiles pay."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes of one launch.
-
-    Attributes:
-        block_m: rows of the stacked matrix of a tile; a tile holds block_m // (Hq / Hkv) rows.
-        block_n: keys per iteration.
-        splits: shares of the keys.
-        warps, stages: of the attention kernel.
-        bulk: load keys with the bulk copy engine where layout and device allow.
-    """
-
-    block_m: int
-    block_n: int
-    splits: int
-    warps: int
-    stages: int
-    bulk: bool = True
-
-
-def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) -> int:
-    """Stacked rows of a tile that takes as many rows of a sequence as fit, for n rows of b sequences."""
-    group, kv_heads = heads[0] // heads[1], heads[1]
-    block_m = power_of_two(-(-n // max(b, 1)) * group, 16, 128)
-    if block_m == 128 and 4 * b * kv_heads <= multiprocessors:
-        block_m = 64  # few sequences: twice the programs
-    return max(block_m, power_of_two(group))
-
-
-def plan_for(
-    n: int,
-    b: int,
-    heads: tuple[int, int],
-    d: int,
-    page: int,
-    keys: int,
-    itemsize: int,
-    multiprocessors: int,
-    block_m: int | None = None,
-) -> Plan:
-    """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
-
-    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`), with the clocks
-    of a long run. A tile of 64 stacked rows is the smallest that the matrix units take whole, two of them fit on a
-    multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of a ragged
-    batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which
-    read the keys less often, where it has a thousand.
-
-    block_m: stacked rows of a tile; default: as above.
-    """
-    group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
-    per_sequence = -(-n // max(b, 1))
-    if block_m is None and itemsize > 2:
-        block_m = widest_tile(n, b, heads, multiprocessors)
-    elif block_m is None:
-        block_m = 16 if 2 * per_sequence * group <= 16 else 64 if per_sequence < MANY else 128
-        block_m = max(block_m, power_of_two(group))
-    # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
-    most = next((size for size in (128, 64, 32) if page % size == 0), 0)
-    bulk, stages = True, 5
-    if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
-        block_m, block_n, warps, stages = max(min(block_m, 32), power_of_two(group)), 32, 4, 1
-    elif not most:
-        block_n, warps, stages, bulk = (64, 8, 3, False) if block_m >= 128 else (128, 4, 3, False)
-    elif block_m >= 128:
-        block_n, warps = most, 4 if most == 32 else 8
-    else:
-        block_n, warps = 32 if block_m == 16 else min(most, 64), 4
-    if width > 128:
-        block_n, stages = min(block_n, 32), min(stages, 3)
-    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads
-    room = multiprocessors * (1 if warps == 8 else 2)
-
-    def cost(splits: int) -> float:
-        """Rounds of programs, and the shares that must be added up."""
-        return -(-programs * splits // room) / splits * (10 + splits)
-
-    splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
-    return Plan(block_m, block_n, splits, warps, stages, bulk)
 
 
 def blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
@@ -124,12 +39,6 @@ def blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDes
     return found[0], found[1]
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a device has; 4 for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def kernel(
     q: Tensor,
     k_cache: Tensor,
@@ -139,8 +48,15 @@ def kernel(
     limit: Tensor,
     scale: float,
     plan: Plan | None = None,
+    rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """dgraph::paged_attention; see its contract. `plan` overrides the sizes chosen for the shape."""
+    """dgraph::paged_attention; see its contract.
+
+    Args:
+        plan: overrides the sizes chosen for the shape.
+        rotation: cos and sin, [N, 1, D] of any dtype; q is what is not rotated yet (see dgraph::rope), and is rotated
+            where it is loaded, in fp32, and rounded to its dtype.
+    """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -156,17 +72,18 @@ def kernel(
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
+    cos, sin = (dense_rows(x) for x in rotation) if rotation is not None else (q, q)
     part, mass = out, out
     if splits > 1:
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
     _attend[(kv_heads, splits, b + 1 + n // rows)](
-        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, out, part, mass,
-        n, b, keys, q.stride(0), page_table.stride(0),
+        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin, out, part, mass,
+        n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
         page, group, heads, d, width, rows, plan.block_m, plan.block_n, splits, offsets_block(b),
-        "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None,
+        "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if splits > 1:
@@ -211,13 +128,13 @@ def load_keys(
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, out_ptr, part_ptr, mass_ptr,
-    n, b, keys, q_row, table_row,
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, cos_ptr, sin_ptr,
+    out_ptr, part_ptr, mass_ptr, n, b, keys, q_row, table_row, cos_row, sin_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head,
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
+    OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s = sequence_at(cu_ptr, b, tile, ROWS, OFFSETS)
@@ -242,6 +159,14 @@ def _attend(
     value = (row.to(tl.int64) * HEADS + head * GROUP + m % GROUP)[:, None]
     q_at = row.to(tl.int64)[:, None] * q_row + ((head * GROUP + m % GROUP) * D)[:, None] + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if ROTATED:
+        there = live[:, None] & (d < D)[None, :]
+        turned = tl.where(d < D // 2, D // 2, -(D // 2))
+        other = tl.load(q_ptr + q_at + turned[None, :], mask=there, other=0.0).to(tl.float32)
+        angle = row.to(tl.int64)[:, None]
+        cos = tl.load(cos_ptr + angle * cos_row + d[None, :], mask=there, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle * sin_row + d[None, :], mask=there, other=0.0).to(tl.float32)
+        q = (q.to(tl.float32) * cos + tl.where((d < D // 2)[None, :], -other, other) * sin).to(q.dtype)
     k_ptr += head.to(tl.int64) * k_head
     v_ptr += head.to(tl.int64) * v_head
     table_ptr += s.to(tl.int64) * table_row

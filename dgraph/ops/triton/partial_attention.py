@@ -28,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.rows import check_heads
-from dgraph.ops.triton import paged_attention
-from dgraph.ops.triton.paged_attention import blocks_of, multiprocessors
+from dgraph.ops.triton import attention_plan
+from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton.paged_attention import blocks_of
 from dgraph.ops.triton.partial_rows import decide, divide
 from dgraph.ops.triton.partial_tiles import changes, exactly, finish, leave, queries, scan
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, power_of_two, sequence_at
@@ -49,7 +50,7 @@ class Plan:
         registers: of a thread of `_mixed` at most, so that more programs fit next to each other; 0 for no bound.
     """
 
-    exact: paged_attention.Plan
+    exact: attention_plan.Plan
     block_n: int = 64
     stages: int = 4
     least: int = 16
@@ -62,8 +63,8 @@ def plan_for(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, keys: int, itemsize: int, multiprocessors: int
 ) -> Plan:
     """The plan for a shape, from that of paged_attention; the arguments are the same."""
-    block_m = paged_attention.widest_tile(n, b, heads, multiprocessors)
-    exact = paged_attention.plan_for(n, b, heads, d, page, keys, itemsize, multiprocessors, block_m)
+    block_m = attention_plan.widest_tile(n, b, heads, multiprocessors)
+    exact = attention_plan.plan_for(n, b, heads, d, page, keys, itemsize, multiprocessors, block_m)
     block_n = min(exact.block_n, 64)
     least, few = (size if heads[0] // heads[1] <= size < exact.block_m else 0 for size in (16, 64))
     if itemsize > 2:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
-from dgraph.ops.triton.paged_attention import multiprocessors
+from dgraph.ops.triton.attention_plan import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
 

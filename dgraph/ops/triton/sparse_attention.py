@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import REPACK, REUSE
-from dgraph.ops.triton import paged_attention
-from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys, multiprocessors
+from dgraph.ops.triton import attention_plan
+from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_plan
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
@@ -41,9 +42,9 @@ class Plan:
         dense: of `_attend_rows`, where block_m counts the rows of one query head; it has no shares.
     """
 
-    kept: paged_attention.Plan
+    kept: attention_plan.Plan
     kept_stages: int
-    dense: paged_attention.Plan
+    dense: attention_plan.Plan
 
 
 def plan_for(
@@ -55,8 +56,8 @@ def plan_for(
     entries, and the window holds the rows or more; so twice the share and the rows stand for the keys.
     """
     keys = 2 * -(-entries // (max(b, 1) * heads[1])) + -(-n // max(b, 1))
-    block_m = paged_attention.widest_tile(n, b, heads, multiprocessors)
-    kept = paged_attention.plan_for(n, b, heads, d, 128, keys, itemsize, multiprocessors, block_m)
+    block_m = attention_plan.widest_tile(n, b, heads, multiprocessors)
+    kept = attention_plan.plan_for(n, b, heads, d, 128, keys, itemsize, multiprocessors, block_m)
     if dense:  # the step is bound by its dense sequences, and shares are added up over all rows
         kept = replace(kept, splits=1)
     wide = power_of_two(d, 16) > 128

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.sparse import REPACK, REUSE
-from dgraph.ops.triton.paged_attention import Plan
+from dgraph.ops.triton.attention_plan import Plan
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.triton import lm_head, paged_attention, partial_attention, rows_linear
+from dgraph.ops.triton import attention_plan, lm_head, paged_attention, partial_attention, rows_linear
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 KEYS = 2048
@@ -102,7 +102,7 @@ def attention(shape: AttentionShape, device: torch.device) -> Trial:
     draw = _Draws(device, shape.dtype)
     held, q = _Caches(shape, draw), draw(shape.rows, shape.heads, shape.head_dim)
 
-    def call(table: Tensor, plan: paged_attention.Plan) -> Tensor:
+    def call(table: Tensor, plan: attention_plan.Plan) -> Tensor:
         scale = shape.head_dim**-0.5
         return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, plan)
 

@@ -45,14 +45,14 @@ def plans(op: str, dtype: str = "bfloat16") -> list[Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", TUNED)
 def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None:
-    from dgraph.ops.triton import lm_head, paged_attention, partial_attention, rows_linear
+    from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear
     from dgraph.ops.triton.candidates import MOST, TUNABLE, itemsize
 
     assert set(TUNABLE) == set(TUNED)
     for shape in shapes(op, dtype):
         if isinstance(shape, AttentionShape):
             sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-            kernel = partial_attention if op == "partial_attention" else paged_attention
+            kernel = partial_attention if op == "partial_attention" else attention_plan
             default: Any = kernel.plan_for(shape.rows, shape.sequences, *sizes, MULTIPROCESSORS)
         elif isinstance(shape, LinearShape):
             default = rows_linear.plan_for(itemsize(shape))

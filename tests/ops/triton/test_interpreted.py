@@ -62,10 +62,30 @@ def test_larger_calls(interpreted: Interpreter, name: str, args: tuple[Any, ...]
 
 @pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (16, 32, 3), (64, 16, 8), (32, 16, 5)])
 def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: int, block_n: int, splits: int) -> None:
-    from dgraph.ops.triton.paged_attention import Plan
+    from dgraph.ops.triton.attention_plan import Plan
 
     args, plan = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Plan(block_m, block_n, splits, 4, 1)
     compare(results(interpreted, "paged_attention", args, plan=plan), expected("paged_attention", args))
+
+
+@pytest.mark.parametrize(("block_m", "splits"), [(16, 1), (64, 3)])
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_attention_rotates_queries_that_it_loads(
+    interpreted: Interpreter, block_m: int, splits: int, scale: float
+) -> None:
+    """Queries lie in rows of something wider, as those of a projection of q, k and v do; padding rows hold NaN."""
+    from dgraph.ops.triton.attention_plan import Plan
+
+    q, *rest, _ = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8)
+    wide = torch.cat([q, torch.full_like(q, torch.nan)], 1)
+    angle = torch.rand(len(q), 1, q.shape[2] // 2).mul(6).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    turned = OPS["rope"].reference(q, cos, sin)
+    live = int(rest[3][-1])
+    cos[live:] = torch.nan
+    args = (wide[:, : q.shape[1]], *rest, scale)
+    got, _ = interpreted("paged_attention", args, plan=Plan(block_m, 16, splits, 4, 1), rotation=(cos, sin))
+    compare([got[:live]], [expected("paged_attention", (turned, *rest, scale))[0][:live]])
 
 
 def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interpreter) -> None:
@@ -80,9 +100,9 @@ def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interp
 def test_partial_attention_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, least: int, few: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import paged_attention, partial_attention
+    from dgraph.ops.triton import attention_plan, partial_attention
 
-    exact = paged_attention.Plan(block_m, 16, splits, 4, 1, bulk)
+    exact = attention_plan.Plan(block_m, 16, splits, 4, 1, bulk)
     plan = partial_attention.Plan(exact, block_n, 1, least, few, changes=16)
     for share, full in ((0.3, ()), (0.6, (3,)), (1.1, (0,)), (-1.0, (0,))):
         args = partial((18, 0, 5, 9), (70, 0, 12, 33), share=share, full=full, page=16, heads=(2, 1))

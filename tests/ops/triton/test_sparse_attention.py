@@ -43,10 +43,10 @@ def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None
 def test_interpreted_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton import attention_plan
     from dgraph.ops.triton.sparse_attention import Plan
 
-    sizes = paged_attention.Plan(block_m, block_n, splits, 4, 1, bulk)
+    sizes = attention_plan.Plan(block_m, block_n, splits, 4, 1, bulk)
     for sees_all in (False, True):
         run(interpreted, call(group=1 + 2 * sees_all, sees_all=sees_all), plan=Plan(sizes, 1, sizes))
 
@@ -81,10 +81,10 @@ def test_interpreted_limits_beyond_everything_read_nothing_outside(interpreted: 
 
 @pytest.mark.parametrize("limit", [0, 15, 16, 17, 31, 48])
 def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, limit: int) -> None:
-    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton import attention_plan
     from dgraph.ops.triton.sparse_attention import Plan
 
-    sizes = paged_attention.Plan(16, 16, 1, 4, 1)
+    sizes = attention_plan.Plan(16, 16, 1, 4, 1)
     options = {"phases": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
     args = list(call(**options, keys=[48, 0], sees_all=True))
     args[KEY_POSITIONS][:48] = torch.arange(48)
@@ -94,10 +94,10 @@ def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, l
 
 def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter) -> None:
     """More blocks of key rows than are compared with the limits at once."""
-    from dgraph.ops.triton import paged_attention
+    from dgraph.ops.triton import attention_plan
     from dgraph.ops.triton.sparse_attention import Plan
 
-    sizes = paged_attention.Plan(16, 2, 1, 4, 1, False)
+    sizes = attention_plan.Plan(16, 2, 1, 4, 1, False)
     few = {"phases": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
     args = call(**few, sees_all=True)
     run(interpreted, args, plan=Plan(sizes, 1, sizes))

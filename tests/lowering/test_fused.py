@@ -1,4 +1,4 @@
-"""Sums in place: where they may be, and that programs give the same with them."""
+"""What calls take along on a GPU: where that may be, and that programs give the same."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.fused import Rotation, Sum, add_product, fused_of, rotations_of, sums_of
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Region, schedule
-from dgraph.lowering.sums import Sum, add_product, sums_of
+from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.policies import FixedSteps
+from dgraph.runtime.session import BlockSession
 from tests.passes.scene import Scene
-from tests.recipes.bidirectional import Setup, setup_of
+from tests.recipes.bidirectional import Setup, prompts_for, setup_of
 from tests.runtime.test_cudagraph import Recorder
 from tests.tiny import Hand, interpret
 
@@ -62,21 +64,21 @@ def test_nothing_reads_a_stream_behind_its_sum(
     for phase in llada.optimized(recipe, 16, **options).phases.values():
         there = {n for n in phase.graph.nodes if n.op == "placeholder"}
         gone: set[Node] = set()
-        for stage in schedule(phase.graph, in_place=True):
+        for stage in schedule(phase.graph, fused=True):
             for step in (*stage.steps, *([stage.cut] if stage.cut else [])):
-                read = set(step.inputs if isinstance(step, (Region, Sum)) else step.node.all_input_nodes)
+                read = set(step.node.all_input_nodes if isinstance(step, Call) else step.inputs)
                 assert read <= there, "a value is there when it is read"
                 assert not read & gone
-                if isinstance(step, Sum):
-                    gone.add(step.stream)
-                    there.add(step.total)
+                if isinstance(step, (Sum, Rotation)):
+                    gone.update([step.stream] if isinstance(step, Sum) else [])
+                    there.add(step.made)
                 else:
                     there.update(step.outputs if isinstance(step, Region) else (n for _, n in step.results))
 
 
 def test_a_cpu_fuses_the_sum_instead(dense: dict[str, Graph]) -> None:
     assert sums_of(dense["step"])
-    assert not any(isinstance(step, Sum) for stage in schedule(dense["step"]) for step in stage.steps)
+    assert all(isinstance(step, (Region, Call)) for stage in schedule(dense["step"]) for step in stage.steps)
 
 
 def block(change: Callable[[Hand, Node, Node], dict[str, Node]]) -> Graph:
@@ -100,7 +102,7 @@ def test_a_plain_sum_is_in_place(change: Callable[[Hand, Node, Node], dict[str, 
     graph = block(change)
     assert len(sums_of(graph)) == 1
     h = torch.randn(5, WIDTH)
-    got = lower(graph, in_place=True)({"h": h.clone()}, 5).outputs["y"]
+    got = lower(graph, fused=True)({"h": h.clone()}, 5).outputs["y"]
     torch.testing.assert_close(got, interpret(graph, {"h": h})["y"])
 
 
@@ -154,6 +156,57 @@ def test_not_with_a_bias() -> None:
     assert not sums_of(graph)
 
 
+@pytest.mark.parametrize(
+    ("family", "recipe", "count"),
+    [
+        ("llada", "dense", 3),
+        ("dream", "dense", 3),
+        ("llada", "dyllm", 0),
+        ("llada", "focus", 1),  # importance reads the queries of the other layers
+    ],
+)
+def test_attention_rotates_what_a_linear_layer_gives(family: str, recipe: str, count: int) -> None:
+    """DyLLM's partial attention does not; without its update it is the usual one."""
+    setup = setup_of(family)
+    graph = setup.optimized(recipe, 16).graph("step")
+    assert len(rotations_of(graph)) == count
+    if recipe == "dyllm":
+        assert len(rotations_of(setup.optimized(recipe, 16, update=False).graph("step"))) == 3
+
+
+def test_not_behind_a_norm_of_heads(dense: dict[str, Graph]) -> None:
+    """The norm is a pass over the queries anyway, and the rotation is part of it."""
+    assert dense["step"].find("paged_attention")
+    assert not rotations_of(dense["step"])
+
+
+def test_not_where_something_else_reads_the_rotated_queries(llada: Setup) -> None:
+    graph = llada.optimized("dense", 16).graph("step").copy()
+    attention = graph.find("paged_attention")[0]
+    turned = attention.args[0]
+    assert attention in rotations_of(graph)
+    graph.call(aten.neg.default, (turned,), before=attention.next, by="", like=attention)
+    assert attention not in rotations_of(graph)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("recipe", ["dense", "focus", "fast_dllm", "dyllm"])
+def test_a_generation_is_the_same(family: str, recipe: str) -> None:
+    options = {"update": False} if recipe == "dyllm" else {}
+    made = setup_of(family).optimized(recipe, 16, **options)
+    found = []
+    for fused in (False, True):
+        programs = {name: lower(phase.graph, fused=fused) for name, phase in made.phases.items()}
+        session = BlockSession(made.spec, programs, plan=made.recipe.plan)
+        asked = {"max_new_tokens": 37, "block_length": 16, "policy": FixedSteps(8)}
+        found.append(session.generate(prompts_for(16), **asked))
+        steps = [step for stage in programs["step"].stages for step in stage.steps]
+        assert any(isinstance(step, Sum) for step in steps) == fused
+        assert any(isinstance(step, Rotation) for step in steps) == fused
+        assert bool(fused_of(made.phases["step"].graph))
+    assert found[0].token_ids == found[1].token_ids
+
+
 # -- what it gives -----------------------------------------------------------------------------------------------
 
 
@@ -175,7 +228,7 @@ def test_a_program_gives_what_its_graph_does(
 ) -> None:
     graph: Graph = request.getfixturevalue(recipe)[phase]
     runner = {"runner": GraphPool(capture=Recorder).runner} if graphs else {}
-    program = lower(graph, in_place=True, chunk_rows=chunk_rows, **runner)
+    program = lower(graph, fused=True, chunk_rows=chunk_rows, **runner)
     theirs = step.copy().inputs
     expected = interpret(graph, theirs)
     for _ in range(3):  # captured, then replayed: what is added up must not stay from run to run

@@ -1,0 +1,100 @@
+"""Sizes of the launches of paged_attention, by shape; other attentions derive theirs from these."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from dgraph.ops.triton.rows import power_of_two
+
+MANY = 1024
+"""Rows of a sequence from which on wider tiles pay."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one launch.
+
+    Attributes:
+        block_m: rows of the stacked matrix of a tile; a tile holds block_m // (Hq / Hkv) rows.
+        block_n: keys per iteration.
+        splits: shares of the keys.
+        warps, stages: of the attention kernel.
+        bulk: load keys with the bulk copy engine where layout and device allow.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+    bulk: bool = True
+
+
+def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) -> int:
+    """Stacked rows of a tile that takes as many rows of a sequence as fit, for n rows of b sequences."""
+    group, kv_heads = heads[0] // heads[1], heads[1]
+    block_m = power_of_two(-(-n // max(b, 1)) * group, 16, 128)
+    if block_m == 128 and 4 * b * kv_heads <= multiprocessors:
+        block_m = 64  # few sequences: twice the programs
+    return max(block_m, power_of_two(group))
+
+
+def plan_for(
+    n: int,
+    b: int,
+    heads: tuple[int, int],
+    d: int,
+    page: int,
+    keys: int,
+    itemsize: int,
+    multiprocessors: int,
+    block_m: int | None = None,
+) -> Plan:
+    """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
+
+    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`), with the clocks
+    of a long run. A tile of 64 stacked rows is the smallest that the matrix units take whole, two of them fit on a
+    multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of a ragged
+    batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which
+    read the keys less often, where it has a thousand.
+
+    block_m: stacked rows of a tile; default: as above.
+    """
+    group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
+    per_sequence = -(-n // max(b, 1))
+    if block_m is None and itemsize > 2:
+        block_m = widest_tile(n, b, heads, multiprocessors)
+    elif block_m is None:
+        block_m = 16 if 2 * per_sequence * group <= 16 else 64 if per_sequence < MANY else 128
+        block_m = max(block_m, power_of_two(group))
+    # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
+    most = next((size for size in (128, 64, 32) if page % size == 0), 0)
+    bulk, stages = True, 5
+    if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
+        block_m, block_n, warps, stages = max(min(block_m, 32), power_of_two(group)), 32, 4, 1
+    elif not most:
+        block_n, warps, stages, bulk = (64, 8, 3, False) if block_m >= 128 else (128, 4, 3, False)
+    elif block_m >= 128:
+        block_n, warps = most, 4 if most == 32 else 8
+    else:
+        block_n, warps = 32 if block_m == 16 else min(most, 64), 4
+    if width > 128:
+        block_n, stages = min(block_n, 32), min(stages, 3)
+    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads
+    room = multiprocessors * (1 if warps == 8 else 2)
+
+    def cost(splits: int) -> float:
+        """Rounds of programs, and the shares that must be added up."""
+        return -(-programs * splits // room) / splits * (10 + splits)
+
+    splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
+    return Plan(block_m, block_n, splits, warps, stages, bulk)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; 4 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
