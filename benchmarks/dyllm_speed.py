@@ -73,6 +73,7 @@ class ScriptSalience(Pass):
     effect = Effect.APPROXIMATE
     summary = "salient rows by share instead of by cosine, to measure speed"
     signature = frozenset({"noise"})
+    changes_weights = True
 
     def run(self, graph: Graph, report: base.Report) -> None:
         noise, full = graph.add_input(InputSpec("noise", torch.float32, ("N",))), graph.input("full")
