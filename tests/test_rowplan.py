@@ -72,7 +72,9 @@ def test_the_first_step_is_a_full_one() -> None:
 
 
 def test_steps_of_the_prompt_and_of_the_response_are_counted_apart() -> None:
-    assert [APART.rows_of(step, 20, 8) for step in range(7)] == [28, 9, 9, 9, 9, 28, 9]
+    assert [APART.rows_of(step, 20, 8, 0) for step in range(7)] == [28, 8, 8, 8, 8, 28, 8]
+    # With shifted logits, the row in front of the response goes with it.
+    assert [APART.rows_of(step, 20, 8, 1) for step in range(7)] == [28, 9, 9, 9, 9, 28, 9]
 
 
 @pytest.mark.parametrize("alone", ["prompt_every", "response_every"])
