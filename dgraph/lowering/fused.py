@@ -25,9 +25,8 @@ aten = torch.ops.aten
 
 _FRESH = (aten.add.Tensor, aten.embedding.default)
 """What makes a stream whose buffer is nobody else's."""
-
-
 _VIEWS = {"reshape", "slice", "split_with_sizes", "getitem", "unsqueeze"}
+"""What gives no new memory to what it is of."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ class Rotation:
 
 
 Fused = Sum | Rotation
+"""What takes another call along."""
 
 
 def add_product(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
