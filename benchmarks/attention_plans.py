@@ -29,13 +29,13 @@ D, PAGE, SETS, SETTLE, MEASURED = 128, 128, 3, 60, 3
 """Values of a head, positions of a page, sets of inputs in turn, replays in front of the measured ones, and these."""
 
 
-def kept(sequences: int, share: float = 1.0) -> list[int]:
+def kept(sequences: int) -> list[int]:
     """Rows that sequences keep, each in a step of its own."""
     from dgraph.bench.traces import read_trace
 
     draw, trace = draws.Random(0), read_trace(TRACE)
     steps = [step for history in trace.script().histories for step in history]
-    return [max(1, round(share * len(draw.choice(steps).kept or ()))) for _ in range(sequences)]
+    return [max(1, len(draw.choice(steps).kept or ())) for _ in range(sequences)]
 
 
 SHAPES: dict[str, tuple[list[int], int, int, int]] = {

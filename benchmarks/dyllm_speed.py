@@ -158,7 +158,7 @@ def main() -> None:
         "tau": (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau)),
         "exact": (
             "dyllm, rows of Table 4, all attend",
-            scripted(model, shares(args.shape, layers, mean), update=False),
+            scripted(model, drawn, update=False),
         ),
         "shares": ("dyllm, Table 4 as shares", scripted(model, shares(args.shape, layers, args.tokens))),
     }

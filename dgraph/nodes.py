@@ -1,12 +1,16 @@
-"""Reading a node: its arguments, the name of its op, its place."""
+"""Reading a node: its arguments, the name of its op, its place, what it is computed from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.fx import Node
 
 from dgraph.torch_private import OpOverload
+
+VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
+"""Names of ops that allocate nothing."""
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -20,6 +24,25 @@ def op_name(target: Any) -> str:
         namespace, _, name = target._schema.name.partition("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     return getattr(target, "__name__", str(target))
+
+
+def viewed(node: Node) -> Node:
+    """What a view is of, which lives as long as it; the node itself if it is none."""
+    while op_name(node.target) in VIEWS:
+        node = args_of(node)[0]
+    return node
+
+
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """Everything that nodes are computed from, themselves included; not past `stop`."""
+    found: set[Node] = set()
+    ends, todo = set(stop), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if node in ends else node.all_input_nodes
+    return found
 
 
 def role_of(node: Node) -> str:

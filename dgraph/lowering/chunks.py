@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.lowering.fused import Fused, Rotation, Sum
+from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import VIEWS, args_of, op_name, viewed
 from dgraph.ops import op_of
 from dgraph.shapes import Symbols, is_row_set
 
@@ -46,8 +46,6 @@ _TABLES = {"embedding": 0, "dgraph.feature_take": 0}
 _COUNTED = {"rows_linear": 3, "rows_glu": 3, "rows_norm": 3, "rows_rope": 3}
 # Further arguments of theirs that they read row by row, in order; no others may have rows.
 _BESIDE = {"rows_rope": (1, 2)}
-# These allocate nothing.
-_VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,13 @@ class Cut:
 
 def cut_of(graph: Graph, step: Region | Call | Fused) -> Cut | None:
     """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
-    if isinstance(step, Sum):
-        rows = _row_set(graph.symbols, step.stream)
-        return Cut(rows) if is_row_set(rows) and _row_set(graph.symbols, step.x) == rows else None
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
         return Cut(rows) if rows else None
-    if isinstance(step, Rotation):
-        return None
+    if isinstance(step, Fused):
+        rows = _row_set(graph.symbols, step.inputs[0])
+        alike = all(_row_set(graph.symbols, node) in (rows, "") for node in step.inputs)
+        return Cut(rows) if step.by_row and is_row_set(rows) and alike else None
     op = op_of(step.node.target)
     if op is None or op.name not in _COUNTED:
         return None
@@ -132,8 +129,8 @@ def _joined(
     """Steps that follow each other as one; None if chunks would save nothing."""
     nodes = [n for o in origins for n in _made_by(o)]
     outputs = {n for n in nodes if numbers.get(n) in after}
-    held = {_viewed(n) for n in outputs}
-    if all(n in held or op_name(n.target) in _VIEWS or not _row_set(graph.symbols, n) for n in nodes):
+    held = {viewed(n) for n in outputs}
+    if all(n in held or op_name(n.target) in VIEWS or not _row_set(graph.symbols, n) for n in nodes):
         return None
     outside: dict[Node, None] = {}
     inside = set(nodes)
@@ -159,13 +156,6 @@ def _made_by(origin: Region | Call | Fused) -> Sequence[Node]:
     if isinstance(origin, Call):
         return [part for _, part in origin.results]
     return origin.nodes if isinstance(origin, Region) else (origin.made,)
-
-
-def _viewed(node: Node) -> Node:
-    """What a view is of, which lives as long as it."""
-    while op_name(node.target) in _VIEWS:
-        node = args_of(node)[0]
-    return node
 
 
 def _rows_of_region(symbols: Symbols, region: Region) -> str:

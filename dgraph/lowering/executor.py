@@ -14,7 +14,7 @@ from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
-from dgraph.lowering.fused import Fused, Rotation, Sum, add_product, attend_rotated
+from dgraph.lowering.fused import Fused
 from dgraph.lowering.plan import Cut, Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
@@ -169,13 +169,9 @@ class LoweredProgram:
         return slot
 
     def _lower(self, step: Region | Call | Fused, compiler: RegionCompiler) -> Step:
-        if isinstance(step, Sum):
-            args = [self._numbers[n] for n in step.inputs]
-            return Step(add_product, args, ((None, self._number(step.total)),))
-        if isinstance(step, Rotation):
-            read = (step.q, step.cos, step.sin, *args_of(step.attention)[1:])
-            args = [_numbered(a, self._numbers) for a in read]
-            return Step(attend_rotated, args, ((None, self._number(step.attention)),))
+        if isinstance(step, Fused):
+            args = [_numbered(a, self._numbers) for a in step.args]
+            return Step(step.function, args, ((None, self._number(step.made)),))
         if isinstance(step, Region):
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))

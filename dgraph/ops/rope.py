@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.shapes import Symbols
 
 CONTRACT = """\
 x * cos + rotate_half(x) * sin, with rotate_half(x) = cat(-x[..., D/2:], x[..., :D/2]).
@@ -21,6 +22,13 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + rotated * sin
+
+
+def turns_rows(symbols: Symbols, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether values of a graph are heads of rows, [N, H, D], and the angles of their rows, [N, 1, D]."""
+    if any(value.dim() != 3 for value in (x, cos, sin)) or len({symbols.row_set(v) for v in (x, cos, sin)}) != 1:
+        return False
+    return all(value.shape[1:] == (1, x.shape[2]) for value in (cos, sin))
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, op_of
+from dgraph.ops.rope import turns_rows
 from dgraph.passes.base import Effect, Pass, Report
 
 aten = torch.ops.aten
@@ -65,7 +66,8 @@ class BoundRows(Pass):
         normed = _is(x, "rms_norm") and set(x.users) == {rope}
         source, weight, eps = args_of(x) if normed else (x, None, 0.0)
         count = _count_of(rope, source)
-        if isinstance(count, Node) and not _per_row(graph, source, cos, sin):
+        values = (node.meta["val"] for node in (source, cos, sin))
+        if isinstance(count, Node) and not turns_rows(graph.symbols, *values):
             count = f"it rotates {graph.type_text(source)} by {graph.type_text(cos)}, not heads by angles of their row"
         if isinstance(count, Node):
             _put(graph, "rows_rope", (source, cos, sin, count, weight, eps), rope, report)
@@ -130,14 +132,6 @@ def _list_of(part: Node) -> Node | None:
     """The list that a node is the indices or the offsets of."""
     made = args_of(part)[0] if part.target is operator.getitem else None
     return made if made is not None and _is(made, "list_kept") else None
-
-
-def _per_row(graph: Graph, x: Node, cos: Node, sin: Node) -> bool:
-    """Whether x is heads of rows, [N, H, D], and the angles are [N, 1, D]."""
-    values = [node.meta["val"] for node in (x, cos, sin)]
-    if any(value.dim() != 3 for value in values) or len({graph.row_set(node) for node in (x, cos, sin)}) != 1:
-        return False
-    return all(value.shape[1:] == (1, values[0].shape[2]) for value in values[1:])
 
 
 def _is(node: Node, name: str) -> bool:

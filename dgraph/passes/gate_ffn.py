@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -181,12 +181,12 @@ def feed_forward(graph: Graph, attention: Node) -> FeedForward | str:
     if not all(isinstance(arg, Node) for arg in args_of(residual)) or residual.kwargs:
         return f"the layer ends in {residual.name}, which is not a plain sum of two values"
     for stream, result in (args_of(residual), args_of(residual)[::-1]):
-        above = salience.ancestors([result], stop=[stream])
+        above = ancestors([result], stop=[stream])
         if stream in above and stream is not result:
             break
     else:
         return "the layer ends in a sum of two values of which neither is computed from the other"
-    if attention not in salience.ancestors([stream]):
+    if attention not in ancestors([stream]):
         return "what the layer adds last does not read its attention"
     behind: dict[Node, None] = {}
     for node in graph.calls:

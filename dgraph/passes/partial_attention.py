@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -173,7 +173,7 @@ def makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
     """The calls of the reader's layer that values are computed by, in order."""
     layer = reader.meta["layer"]
     others = [n for n in graph.nodes if n.meta["layer"] != layer or n.op != "call_function"]
-    found = salience.ancestors(values, stop=others) - set(others)
+    found = ancestors(values, stop=others) - set(others)
     return [n for n in graph.calls if n in found]
 
 

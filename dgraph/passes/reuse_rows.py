@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -190,11 +190,11 @@ def _layer(graph: Graph, attention: Node) -> _Layer | str:
     terms = args_of(ffn.stream)
     if ffn.stream.target is not aten.add.Tensor or ffn.stream.kwargs or not all(isinstance(t, Node) for t in terms):
         return f"the feed-forward network reads {ffn.stream.name}, which is not a plain sum of two values"
-    by_attention = [t for t in terms if attention in salience.ancestors([t])]
+    by_attention = [t for t in terms if attention in ancestors([t])]
     if len(by_attention) != 1:
         return f"{len(by_attention)} terms of {ffn.stream.name} are computed from the attention; expected one"
     (mixed,) = by_attention
-    above = salience.ancestors([mixed], stop=[attention])
+    above = ancestors([mixed], stop=[attention])
     mixing: dict[Node, None] = {}
     for node in graph.calls:
         if node in above and any(a is attention or a in mixing for a in node.all_input_nodes):

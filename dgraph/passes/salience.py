@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS, op_of
 from dgraph.shapes import InputSpec
 
@@ -109,18 +109,6 @@ def count_salient(graph: Graph, by: str) -> None:
         sums.append(add(aten.sum.dim_IntList, stacked, [1], dtype=torch.int32))
     counts = sums[0] if len(sums) == 1 else add(aten.cat.default, sums)
     graph.set_outputs({**graph.results(), SALIENT: counts})
-
-
-def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    """Everything that nodes are computed from, themselves included; not past `stop`."""
-    found: set[Node] = set()
-    ends, todo = set(stop), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [] if node in ends else node.all_input_nodes
-    return found
 
 
 def of_weights(node: Node) -> bool:

@@ -10,21 +10,19 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.fused import Rotation, Sum, add_product, fused_of, rotations_of, sums_of
-from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.fused import Fused, add_product, attend_rotated, fused_of, rotations_of, sums_of
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import FixedSteps
 from dgraph.runtime.session import BlockSession
+from tests.lowering.test_executor import ROWS, lower
 from tests.passes.scene import Scene
 from tests.recipes.bidirectional import Setup, prompts_for, setup_of
 from tests.runtime.test_cudagraph import Recorder
 from tests.tiny import Hand, interpret
 
 aten = torch.ops.aten
-ROWS, WIDTH = 32, 8
+WIDTH = 8
 BOTH, OUT = [0, 0, 1, 1, 2, 2], [0, 1, 2]
 RECIPES: list[tuple[str, dict[str, Any], list[int]]] = [
     ("dense", {}, BOTH),
@@ -36,10 +34,6 @@ RECIPES: list[tuple[str, dict[str, Any], list[int]]] = [
     ("maskkv", {"pairs": 6}, [0, 0]),
 ]
 """With the layer of each sum in place of a step."""
-
-
-def lower(graph: Graph, **options: Any) -> LoweredProgram:
-    return LoweredProgram(graph, RegionCompiler("eager"), Buckets.of(None), **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def llada() -> Setup:
 def test_sums_of_a_step(llada: Setup, recipe: str, options: dict[str, Any], layers: list[int]) -> None:
     found = sums_of(llada.optimized(recipe, 16, **options).graph("step"))
     assert [total.meta["layer"] for total in found] == layers
-    assert all(node is known.total for node, known in found.items())
+    assert all(node is known.made for node, known in found.items())
 
 
 @pytest.mark.parametrize(("recipe", "options", "layers"), RECIPES)
@@ -69,8 +63,8 @@ def test_nothing_reads_a_stream_behind_its_sum(
                 read = set(step.node.all_input_nodes if isinstance(step, Call) else step.inputs)
                 assert read <= there, "a value is there when it is read"
                 assert not read & gone
-                if isinstance(step, (Sum, Rotation)):
-                    gone.update([step.stream] if isinstance(step, Sum) else [])
+                if isinstance(step, Fused):
+                    gone.update([step.args[0]] if step.function is add_product else [])
                     there.add(step.made)
                 else:
                     there.update(step.outputs if isinstance(step, Region) else (n for _, n in step.results))
@@ -148,11 +142,14 @@ def test_not_where_the_stream_or_the_product_is_needed(change: Callable[[Hand, N
     assert not sums_of(block(change))
 
 
-def test_not_with_a_bias() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_not_with_a_bias_nor_where_the_stream_is_multiplied_itself(biased: bool) -> None:
     hand = Hand()
-    h, w, b = hand.input("h", "N", WIDTH), hand.weight("w", WIDTH, WIDTH), hand.weight("b", WIDTH)
+    h, w = hand.input("h", "N", WIDTH), hand.weight("w", WIDTH, WIDTH)
     stream = hand.call(aten.add.Tensor, h, h)
-    graph = hand.returns(**plain(hand, stream, hand.call(aten.linear.default, stream, w, b)))
+    x = hand.call(aten.relu.default, stream) if biased else stream
+    bias = [hand.weight("b", WIDTH)] if biased else []
+    graph = hand.returns(**plain(hand, stream, hand.call(aten.linear.default, x, w, *bias)))
     assert not sums_of(graph)
 
 
@@ -200,9 +197,9 @@ def test_a_generation_is_the_same(family: str, recipe: str) -> None:
         session = BlockSession(made.spec, programs, plan=made.recipe.plan)
         asked = {"max_new_tokens": 37, "block_length": 16, "policy": FixedSteps(8)}
         found.append(session.generate(prompts_for(16), **asked))
-        steps = [step for stage in programs["step"].stages for step in stage.steps]
-        assert any(isinstance(step, Sum) for step in steps) == fused
-        assert any(isinstance(step, Rotation) for step in steps) == fused
+        taken = [s.function for stage in programs["step"].stages for s in stage.steps if isinstance(s, Fused)]
+        assert (add_product in taken) == fused
+        assert (attend_rotated in taken) == fused
         assert bool(fused_of(made.phases["step"].graph))
     assert found[0].token_ids == found[1].token_ids
 

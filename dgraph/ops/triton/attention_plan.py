@@ -55,11 +55,11 @@ def plan_for(
 ) -> Plan:
     """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
 
-    Block sizes are the best of those measured on an H200 with D = 128 (`benchmarks.kernels --plans`), with the clocks
-    of a long run. A tile of 64 stacked rows is the smallest that the matrix units take whole, two of them fit on a
-    multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of a ragged
-    batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which
-    read the keys less often, where it has a thousand.
+    Block sizes are the best of those measured on an H200 with D = 128 at the clocks of a long run
+    (`benchmarks.attention_plans`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
+    them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
+    a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
+    which read the keys less often, where it has a thousand.
 
     block_m: stacked rows of a tile; default: as above.
     """

@@ -47,6 +47,7 @@ def kernel(
     cu_rows: Tensor,
     limit: Tensor,
     scale: float,
+    *,
     plan: Plan | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:

@@ -104,7 +104,7 @@ def attention(shape: AttentionShape, device: torch.device) -> Trial:
 
     def call(table: Tensor, plan: attention_plan.Plan) -> Tensor:
         scale = shape.head_dim**-0.5
-        return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, plan)
+        return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, plan=plan)
 
     return Trial([[bound(call, table) for table in held.tables]])
 
