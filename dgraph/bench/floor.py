@@ -7,6 +7,7 @@ So measured time over floor says what is left to gain without another method.
 from __future__ import annotations
 
 import bisect
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.fx import Node
 
+from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of
@@ -29,9 +31,6 @@ SETTLE, STAY = 0.2, 0.03
 """Seconds of load on a GPU in front of a shape's first measurement, and of each that follows at once: so the clocks are
 those of a long run, and not of a burst.
 """
-
-Shape = tuple[int, int]
-"""Of a weight: outputs, inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,15 @@ class Work:
     """What a step program must do, by row set (all rows, then the kept ones).
 
     Attributes:
-        linears: per row set the weights of the linear layers on it and how many have that shape.
-        listed: the same of layers on rows that a step finds salient, how many only the device knows: one row counts.
+        products: per row set the linear layers and the mixtures of experts on it, and how many have that shape.
+        listed: the same of those on rows that a step finds salient, how many only the device knows: one row counts.
         attentions: per row set, how many.
         head: the LM head's weight, if it takes the masked rows alone.
         key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
         dtype: of the weights.
     """
 
-    linears: tuple[dict[Shape, int], ...]
+    products: tuple[dict[Shape, int], ...]
     listed: dict[Shape, int]
     attentions: tuple[int, ...]
     head: Shape | None
@@ -76,42 +75,47 @@ class Floor:
     """Seconds per step, on average over the steps."""
 
     linear: float
+    experts: float
     attention: float
     head: float
 
     @property
     def total(self) -> float:
         """Seconds per step."""
-        return self.linear + self.attention + self.head
+        return self.linear + self.experts + self.attention + self.head
 
     def to_json(self) -> dict[str, float]:
-        """Milliseconds by part."""
-        parts = {"linear": self.linear, "attention": self.attention, "head": self.head, "total": self.total}
-        return {name: 1e3 * seconds for name, seconds in parts.items()}
+        """Milliseconds by part; experts only where there are some."""
+        parts = {"linear": self.linear, "experts": self.experts, "attention": self.attention, "head": self.head}
+        found = {**parts, "total": self.total}
+        return {name: 1e3 * seconds for name, seconds in found.items() if seconds or name != "experts"}
 
 
 def work_of(graph: Graph) -> Work:
-    """What the graph of a step multiplies and reads. Expert layers are not counted, nor is attention that updates or
-    selects; so the floor of such programs is below what they must do.
+    """What the graph of a step multiplies and reads. Experts count as their two grouped products, with rows that are
+    routed at random; what orders the rows does not. Attention that updates or selects is not counted, so the floor of
+    such programs is below what they must do.
     """
     row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
-    linears: list[dict[Shape, int]] = [{} for _ in row_sets]
+    products: list[dict[Shape, int]] = [{} for _ in row_sets]
     attentions = [0] * len(row_sets)
     listed: dict[Shape, int] = {}
-    counted = graph.find("rows_linear") + graph.find("rows_glu")
-    for node in graph.calls:
-        if node in counted and finder(graph, node.meta["layer"]) is not None:
-            shape = _shape(graph, args_of(node)[1])
-            listed[shape] = listed.get(shape, 0) + 1
-        elif node.target is torch.ops.aten.linear.default or node in counted:
-            shape, stage = _shape(graph, args_of(node)[1]), row_sets.index(str(graph.row_set(node)))
-            linears[stage][shape] = linears[stage].get(shape, 0) + 1
+    plain = [node for node in graph.calls if node.target is torch.ops.aten.linear.default]
+    counted, mixed = graph.find("rows_linear") + graph.find("rows_glu"), graph.find("experts")
+    for node in plain + counted + mixed:
+        shape: Shape = _mixture(node) if node in mixed else _shape(args_of(node)[1])
+        bounded = _on_listed(node) if node in mixed else node in counted
+        if bounded and finder(graph, node.meta["layer"]) is not None:
+            found = listed
+        else:
+            found = products[row_sets.index(str(graph.row_set(node)))]
+        found[shape] = found.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
-    heads = [_shape(graph, args_of(node)[1]) for node in graph.find("lm_head")]
+    heads = [_shape(args_of(node)[1]) for node in graph.find("lm_head")]
     spec = graph.spec
     return Work(
-        tuple(linears),
+        tuple(products),
         listed,
         tuple(attentions),
         heads[0] if heads else None,
@@ -121,9 +125,19 @@ def work_of(graph: Graph) -> Work:
     )
 
 
-def _shape(graph: Graph, weight: Any) -> Shape:
+def _shape(weight: Any) -> Shape:
     rows, columns = weight.meta["val"].shape  # of a weight, or of what is made of one (a part of it, say)
     return int(rows), int(columns)
+
+
+def _mixture(node: Node) -> Mixture:
+    _, choice, _, _, down = (value.meta["val"].shape for value in args_of(node))
+    return Mixture(int(down[0]), int(choice[1]), int(down[1]), int(down[2]))
+
+
+def _on_listed(node: Node) -> bool:
+    """Whether the choices of experts are no longer those of the router: rows behind the listed ones go nowhere."""
+    return args_of(node)[1].target is not operator.getitem
 
 
 @dataclass
@@ -151,7 +165,7 @@ class Device:
         return self._bandwidth
 
     def measure(self, shape: Shape, dtype: torch.dtype, counts: Iterable[int]) -> None:
-        """Time [rows, inputs] @ [inputs, outputs] at a handful of the given row counts, the extremes among them."""
+        """Time a product at a handful of the given row counts, the extremes among them."""
         wanted = sorted({c for c in counts if c > 0})
         if not wanted:
             return
@@ -160,13 +174,9 @@ class Device:
         missing = [wanted[i] for i in sorted(places) if wanted[i] not in known]
         if not missing:
             return
-        outputs, inputs = shape
-        room = COLD if self.device.type == "cuda" else 1.0
-        copies = max(2, min(64, int(room / (outputs * inputs * dtype.itemsize)) + 1))
-        weights = [torch.randn(outputs, inputs, device=self.device).to(dtype) for _ in range(copies)]
+        calls = calls_of(shape, dtype, self.device, COLD if self.device.type == "cuda" else 1.0)
         for i, rows in enumerate(missing):
-            x = torch.randn(rows, inputs, device=self.device).to(dtype)
-            known[rows] = self.seconds([partial(_product, x, w) for w in weights], settle=STAY if i else SETTLE)
+            known[rows] = self.seconds(calls(rows), settle=STAY if i else SETTLE)
 
     def product(self, shape: Shape, dtype: torch.dtype, rows: int) -> float:
         """Seconds of one product, from what was measured; 0 without rows."""
@@ -198,26 +208,24 @@ class Device:
         return graph_seconds(calls, runs, settle)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(x, weight.t())
-
-
 def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
     """The floor of steps with those row counts."""
     steps = max(1, len(counts))
-    linear = attention = head = 0.0
-    for stage, (shapes, attentions) in enumerate(zip(work.linears, work.attentions, strict=True)):
-        rows = [c.rows[stage] for c in counts]
+    linear = experts = attention = head = 0.0
+    rows_of = [[c.rows[stage] for c in counts] for stage in range(len(work.products))]
+    for rows, shapes in zip([*rows_of, [1] * len(counts)], [*work.products, work.listed], strict=True):
         for shape, times in shapes.items():
             device.measure(shape, work.dtype, rows)
-            linear += times * sum(device.product(shape, work.dtype, r) for r in rows)
+            seconds = times * sum(device.product(shape, work.dtype, r) for r in rows)
+            if isinstance(shape, Mixture):
+                experts += seconds
+            else:
+                linear += seconds
+    for stage, attentions in enumerate(work.attentions):
         moved = sum(c.keys[stage] * work.key_bytes + c.rows[stage] * work.query_bytes for c in counts)
         attention += attentions * moved / device.bandwidth
-    for shape, times in work.listed.items():
-        device.measure(shape, work.dtype, [1])
-        linear += len(counts) * times * device.product(shape, work.dtype, 1)
     if work.head is not None:
         rows = [c.head for c in counts]
         device.measure(work.head, work.dtype, rows)
         head = sum(device.product(work.head, work.dtype, r) for r in rows)
-    return Floor(linear / steps, attention / steps, head / steps)
+    return Floor(linear / steps, experts / steps, attention / steps, head / steps)

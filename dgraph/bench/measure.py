@@ -222,7 +222,7 @@ class Bench:
         memory = self._memory(optimized)
         tell("counting rows")
         work = work_of(optimized.graph("step"))
-        counter = Counter(len(work.linears))
+        counter = Counter(len(work.products))
         self._generate(optimized, observer=counter)
         profile = self._profile(optimized, runs[-1].steps, tell) if on_gpu else None
         tell("floor")

@@ -36,7 +36,7 @@ lies between stays small beside keys and values.
 # another, or that has the rows in a second one.
 _TOLD_BY_SIZES = {
     *("linear", "reshape", "unsqueeze", "stack", "sum", "to"),
-    *("dgraph.rms_norm", "dgraph.rope", "dgraph.route"),
+    *("dgraph.rms_norm", "dgraph.rope"),
 }
 # These act along one dimension, which must not be that of the rows; the place of the argument that names it.
 _ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}

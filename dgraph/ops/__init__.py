@@ -67,6 +67,7 @@ KERNELS = (
     "lm_head",
     "paged_attention",
     "partial_attention",
+    "route",
     "rows_glu",
     "rows_linear",
     "rows_norm",

@@ -20,8 +20,8 @@ groups > 1: the E experts form that many groups of equal size, in order; a group
 largest ranked scores, and only experts of the top_groups highest groups can be chosen.
 choice: the topk highest, best first; ties, also between groups, go to the lower id. weight: their scores,
 divided by their sum if renormalise is set, times scale.
-Row by row: a padding row influences no other row. Deterministic. Inline: the compiler fuses it; sums over
-slots run in their order."""
+Row by row: a padding row influences no other row, and whatever it holds, what it chooses are experts.
+Deterministic; sums over slots run in their order."""
 
 SCORES = ("sigmoid", "softmax")
 
@@ -108,6 +108,5 @@ OP = register(
         reference=reference,
         samples=samples,
         contract=CONTRACT,
-        inline=True,
     )
 )

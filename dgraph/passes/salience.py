@@ -27,7 +27,7 @@ SALIENT = "salient"
 INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*"})
 """Names that either pass may add."""
 
-ROW_WISE = ("experts",)
+ROW_WISE = ("experts", "route")
 """Opaque ops that act row by row; inline ones do anyway."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 
 from dgraph import api
 from dgraph.api import Optimized, optimize
+from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
 from dgraph.bench.floor import Device, StepCount, floor_of, work_of
 from dgraph.bench.load import Lengths, Load, endless, prompts_of
 from dgraph.bench.measure import Bench, Counter
+from dgraph.bench.products import Mixture
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.errors import InputError
 from dgraph.families import Model
@@ -100,7 +103,7 @@ def test_the_importance_is_computed_all_the_same(scripted: Optimized) -> None:
 
 def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None:
     work, device = work_of(scripted.graph("step")), Device(torch.device("cpu"), samples=3)
-    assert [sum(shapes.values()) for shapes in work.linears] == [5, 3]  # layer 0 and q|k|v of layer 1 on all rows
+    assert [sum(shapes.values()) for shapes in work.products] == [5, 3]  # layer 0 and q|k|v of layer 1 on all rows
     assert work.attentions == (1, 1)
     assert work.head == (97, 64)
     floors = [floor_of(work, [StepCount((n, n // 2), (n, n), n // 2)], device) for n in (64, 2048)]
@@ -115,13 +118,56 @@ def test_layers_on_salient_rows_count_as_one_row(family: str) -> None:
     cached = family_of(family).cached
     plain, gated = (work_of(rewritten(cached, *passes)) for passes in ((), (GateFFN(), PartialAttention())))
     assert not plain.listed
-    (all_rows,) = plain.linears
-    (known,) = gated.linears
+    (all_rows,) = plain.products
+    (known,) = gated.products
     assert gated.listed
     assert sum(gated.listed.values()) + sum(known.values()) >= sum(all_rows.values())
     device = Device(torch.device("cpu"), samples=2)
     count = StepCount((512,), (0,), 0)
     assert floor_of(gated, [count], device).linear < floor_of(plain, [count], device).linear
+
+
+def test_experts_count_as_their_products() -> None:
+    """On all rows where all are routed, and as one row where only salient rows are."""
+    cached = family_of("llada2").cached
+    work = work_of(cached)
+    mixture = Mixture(experts=16, chosen=3, hidden=64, inner=24)
+    assert [{s: n for s, n in shapes.items() if isinstance(s, Mixture)} for shapes in work.products] == [{mixture: 2}]
+    partial, gated = (work_of(rewritten(cached, step)) for step in (PartialAttention(), GateFFN()))
+    assert [partial.products[0][mixture], gated.listed[mixture]] == [2, 2]
+    assert mixture not in {*partial.listed, *gated.products[0]}
+
+    device = Device(torch.device("cpu"), samples=2)
+    count = [StepCount((64,), (64,), 0)]
+    device._times[mixture, work.dtype] = {1: 1.0, 64: 3.0}
+    without = replace(work, products=({s: n for s, n in work.products[0].items() if s != mixture},))
+    found, less = floor_of(work, count, device), floor_of(without, count, device)
+    assert (found.experts, less.experts) == (6.0, 0.0)
+    assert found.total == pytest.approx(less.total + 6.0)
+    assert found.to_json()["experts"] == 6000.0
+    assert "experts" not in less.to_json()
+    assert floor_of(gated, count, device).experts == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_experts_are_timed_on_rows_at_random(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows take longer; calls read several routings, and sets of weights only where one fits into the cache."""
+    mixture, seen = Mixture(6, 2, 64, 32), []
+    device = Device(torch.device("cpu"), samples=2)
+    device.measure(mixture, dtype, [1, 4000])
+    assert 0 < device.product(mixture, dtype, 1) < device.product(mixture, dtype, 4000)
+    for name in ("_grouped", "_one_by_one"):
+        monkeypatch.setattr(products, name, lambda *args: seen.append(args))
+    size = 3 * 64 * 32 * dtype.itemsize
+    for rows, cold, sets, count in ((9, 1.0, 1, 2), (1, 5 * size, 1, 3), (9, 13 * size, 3, 3), (9, 1e12, 64, 64)):
+        seen.clear()
+        products.calls_of(mixture, dtype, torch.device("cpu"), cold)(rows)
+        assert (len({id(args[3]) for args in seen}), len(seen)) == (sets, count)
+        for x, between, ends, gate_up, down in seen:
+            assert (len(x), len(between), int(ends[-1])) == (2 * rows, 2 * rows, 2 * rows)
+            assert (gate_up.shape, down.shape) == ((6, 64, 64), (6, 64, 32))
+            assert ends.diff(prepend=torch.zeros(1).int()).max() <= rows, "a row's experts are distinct"
+    assert len({tuple(args[2].tolist()) for args in seen}) > 1
 
 
 @pytest.mark.parametrize("counting", [(GateFFN(),), (EvictTokens(), CountRows())], ids=["salient", "kept"])

@@ -52,6 +52,17 @@ def test_kernels_of_dyllm_and_of_sparse_attention_have_groups() -> None:
     assert groups == ["selection"] * 5 + ["attention"] * 3
 
 
+def test_kernels_of_experts_have_groups() -> None:
+    """Nothing of a layer is taken for the transition between steps."""
+    prepare = "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(cutlass::bfloat16_t*)"
+    product = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::Gemm"
+    layer = ["_route", "_order_slots", "_spread_rows", prepare, product, "_gate_rows", prepare, product, "_sum_slots"]
+    assert groups_of(layer) == ["routing"] * 3 + ["GEMM"] * 2 + ["routing"] + ["GEMM"] * 2 + ["routing"]
+    labels = groups_of([*STEP[:4], *layer, *STEP[14:17]])
+    assert labels[-4:] == ["routing", *["LM head"] * 3]
+    assert labels.count("state") == 1
+
+
 def test_products_of_listed_rows_are_those_of_the_head() -> None:
     chunk = ["_gather_rows", "_multiply", "_add_up", "_reduce", "_combine"]
     names = ["nvjet_tst_64x8_TNT", "triton_red_fused_1", "_list_rows", *chunk, *chunk, "void at::native::where"]

@@ -1,35 +1,20 @@
-"""Routing against a transcription in plain Python; experts in every form against the loop over experts."""
+"""Routing against a transcription in plain Python; experts against a loop over rows; both on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
-from dgraph.ops.triton.experts import by_masking, by_sorting, can_group, kernel
+from dgraph.ops.experts import can_group
+from tests.ops.triton.mixtures import draw, literal, mixture, routing
 from tests.oracle.llada2 import Config, grouped_choice, sigmoid_routing, softmax_routing
 
 route, experts = OPS["route"].reference, OPS["experts"].reference
-FORMS = {"sorting": by_sorting, "masking": by_masking, "kernel": kernel}
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def mixture(n: int, k: int, count: int, d: int = 16, f: int = 8, seed: int = 0) -> tuple[Tensor, ...]:
-    """Rows, choices, weights, gate_up and down; a tenth of the choices name no expert."""
-    generator = torch.Generator().manual_seed(seed)
-    choice = torch.rand((n, count), generator=generator).argsort(-1)[:, :k]
-    choice = torch.where(torch.rand((n, k), generator=generator) < 0.1, -1, choice)
-    weights = draw(count, 2 * f, d, seed=seed + 1) * d**-0.5, draw(count, d, f, seed=seed + 2) * f**-0.5
-    return draw(n, d, seed=seed), choice, torch.rand((n, k), generator=generator), *weights
 
 
 # -- routing -----------------------------------------------------------------------------------------------------
@@ -104,80 +89,21 @@ def test_routing_that_cannot_be(args: tuple[Any, ...], message: str) -> None:
 # -- experts -----------------------------------------------------------------------------------------------------
 
 
-def literal(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Row by row, slot by slot, in float64."""
-    x, weight, gate_up, down = (t.double() for t in (x, weight, gate_up, down))
-    out, f = torch.zeros_like(x), down.shape[2]
-    for row in range(len(x)):
-        for slot, expert in enumerate(choice[row].tolist()):
-            if 0 <= expert < len(down):
-                gate, up = gate_up[expert, :f] @ x[row], gate_up[expert, f:] @ x[row]
-                out[row] += weight[row, slot] * (down[expert] @ (gate * gate.sigmoid() * up))
-    return out
-
-
-@pytest.mark.parametrize("form", [experts, *FORMS.values()], ids=["reference", *FORMS])
 @pytest.mark.parametrize(("n", "k", "count"), [(1, 1, 2), (7, 3, 5), (40, 4, 16), (3, 2, 64)])
-def test_every_form_is_the_literal_sum(form: Callable[..., Tensor], n: int, k: int, count: int) -> None:
+def test_the_reference_is_the_literal_sum(n: int, k: int, count: int) -> None:
     args = mixture(n, k, count)
-    assert_close(form(*args), literal(*args).float(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_in_bf16(form: Callable[..., Tensor]) -> None:
-    args = tuple(t.bfloat16() if t.is_floating_point() else t for t in mixture(20, 3, 6))
-    got = form(*args)
-    assert got.dtype == torch.bfloat16
-    assert_close(got.double(), literal(*args), rtol=2e-2, atol=2e-2)
-    assert_close(got, experts(*args), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("form", [experts, *FORMS.values()], ids=["reference", *FORMS])
-def test_experts_without_rows_and_rows_without_experts(form: Callable[..., Tensor]) -> None:
-    """What is in either does not matter."""
-    x, choice, weight, gate_up, down = mixture(9, 2, 6)
-    choice[:, 1] = -1
-    choice[:, 0] = 4
-    choice[3, 0] = 77
-    weight[:, 1], weight[3], x[3] = torch.nan, torch.nan, torch.nan
-    for other in (0, 1, 2, 3, 5):
-        gate_up[other], down[other] = torch.nan, torch.nan
-    got = form(x, choice, weight, gate_up, down)
-    gate, up = (x @ gate_up[4].T).chunk(2, dim=-1)
-    want = weight[:, :1] * ((gate * gate.sigmoid() * up) @ down[4].T)
-    assert not got[3].any()
-    live = torch.arange(9) != 3
-    assert_close(got[live], want[live], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", [experts, *FORMS.values()], ids=["reference", *FORMS])
-def test_the_order_of_experts_changes_no_bit(form: Callable[..., Tensor]) -> None:
-    x, choice, weight, gate_up, down = mixture(12, 3, 5)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    renamed = torch.where(choice < 0, choice, order.argsort()[choice.clamp(min=0)])
-    assert torch.equal(form(x, renamed, weight, gate_up[order], down[order]), form(x, choice, weight, gate_up, down))
-
-
-def test_no_rows() -> None:
-    args = mixture(4, 2, 3)
-    none = tuple(t[:0] for t in args[:3])
-    assert kernel(*none, *args[3:]).shape == (0, 16)
-
-
-@pytest.mark.parametrize("form", [by_sorting, by_masking], ids=["sorting", "masking"])
-def test_nothing_is_read_by_the_host(form: Callable[..., Tensor]) -> None:
-    """On the meta device there are no values to read; there a grouped product is of bf16 alone."""
-    args = [t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype) for t in mixture(6, 2, 4)]
-    assert form(*args).shape == (6, 16)
+    assert_close(experts(*args), literal(*args).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_can_be_grouped() -> None:
     args = mixture(4, 2, 3)
-    assert can_group(args[0], args[3])
-    assert can_group(args[0].bfloat16(), args[3].bfloat16())
-    assert not can_group(args[0].double(), args[3].double())
-    doubled = tuple(t.double() if t.is_floating_point() else t for t in args)
-    assert_close(kernel(*doubled), literal(*doubled))
+    for dtype, wanted in (
+        (torch.float32, True),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        (torch.float64, False),
+    ):
+        assert can_group(args[0].to(dtype), args[3].to(dtype)) == wanted
 
 
 @pytest.mark.parametrize("at", range(5))
@@ -211,3 +137,31 @@ def test_grouped_products_on_cuda_in_a_graph(n: int, k: int, count: int, d: int,
         graph.replay()
         torch.cuda.synchronize()
         assert_close(result.cpu().double(), literal(*args), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "score", "biased"), [(1, "sigmoid", True), (300, "sigmoid", False), (5000, "softmax", False)]
+)
+def test_routing_on_cuda_at_the_sizes_of_models(n: int, score: str, biased: bool) -> None:
+    groups = (8, 4) if score == "sigmoid" else (1, 1)
+    args = routing(n, 256, *groups, 8, score=score, biased=biased)
+    on_cuda = tuple(t.cuda() if isinstance(t, torch.Tensor) else t for t in args)
+    (choice, weight), (wanted, weights) = OPS["route"].overload(*on_cuda), route(*args)
+    assert choice.cpu().equal(wanted)
+    assert_close(weight.cpu(), weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 37, 40_960])
+def test_slots_on_cuda_are_numbered_in_order(n: int) -> None:
+    from dgraph.ops.triton.experts import ordered
+
+    choice = torch.randint(-1, 257, (n, 8), generator=torch.Generator().manual_seed(n))
+    ends, rank = (t.cpu() for t in ordered(choice.cuda(), 256))
+    of_expert, order = torch.where(choice < 0, 256, choice).flatten().sort(stable=True)
+    bounds = torch.searchsorted(of_expert, torch.arange(256), right=True)
+    assert ends.equal(bounds.int())
+    live = order[: int(bounds[-1])]
+    starts = torch.cat([bounds.new_zeros(1), bounds[:-1]])
+    assert (starts[choice.flatten()[live]] + rank[live]).equal(torch.arange(len(live)))

@@ -119,7 +119,7 @@ def outcome(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 def test_all_ops_are_registered() -> None:
     assert set(NAMES) <= set(OPS)
-    assert {op.name for op in OPS.values() if op.inline} == {"feature_take", "rms_norm", "rope", "route", "row_slots"}
+    assert {op.name for op in OPS.values() if op.inline} == {"feature_take", "rms_norm", "rope", "row_slots"}
     assert {op.name for op in OPS.values() if op.ahead} == {"row_slots"}
     assert {op.name for op in OPS.values() if op.cut} == {"keep_index"}
     assert {name: op.reference for name, op in OPS.items()} == references

@@ -1,50 +1,71 @@
-"""dgraph::experts on a CUDA device: rows sorted by expert, then two grouped matrix products.
+"""dgraph::experts on CUDA: slots in the order of their experts, then two grouped matrix products.
 
-No kernel of our own is needed: the sort, the bounds of each expert's rows and both products stay on the device, so the
-whole call can be captured in a CUDA graph.
+Slots are ordered by counting: one program per expert reads every choice. The bounds of each expert's rows stay on the
+device, and what is allocated follows from the shapes, so the whole call can be captured in a CUDA graph.
 """
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.experts import check, chosen, combine, gated
+from dgraph.ops.experts import can_group, check, chosen, combine, gated
+from dgraph.ops.triton.rows import dense_rows, power_of_two
+
+TILE = 8192
+"""Values that one program moves."""
 
 
 def kernel(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """dgraph::experts; see its contract."""
     check(x, choice, weight, gate_up, down)
-    if not len(x):
-        return torch.empty_like(x)
+    if not choice.numel():
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if can_group(x, gate_up):
-        return by_sorting(x, choice, weight, gate_up, down)
+        return by_grouping(x, choice, weight, gate_up, down)
     return by_masking(x, choice, weight, gate_up, down)
 
 
-def can_group(x: Tensor, gate_up: Tensor) -> bool:
-    """Whether a grouped product takes these operands without reading the bounds on the host.
+def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Each slot's row is copied behind the rows of lower experts; rows behind the last bound are never written."""
+    (n, d), (experts, _, f), slots = x.shape, down.shape, choice.shape[1]
+    x, choice, weight = dense_rows(x), choice.contiguous(), weight.contiguous()
+    ends, rank = ordered(choice, experts)
+    place = torch.empty_like(rank)
+    wide = power_of_two(slots)
+    block = power_of_two(d, 16, max(16, TILE // wide))
+    rows = torch.empty((n * slots, d), dtype=x.dtype, device=x.device)
+    _spread_rows[(n, triton.cdiv(d, block))](
+        x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, d, block, num_warps=4
+    )
+    both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
 
-    On a GPU it does so for bf16 with rows of a multiple of 16 bytes, from compute capability 8.0 on.
+    block = power_of_two(f, 16, 1024)
+    some = TILE // 4 // block
+    inner = torch.empty((n * slots, f), dtype=x.dtype, device=x.device)
+    _gate_rows[(triton.cdiv(n * slots, some), triton.cdiv(f, block))](
+        both, inner, ends, experts - 1, both.stride(0), f, some, block, num_warps=4
+    )
+    each = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+    block = power_of_two(d, 16, 1024)
+    out = torch.empty((n, d), dtype=x.dtype, device=x.device)
+    _sum_slots[(n, triton.cdiv(d, block))](each, place, weight, out, each.stride(0), slots, d, block, num_warps=4)
+    return out
+
+
+def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Where the rows of each expert end, i32[experts], and the number of each slot of choice [n, slots] among those of
+    its expert, i32[n * slots]; it is not written for a slot without one.
     """
-    if not x.is_cuda:
-        return x.dtype in (torch.float32, torch.bfloat16)
-    aligned = x.shape[1] % 8 == 0 and gate_up.shape[1] % 16 == 0
-    return x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
-
-
-def by_sorting(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Each slot's row is gathered behind the rows of lower experts; slots without an expert stand behind them all."""
-    experts, slots = gate_up.shape[0], choice.shape[1]
-    live = chosen(choice, experts)
-    of_expert, order = torch.where(live, choice, experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(of_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = F.grouped_mm(x[order // slots].contiguous(), gate_up.transpose(1, 2), offs=ends)
-    each = F.grouped_mm(gated(both), down.transpose(1, 2), offs=ends)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    each = each[place].view(*choice.shape, x.shape[1])
-    # What lies behind the last bound was never written.
-    return combine(each.masked_fill(~live[:, :, None], 0.0), weight, live)
+    ends = torch.empty(experts, dtype=torch.int32, device=choice.device)
+    rank = torch.empty(choice.numel(), dtype=torch.int32, device=choice.device)
+    _order_slots[(experts,)](choice, ends, rank, len(rank), power_of_two(len(rank), 1024, 4096), num_warps=8)
+    return ends, rank
 
 
 def by_masking(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -54,3 +75,79 @@ def by_masking(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down:
         result = F.linear(gated(F.linear(x, gate_up[expert])), down[expert])
         each = torch.where((choice == expert)[:, :, None], result[:, None], each)
     return combine(each, weight, chosen(choice, gate_up.shape[0]))
+
+
+@triton.jit
+def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr):
+    """Where the rows of an expert end, and each of its slots' number among them.
+
+    One pass: where they begin is the end of the expert before, which whoever wants a place looks up.
+    """
+    expert = tl.program_id(0)
+    lower, own = tl.zeros([BLOCK], tl.int32), 0
+    for first in range(0, slots, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        choice = tl.load(choice_ptr + at, mask=at < slots, other=-1)
+        mine = (choice == expert).to(tl.int32)
+        tl.store(rank_ptr + at, own + tl.cumsum(mine, 0) - 1, mask=mine > 0)
+        own += tl.sum(mine)
+        lower += ((choice >= 0) & (choice < expert)).to(tl.int32)
+    tl.store(ends_ptr + expert, tl.sum(lower) + own)
+
+
+@triton.jit
+def _spread_rows(
+    x_ptr, choice_ptr, ends_ptr, rank_ptr, place_ptr, out_ptr, experts, x_row,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row to the places of its slots, and these places; -1 of a slot without an expert."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, WIDTH)
+    at = row * SLOTS + slot
+    choice = tl.load(choice_ptr + at, mask=slot < SLOTS, other=-1)
+    live = (choice >= 0) & (choice < experts)
+    before = tl.load(ends_ptr + choice - 1, mask=live & (choice > 0), other=0)
+    place = tl.where(live, before + tl.load(rank_ptr + at, mask=live, other=0), -1)
+    if tl.program_id(1) == 0:
+        tl.store(place_ptr + at, place, mask=slot < SLOTS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + row * x_row + column, mask=column < SIZE)
+    to = out_ptr + place.to(tl.int64)[:, None] * SIZE + column[None, :]
+    mask = live[:, None] & (column < SIZE)[None, :]
+    tl.store(to, tl.broadcast_to(value[None, :], [WIDTH, BLOCK]), mask=mask)
+
+
+@triton.jit(do_not_specialize=["last"])
+def _gate_rows(
+    both_ptr, out_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """silu(gate) * up of the rows in front of the last bound."""
+    first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
+    if first >= end:
+        return
+    row = first + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < end)[:, None] & (column < SIZE)[None, :]
+    wide = row.to(tl.int64)[:, None]
+    at = both_ptr + wide * both_row + column[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
+    found = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + wide * SIZE + column[None, :], found.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_slots(
+    each_ptr, place_ptr, weight_ptr, out_ptr, each_row, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The weighted sum of a row's slots, in order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        place = tl.load(place_ptr + row * SLOTS + slot).to(tl.int64)
+        live = place >= 0
+        weight = tl.load(weight_ptr + row * SLOTS + slot, mask=live, other=0.0).to(tl.float32)
+        value = tl.load(each_ptr + place * each_row + column, mask=live & (column < SIZE), other=0.0)
+        total += weight * value.to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, total.to(out_ptr.dtype.element_ty), mask=column < SIZE)

@@ -16,6 +16,7 @@ from dgraph.ops.lm_head import decode_logits, gumbel
 from dgraph.ops.rows import slots_of
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
 from tests.ops.triton.keys import SELECTING
+from tests.ops.triton.mixtures import MIXING
 from tests.ops.triton.problems import (
     LARGER,
     attention,
@@ -236,6 +237,7 @@ PAIRS = [
         ],
     ),
     *SELECTING,
+    *MIXING,
     ("list_kept", [keeping(c, 70, seed=c[0])[:2] for c in ((32, 5, 20), (0, 30, 27))]),
     ("rows_linear", [product(rows, 150, 96, 200) for rows in (30, 140)]),
     ("rows_glu", [product(rows, 150, 96, 200) for rows in (30, 140)]),

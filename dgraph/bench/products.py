@@ -1,0 +1,104 @@
+"""The products of matrices of a step, as calls on random values that read their weights from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.ops.experts import can_group
+
+
+class Mixture(NamedTuple):
+    """Sizes of a mixture of experts: how many there are, how many a row goes to, of a row, within an expert."""
+
+    experts: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
+Linear = tuple[int, int]
+"""Of a linear layer's weight: outputs, inputs."""
+Shape = Linear | Mixture
+
+Calls = list[Callable[[], Any]]
+MOST = 64
+"""Calls at most."""
+
+
+def calls_of(shape: Shape, dtype: torch.dtype, device: torch.device, cold: float) -> Callable[[int], Calls]:
+    """A function that takes a row count and gives calls of one product each, two or more.
+
+    All of them in turn read weights of `cold` bytes or more, unless that takes more than `MOST`: give several times
+    the size of a cache, and no call finds its weights there.
+    """
+    draw = partial(torch.randn, dtype=dtype, device=device)
+    if isinstance(shape, Mixture):
+        return _calls_of_mixture(shape, draw, cold)
+    size = shape[0] * shape[1] * dtype.itemsize
+    weights = [draw(shape) for _ in range(max(2, _as_many(cold, size)))]
+
+    def calls(rows: int) -> Calls:
+        x = draw((rows, shape[1]))
+        return [partial(_product, x, weight) for weight in weights]
+
+    return calls
+
+
+def _calls_of_mixture(shape: Mixture, draw: Callable[..., Tensor], cold: float) -> Callable[[int], Calls]:
+    """Each call has a routing of its own, so that few rows, too, find few of their experts in a cache."""
+    experts, chosen, hidden, inner = shape
+    size = 3 * hidden * inner * draw(0).element_size()
+    sets = _as_many(cold, experts * size)
+    weights = [(draw((experts, 2 * inner, hidden)), draw((experts, hidden, inner))) for _ in range(sets)]
+
+    def calls(rows: int) -> Calls:
+        x, between = draw((rows * chosen, hidden)), draw((rows * chosen, inner))
+        product = _grouped if can_group(x, weights[0][0]) else _one_by_one
+        count = max(2, sets, _as_many(cold, min(experts, rows * chosen) * size))
+        return [product(x, between, routed(shape, rows, x.device), *weights[i % sets]) for i in range(count)]
+
+    return calls
+
+
+def routed(shape: Mixture, rows: int, device: torch.device) -> Tensor:
+    """i32[experts]: where the rows of each expert end, if every row goes to distinct experts at random."""
+    choice = torch.rand((rows, shape.experts), device=device).topk(shape.chosen).indices
+    return choice.flatten().bincount(minlength=shape.experts).cumsum(0).int()
+
+
+def _as_many(cold: float, size: int) -> int:
+    """How many of `size` bytes take `cold` bytes."""
+    return max(1, min(MOST, int(cold / size) + 1))
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t())
+
+
+def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:
+    """Both products of dgraph::experts."""
+
+    def call() -> None:
+        F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
+        F.grouped_mm(between, down.transpose(1, 2), offs=ends)
+
+    return call
+
+
+def _one_by_one(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:
+    """The same, expert by expert, for what cannot be grouped."""
+    bounds = [0, *ends.tolist()]
+    parts = [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]
+
+    def call() -> None:
+        for expert, rows in parts:
+            F.linear(x[rows], gate_up[expert])
+            F.linear(between[rows], down[expert])
+
+    return call

@@ -1,0 +1,260 @@
+"""Routing and experts in Triton: against the references and the loop over rows, interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dgraph.errors import InputError
+from dgraph.ops import OPS
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.mixtures import draw, literal, mixture, routing
+
+route, experts = OPS["route"].reference, OPS["experts"].reference
+FORMS = ("by_grouping", "by_masking", "kernel")
+
+# -- routing -----------------------------------------------------------------------------------------------------
+
+
+def check_routing(interpreted: Interpreter, *args: Any) -> None:
+    (choice, weight), _ = interpreted("route", args)
+    wanted, weights = route(*args)
+    assert choice.equal(wanted)
+    assert_close(weight, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("count", "groups", "top_groups", "topk"),
+    [
+        (256, 8, 4, 8),
+        (256, 1, 1, 8),
+        (16, 8, 4, 8),  # all of what is open
+        (12, 3, 2, 5),
+        (35, 5, 5, 3),
+        (10, 5, 1, 2),
+        (97, 1, 1, 97),
+        (1, 1, 1, 1),
+        (1200, 2, 1, 9),
+    ],
+)
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_routing_in_any_groups(
+    interpreted: Interpreter, count: int, groups: int, top_groups: int, topk: int, score: str, biased: bool
+) -> None:
+    check_routing(interpreted, *routing(7, count, groups, top_groups, topk, score=score, biased=biased))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_ties_of_experts_and_groups_go_to_the_lower_id(interpreted: Interpreter, levels: int) -> None:
+    values = torch.randint(0, levels, (25, 24), generator=torch.Generator().manual_seed(levels)).float()
+    for groups, top_groups in ((1, 1), (6, 2), (3, 3)):
+        check_routing(interpreted, values, None, "sigmoid", groups, top_groups, 5, True, 1.0)
+        check_routing(interpreted, values, None, "softmax", groups, top_groups, 5, False, 1.0)
+
+
+def test_a_bias_that_rules_out_nearly_all(interpreted: Interpreter) -> None:
+    """Ranks of minus infinity tie with those of closed groups."""
+    bias = torch.full((12,), -torch.inf)
+    bias[[7, 10]] = torch.tensor([-3.0, 2.0])
+    for groups, top_groups in ((1, 1), (3, 2), (6, 2)):
+        check_routing(interpreted, draw(9, 12), bias, "sigmoid", groups, top_groups, 4, True, 1.0)
+
+
+def test_logits_and_bias_in_bf16_and_in_three_dimensions(interpreted: Interpreter) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        logits, bias = draw(2, 3, 20).to(dtype), draw(20, seed=1).to(dtype)
+        check_routing(interpreted, logits, bias, "sigmoid", 4, 2, 3, True, 1.5)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_whatever_a_row_holds_it_goes_to_experts_and_changes_no_other(
+    interpreted: Interpreter, score: str, groups: int
+) -> None:
+    logits = draw(7, 12)
+    rules = None, score, groups, groups, 3, True, 1.0
+    (choice, weight), _ = interpreted("route", (logits, *rules))
+    broken = logits.clone()
+    broken[1], broken[2, 5], broken[4], broken[6, ::2] = torch.nan, torch.nan, torch.inf, -torch.inf
+    (found, other), _ = interpreted("route", (broken, *rules))
+    assert found.equal(route(broken, *rules)[0]), "no number is above all others"
+    for row in found.tolist():
+        assert len(set(row)) == 3
+        assert set(row) <= set(range(12))
+    whole = torch.tensor([0, 3, 5])
+    assert found[whole].equal(choice[whole])
+    assert other[whole].equal(weight[whole])
+    bias = torch.zeros(12)
+    bias[[3, 8]] = torch.tensor([torch.nan, -torch.nan])
+    check_routing(interpreted, logits, bias, *rules[1:])
+
+
+def test_routing_that_cannot_be(interpreted: Interpreter) -> None:
+    for rules, message in ((("tanh", 1, 1, 2), "score must be one of"), (("sigmoid", 5, 1, 2), "5 equal groups")):
+        with pytest.raises(InputError, match=message):
+            interpreted("route", (draw(3, 16), None, *rules, True, 1.0))
+
+
+# -- experts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "k", "count"), [(1, 1, 1), (5, 8, 9), (1500, 3, 7), (1024, 4, 3), (4097, 1, 2)])
+def test_slots_are_numbered_in_order(interpreted: Interpreter, n: int, k: int, count: int) -> None:
+    """More of them than a block, too; choices may name no expert by any number."""
+    generator = torch.Generator().manual_seed(n)
+    choice = torch.randint(-1, count + 1, (n, k), generator=generator)
+    choice[torch.rand((n, k), generator=generator) < 0.02] = 2**32 + count - 1
+    (ends, rank), _ = interpreted("experts", (choice, count), function="ordered")
+    flat = choice.flatten()
+    assert ends.tolist() == [int(((flat >= 0) & (flat <= e)).sum()) for e in range(count)]
+    for expert in range(count):
+        mine = rank[flat == expert]
+        assert mine.equal(torch.arange(len(mine)).int())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "k", "count", "d", "f"), [(1, 1, 2, 8, 8), (7, 3, 5, 40, 24), (40, 4, 16, 16, 8)])
+def test_every_form_is_the_literal_sum(
+    interpreted: Interpreter, form: str, n: int, k: int, count: int, d: int, f: int
+) -> None:
+    args = mixture(n, k, count, d, f)
+    got, _ = interpreted("experts", args, function=form)
+    assert_close(got, literal(*args).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_wider_than_a_block(interpreted: Interpreter) -> None:
+    args = mixture(5, 2, 3, 1500, 1100)
+    got, _ = interpreted("experts", args)
+    assert_close(got, literal(*args).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("which", ["one expert", "more experts than rows", "no expert"])
+def test_routings_of_any_skew(interpreted: Interpreter, form: str, which: str) -> None:
+    x, choice, weight, gate_up, down = mixture(30, 3, 70)
+    if which == "one expert":
+        choice = torch.full_like(choice, 41)
+    elif which == "more experts than rows":
+        x, choice, weight = x[:4], choice[:4], weight[:4]
+    else:
+        choice, weight = torch.where(choice % 2 == 0, -1, 70), torch.full_like(weight, torch.nan)
+    got, _ = interpreted("experts", (x, choice, weight, gate_up, down), function=form)
+    assert_close(got, literal(x, choice, weight, gate_up, down).float(), rtol=1e-5, atol=1e-6)
+    assert which != "no expert" or not got.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_in_bf16(interpreted: Interpreter, form: str) -> None:
+    args = tuple(t.bfloat16() if t.is_floating_point() else t for t in mixture(20, 3, 6))
+    got, _ = interpreted("experts", args, function=form)
+    assert got.dtype == torch.bfloat16
+    assert_close(got.double(), literal(*args), rtol=2e-2, atol=2e-2)
+    assert_close(got, experts(*args), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", ["reference", *FORMS])
+def test_experts_without_rows_and_rows_without_experts(interpreted: Interpreter, form: str) -> None:
+    """What is in either does not matter."""
+    x, choice, weight, gate_up, down = mixture(9, 2, 6)
+    choice[:, 1] = -1
+    choice[:, 0] = 4
+    choice[3, 0] = 77
+    weight[:, 1], weight[3], x[3] = torch.nan, torch.nan, torch.nan
+    for other in (0, 1, 2, 3, 5):
+        gate_up[other], down[other] = torch.nan, torch.nan
+    args = x, choice, weight, gate_up, down
+    got = experts(*args) if form == "reference" else interpreted("experts", args, function=form)[0]
+    gate, up = (x @ gate_up[4].T).chunk(2, dim=-1)
+    want = weight[:, :1] * ((gate * gate.sigmoid() * up) @ down[4].T)
+    assert not got[3].any()
+    live = torch.arange(9) != 3
+    assert_close(got[live], want[live], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["reference", *FORMS])
+def test_the_order_of_experts_changes_no_bit(interpreted: Interpreter, form: str) -> None:
+    x, choice, weight, gate_up, down = mixture(12, 3, 5)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    renamed = torch.where(choice < 0, choice, order.argsort()[choice.clamp(min=0)])
+    calls = (x, renamed, weight, gate_up[order], down[order]), (x, choice, weight, gate_up, down)
+    if form == "reference":
+        one, other = (experts(*args) for args in calls)
+    else:
+        one, other = (interpreted("experts", args, function=form)[0] for args in calls)
+    assert torch.equal(one, other)
+
+
+def test_rows_choices_and_weights_may_be_views(interpreted: Interpreter) -> None:
+    args = mixture(9, 3, 5)
+    views = *(torch.cat([t, torch.full_like(t, 2)], 1)[:, : t.shape[1]] for t in args[:3]), *args[3:]
+    got, _ = interpreted("experts", views)
+    assert_close(got, literal(*args).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows_no_slots_and_float64(interpreted: Interpreter) -> None:
+    x, choice, weight, *weights = mixture(4, 2, 3)
+    assert interpreted("experts", (x[:0], choice[:0], weight[:0], *weights))[0].shape == (0, 16)
+    assert not interpreted("experts", (x, choice[:, :0], weight[:, :0], *weights))[0].any()
+    doubled = tuple(t.double() if t.is_floating_point() else t for t in (x, choice, weight, *weights))
+    assert_close(interpreted("experts", doubled)[0], literal(*doubled))
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch that compute something, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in ("empty", "empty_like", "transpose", "view"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Launches:
+    """In place of a kernel: notes that it was launched."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.seen.append(self.name)
+
+
+def test_experts_are_four_launches_and_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device there are no values that a host could read; there a grouped product is of bf16 alone."""
+    from dgraph.ops.triton import experts as module
+
+    seen: list[str] = []
+    for name in ("_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"):
+        monkeypatch.setattr(module, name, Launches(name, seen))
+    args = [t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype) for t in mixture(6, 2, 4)]
+    with Operations() as operations:
+        out = module.by_grouping(*args)
+    assert (out.shape, out.dtype) == ((6, 16), torch.bfloat16)
+    assert seen == ["_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"]
+    assert operations.names == ["_grouped_mm"] * 2
+    assert module.by_masking(*args).shape == (6, 16)
+
+
+def test_a_route_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.ops.triton import route as module
+
+    seen: list[str] = []
+    monkeypatch.setattr(module, "_route", Launches("_route", seen))
+    logits, bias, *rules = routing(5, 32, 4, 2, 3, biased=True)
+    assert isinstance(bias, Tensor)
+    args = logits.to("meta"), bias.to("meta"), *rules
+    with Operations() as operations:
+        choice, weight = module.kernel(*args)
+    assert choice.shape == weight.shape == (5, 3)
+    assert seen == ["_route"]
+    assert operations.names == []
