@@ -11,6 +11,8 @@ from dgraph.ops.triton.rows import power_of_two
 
 MANY = 1024
 """Rows of a sequence from which on wider tiles pay."""
+FULL = 128
+"""Stacked rows of a sequence from which on warps in roles pay: their tile."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Plan:
         splits: shares of the keys.
         warps, stages: of the attention kernel.
         bulk: load keys with the bulk copy engine where layout and device allow.
+        roles: give loading and multiplying to warps of their own where layout, dtype and device allow
+            (`attention_roles`); the other sizes are for where they do not.
     """
 
     block_m: int
@@ -31,6 +35,7 @@ class Plan:
     warps: int
     stages: int
     bulk: bool = True
+    roles: bool = False
 
 
 def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) -> int:
@@ -59,17 +64,21 @@ def plan_for(
     (`benchmarks.attention_plans`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
     them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
     a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
-    which read the keys less often, where it has a thousand.
+    which read the keys less often, where it has a thousand. Where rows fill a tile of 128, and tiles the device, warps
+    with roles of their own are faster than either.
 
     block_m: stacked rows of a tile; default: as above.
     """
     group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
     per_sequence = -(-n // max(b, 1))
+    roles = False
     if block_m is None and itemsize > 2:
         block_m = widest_tile(n, b, heads, multiprocessors)
     elif block_m is None:
         block_m = 16 if 2 * per_sequence * group <= 16 else 64 if per_sequence < MANY else 128
         block_m = max(block_m, power_of_two(group))
+        tiles = max(b, 1) * (per_sequence * group // FULL) * kv_heads
+        roles = width == d == 128 and page % 128 == 0 and block_m <= 128 and tiles >= multiprocessors
     # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
     most = next((size for size in (128, 64, 32) if page % size == 0), 0)
     bulk, stages = True, 5
@@ -90,6 +99,8 @@ def plan_for(
         """Rounds of programs, and the shares that must be added up."""
         return -(-programs * splits // room) / splits * (10 + splits)
 
+    if roles:
+        return Plan(128, 128, 1, 8, stages, bulk, roles)
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
     return Plan(block_m, block_n, splits, warps, stages, bulk)
 

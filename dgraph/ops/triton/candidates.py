@@ -64,7 +64,7 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan
             {"bulk": False, "block_n": 128 if m < 128 else 64, "stages": 3},
             {"block_m": m // 2, "warps": 4, "splits": splits // 2},
         ]
-    found = [default, *(replace(default, **change) for change in changes)]
+    found = [default, *(replace(default, roles=False, **change) for change in ({}, *changes))]
     return _distinct(plan for plan in found if plan is default or _fits(plan, shape))
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads
+from dgraph.ops.triton import attention_roles
 from dgraph.ops.triton.attention_plan import Plan, multiprocessors, plan_for
-from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
 from dgraph.ops.tuning import attention_shape, chosen
 
 
@@ -73,7 +74,11 @@ def kernel(
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
-    cos, sin = (dense_rows(x) for x in rotation) if rotation is not None else (q, q)
+    rotation = (dense_rows(rotation[0]), dense_rows(rotation[1])) if rotation is not None else None
+    if plan.roles and blocks is not None and attention_roles.fits(q, blocks):
+        attention_roles.launch(q, blocks, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
+        return out
+    cos, sin = rotation or (q, q)
     part, mass = out, out
     if splits > 1:
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
@@ -85,12 +90,13 @@ def kernel(
         scale * math.log2(math.e),
         page, group, heads, d, width, rows, plan.block_m, plan.block_n, splits, offsets_block(b),
         "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, **start_of(q.device),
     )  # fmt: skip
     if splits > 1:
         some = min(power_of_two(heads), 8)
         grid = (n, triton.cdiv(heads, some))
-        _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
+        sizes = (n, heads, d, width, splits, power_of_two(splits), some)
+        _add_up[grid](part, mass, out, *sizes, num_warps=4, **start_of(q.device))
     return out
 
 
@@ -136,7 +142,9 @@ def _attend(
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, ROTATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s = sequence_at(cu_ptr, b, tile, ROWS, OFFSETS)
     start = tl.load(cu_ptr + s)
@@ -219,9 +227,10 @@ def _attend(
 @triton.jit
 def _add_up(
     part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out = the mean of the shares, weighted by 2 ** mass."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * SOME + tl.arange(0, SOME)
     d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)

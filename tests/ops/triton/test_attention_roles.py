@@ -1,0 +1,104 @@
+"""Attention by warps in roles: when it is planned, that it compiles here, and on a GPU that it is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.ops import OPS
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.problems import attention, compare, expected, moved
+
+pytest.importorskip("triton", reason="needs Triton")
+
+HOPPER = 132
+"""Multiprocessors of an H200."""
+
+
+@pytest.mark.parametrize(
+    ("n", "b", "heads", "d", "page", "itemsize", "roles"),
+    [
+        pytest.param(4096, 16, (32, 32), 128, 128, 2, True, id="256 rows a sequence"),
+        pytest.param(20480, 16, (28, 4), 128, 128, 2, True, id="packed heads"),
+        pytest.param(2048, 64, (32, 8), 128, 256, 2, True, id="blocks of 32 rows"),
+        pytest.param(320, 64, (32, 8), 128, 128, 2, False, id="a few rows that were kept"),
+        pytest.param(32, 1, (32, 32), 128, 128, 2, False, id="one sequence"),
+        pytest.param(256, 1, (32, 32), 128, 128, 2, False, id="too few tiles for the device"),
+        pytest.param(4096, 16, (32, 32), 64, 128, 2, False, id="other heads"),
+        pytest.param(4096, 16, (32, 32), 128, 64, 2, False, id="small pages"),
+        pytest.param(4096, 16, (32, 32), 128, 128, 4, False, id="fp32"),
+    ],
+)
+def test_when_it_is_planned(
+    n: int, b: int, heads: tuple[int, int], d: int, page: int, itemsize: int, roles: bool
+) -> None:
+    from dgraph.ops.triton.attention_plan import plan_for
+
+    plan = plan_for(n, b, heads, d, page, 1280, itemsize, HOPPER)
+    assert plan.roles == roles
+    assert not roles or (plan.block_m, plan.block_n, plan.splits) == (128, 128, 1)
+
+
+def test_elsewhere_the_plan_is_one_of_tiles(interpreted: Interpreter) -> None:
+    from dgraph.ops.triton.attention_plan import Plan
+
+    args = attention((9, 0, 5, 2), (70, 0, 12, 33), page=16)
+    got, _ = interpreted("paged_attention", args, plan=Plan(32, 16, 1, 4, 1, roles=True))
+    compare([got], expected("paged_attention", args))
+
+
+def test_it_compiles_for_the_device_it_is_made_for() -> None:
+    """In a process of its own, whose Triton compiles and does not interpret."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.triton.compiled_roles"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    # A first block, one with a mask, one without, and the last values: 8 instructions of 16 each, for two groups.
+    assert found["products"] == 2 * 8 * (1 + 2 + 2 + 1)
+    assert found["loads"] == 2 * 2, "keys and values, each in two halves of a row of 128 bytes"
+    assert found["registers moved between roles"]
+    assert found["shared"] < 227 << 10
+
+
+CASES = {
+    "whole tiles": ((256, 256), (640, 640), (32, 32)),
+    "heads in a group of 7": ((150, 40), (300, 256), (28, 4)),
+    "ragged": ((5, 130, 0, 1, 64), (300, 77, 0, 128, 1000), (32, 8)),
+    "one key": ((1,), (1,), (32, 32)),
+    "many sequences": ((3,) * 150, (140,) * 150, (32, 8)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
+    """Rows see all keys or a part of them, unwritten slots and padding rows hold NaN (`problems.attention`)."""
+    from dgraph.ops.triton import attention_roles
+    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.paged_attention import blocks_of, kernel
+
+    counts, lengths, heads = CASES[case]
+    q, *rest, scale = moved(attention(counts, lengths, page=128, heads=heads, d=128, seed=len(case)), "cpu", dtype)
+    live = int(rest[3][-1])
+    angle = torch.rand(len(q), 1, q.shape[2] // 2).mul(6).repeat(1, 1, 2)
+    rotation = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned = OPS["rope"].reference(q, *rotation) if rotated else q
+    want = expected("paged_attention", moved((turned, *rest, scale), "cpu", torch.float32))
+    there, cos_sin = moved((q, *rest, scale), "cuda"), moved(rotation, "cuda") if rotated else None
+    blocks = blocks_of(there[1], there[2], 128)
+    if not attention_roles.understood(there[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    assert blocks is not None
+    assert attention_roles.fits(there[0], blocks)
+    got = kernel(*there, plan=Plan(128, 128, 1, 8, 5, roles=True), rotation=cos_sin)
+    compare([got[:live]], [want[0][:live]], 2e-2)
