@@ -398,7 +398,7 @@ def optimize(
     rounding = rounding or Buckets.default(graph.device)
     transitions = TraceCompiler(store, tell) if backend == "inductor" and graph.device.type == "cuda" else None
     made = Optimized(found, graph, chosen, compiler, rounding, graphs, tuning, kernels, transitions)
-    kernels.restore()  # behind the regions: Inductor moves Triton's cache when it makes or loads its first kernel
+    kernels.restore()
     if warmup == "full" and max_batch is not None:
         made.warm_up(max_batch, max_tokens, lambda done, count: tell(f"capturing bucket {done} of {count}"))
     return made

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -21,20 +22,28 @@ from torch import Tensor
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
+from dgraph.early import starts_early
 from dgraph.errors import LoweringError
 
 __all__ = [
+    "EARLY",
     "OpOverload",
     "compile_region",
     "copy_all",
+    "early_kernels",
     "fake_mode",
     "inductor_config",
     "inductor_settings",
     "load_region",
     "new_symbol",
     "pack_region",
+    "settle_kernels",
+    "source_of_region",
     "typing",
 ]
+
+EARLY = "triton.enable_pdl"
+"""The setting of Inductor under which its kernels start early; see `dgraph.early`."""
 
 
 def fake_mode() -> Any:
@@ -110,7 +119,7 @@ def compile_region(
     Args:
         module: the module; its targets are ops of torch and functions.
         example_inputs: fake values of its placeholders.
-        settings: of Inductor, for this compilation.
+        settings: of Inductor, for this compilation. Kernels that start early wait at their start.
         functions: if given, the result can be packed by `pack_region`. Torch keeps no code for functions that are not
             its own unless they are named, with a text that changes whenever they do: qualified name -> hash.
     """
@@ -121,8 +130,10 @@ def compile_region(
             node.meta["example_value"] = node.meta["val"]
     options = dict(settings)
     if functions is not None:
-        options["unsafe_marked_cacheable_functions"] = dict(functions)
-    with torch.no_grad():
+        # Torch's caches have these in their keys, and would give what was generated without `wait_first`.
+        marked = {f"{__name__}.wait_first": str(_START)} if settings.get(EARLY) else {}
+        options["unsafe_marked_cacheable_functions"] = {**functions, **marked}
+    with torch.no_grad(), wait_first() if settings.get(EARLY) else contextlib.nullcontext():
         return inductor.standalone_compile(  # type: ignore[attr-defined]
             module,
             list(example_inputs),
@@ -130,6 +141,37 @@ def compile_region(
             options={"config_patches": options},
             aot=functions is not None,
         )
+
+
+_START = ["tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"]
+
+
+@contextlib.contextmanager
+def wait_first() -> Iterator[None]:
+    """Kernels that Inductor generates inside of the block, if they start early, wait before anything else.
+
+    Left alone it puts the wait where `dgraph.early` says that it may not be. Nothing public changes that: this stands
+    in place of the method that takes repeated waits out of a kernel's finished body. In a version without that method,
+    kernels stay as they are. Checked on 2.11 and 2.13.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    owner: Any = TritonKernel
+    before = getattr(owner, "_filter_pdl", None)
+
+    def start(kernel: Any, code: Any) -> None:
+        if kernel._enable_pdl_codegen():
+            rest = [line for line in code._lines if not (isinstance(line, str) and line.strip() in _START)]
+            code._lines = [*_START, *rest]
+
+    if before is None:
+        yield
+        return
+    owner._filter_pdl = start
+    try:
+        yield
+    finally:
+        owner._filter_pdl = before
 
 
 _STARTS_COMPILING = "async_compile = AsyncCompile()"
@@ -148,14 +190,8 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
     Raises:
         LoweringError: torch keeps no copy, or has changed what it generates.
     """
-    import torch._functorch.config as functorch
-
-    with functorch.patch("bundled_autograd_cache", True):
-        try:
-            entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):
-            raise LoweringError("torch keeps no copy of it; are torch's own caches switched off?") from None
-        files = {REGION: pickle.dumps(entry)}
+    entry, content = _copy(compiled)
+    files = {REGION: content}
     code = _generated(entry)
     if set(code.device_types) == {"cpu"}:
         built = _BuiltKernels()
@@ -163,6 +199,27 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
         exec(compile(source, "region", "exec", dont_inherit=True), {"__name__": "region", "_built_kernels": built})
         files |= {name: path.read_bytes() for name, path in built.paths.items()}
     return files
+
+
+def source_of_region(compiled: Callable[..., Any]) -> str:
+    """The Python that Inductor generated for a region that can be packed, kernels included.
+
+    Raises:
+        LoweringError: as `pack_region`.
+    """
+    return str(_generated(_copy(compiled)[0]).source_code)
+
+
+def _copy(compiled: Callable[..., Any]) -> tuple[Any, bytes]:
+    """What torch keeps of a region, and the same pickled. Checked on 2.11 and 2.13."""
+    import torch._functorch.config as functorch
+
+    with functorch.patch("bundled_autograd_cache", True):
+        try:
+            entry = compiled.inner_fn.compiled_fn.serialize()  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            raise LoweringError("torch keeps no copy of it; are torch's own caches switched off?") from None
+        return entry, pickle.dumps(entry)
 
 
 def load_region(files: Mapping[str, bytes], folder: Path, settings: dict[str, Any]) -> Callable[..., Any]:
@@ -257,6 +314,31 @@ def _with_kernels(source: str, kernels: str) -> str:
     return source.replace(_STARTS_COMPILING, f"async_compile = {kernels}")
 
 
+def settle_kernels() -> None:
+    """Where Triton keeps kernels, say so now as Inductor would when it makes or loads its first one.
+
+    What is put there before is then found. Checked on 2.11 and 2.13.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(0))
+
+
+def early_kernels() -> list[Any]:
+    """Triton's objects of the kernels in compiled regions that start early, as far as this process has launched them.
+
+    Inductor launches all others by a library of its own. Checked on 2.11 and 2.13.
+    """
+    if "torch._inductor.codecache" not in sys.modules:
+        return []
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    made = (v for module in PyCodeCache.modules for v in vars(module).values() if isinstance(v, CachingAutotuner))
+    kernels = (result.kernel for kernel in made for result in kernel.compile_results)
+    return [k for k in kernels if getattr(getattr(k, "metadata", None), "launch_pdl", False)]
+
+
 def inductor_config() -> dict[str, Any]:
     """Every setting of Inductor that shapes what it generates, from defaults, the environment and assignments.
 
@@ -276,4 +358,9 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
     # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
     # left alone the sum is part of the norm behind it. Layouts of kernels are not timed when a process first runs them:
     # that takes longer than loading them, and sums would differ from process to process.
-    return {"triton.cudagraphs": False, "pattern_matcher": False, "triton.autotune_pointwise": False}
+    return {
+        "triton.cudagraphs": False,
+        "pattern_matcher": False,
+        "triton.autotune_pointwise": False,
+        EARLY: starts_early(device),
+    }

@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -96,12 +96,12 @@ def loaded_kernels(package: str) -> dict[str, LoadedKernel]:
     return found
 
 
-def launcher_libraries(kernels: list[LoadedKernel]) -> dict[str, Path]:
-    """The libraries that Triton built with a C compiler to launch these kernels, by their keys in its cache.
+def launcher_libraries(binaries: Iterable[Any]) -> dict[str, Path]:
+    """The libraries that Triton built with a C compiler to launch these kernels of its, by their keys in its cache.
 
     3.6 builds one per signature, 3.7 one for all; both one with helpers. Checked on 3.6 and 3.7.
     """
-    launched = [k.binary._run.launch for k in kernels if hasattr(k.binary._run, "launch")]
+    launched = [binary._run.launch for binary in binaries if hasattr(binary._run, "launch")]
     if not launched:
         return {}
     from triton.runtime import driver

@@ -26,7 +26,7 @@ from dgraph.cache.artifact import FORMAT
 from dgraph.torch_private import inductor_config
 
 PACKAGE = Path(__file__).parents[1]
-MAKERS = ("lowering/inductor.py", "lowering/regions.py", "shapes.py", "torch_private.py")
+MAKERS = ("early.py", "lowering/inductor.py", "lowering/regions.py", "shapes.py", "torch_private.py")
 """Sources of dgraph that turn a region's text into what Inductor compiles."""
 CAPTURERS = (
     "capture.py", "canonicalise.py", "frozen.py", "graph.py", "nodes.py", "shapes.py", "spec.py", "torch_private.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,16 @@ from torch import Tensor
 
 from dgraph.cache.key import Key, region_key, sources_of
 from dgraph.cache.store import Store
+from dgraph.early import hasty_kernels
 from dgraph.errors import LoweringError
-from dgraph.torch_private import compile_region, inductor_settings, load_region, pack_region
+from dgraph.torch_private import (
+    EARLY,
+    compile_region,
+    inductor_settings,
+    load_region,
+    pack_region,
+    source_of_region,
+)
 
 RegionFunction = Callable[..., Sequence[Tensor]]
 """Takes the region's inputs in order, returns its outputs in order."""
@@ -133,24 +142,28 @@ def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], N
 
 def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
     """A region compiled now and kept. Torch can store less than it can compile; then it is compiled as it is."""
-    hashes = "".join(sources_of(source.functions).values())
-    allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
     try:
-        module = source.module()
-        function = compile_region(module, _placeholders(module), source.options, allowed)
+        function = _with_copy(source)
         files = pack_region(function)
         _run(function, source.inputs)
     except Exception as error:
-        found = _compile(source)
+        found = _compile(source, early=False)
         store.warn(f"a compiled region cannot be kept in the artifact cache {store.root}: {_reason(error)}.")
         return found
     return Compiled(function, files, new=True, stored=store.put(key, files))
 
 
-def _compile(source: Source) -> Compiled:
+def _compile(source: Source, early: bool = True) -> Compiled:
+    """A region compiled now, with kernels that start early only if that is sound, and `early` is given."""
+    if early and source.options.get(EARLY):
+        with suppress(Exception):  # torch may keep no copy, which says what it generated
+            function = _with_copy(source)
+            _run(function, source.inputs)
+            return Compiled(function, {}, new=True)
+    options = source.options | ({EARLY: False} if EARLY in source.options else {})
     module = source.module()
     try:
-        function = compile_region(module, _placeholders(module), source.options)
+        function = compile_region(module, _placeholders(module), options)
         _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
@@ -158,6 +171,19 @@ def _compile(source: Source) -> Compiled:
             f"Use backend='eager' to run it op by op."
         ) from error
     return Compiled(function, {}, new=True)
+
+
+def _with_copy(source: Source) -> RegionFunction:
+    """A region of which torch keeps a copy. Should its kernels start early and not wait, it is compiled again."""
+    hashes = "".join(sources_of(source.functions).values())
+    allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
+    options = source.options
+    while True:
+        module = source.module()
+        function = compile_region(module, _placeholders(module), options, allowed)
+        if not options.get(EARLY) or not hasty_kernels(source_of_region(function)):
+            return function
+        options = {**options, EARLY: False}
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:

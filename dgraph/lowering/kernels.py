@@ -2,8 +2,9 @@
 
 Triton compiles a kernel when a launch first meets its constants and types, for a second or more, and keeps it in a
 cache of its own. A store holds one entry per module of kernels and kind of device (`dgraph.cache.key.kernel_keys`),
-with every specialisation that was ever launched there, and one with the libraries that launch them. Before the first
-launch all of them are put into Triton's cache, where it finds them by its own hash.
+with every specialisation that was ever launched there, and one with the libraries that launch them, and those kernels
+of compiled regions that start early (Inductor launches others by itself). Before the first launch all of them are put
+into Triton's cache, where it finds them by its own hash.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path, PurePath
 
 from dgraph.cache.key import LAUNCHERS, Key, kernel_keys
 from dgraph.cache.store import Store
+from dgraph.torch_private import early_kernels, settle_kernels
 from dgraph.triton_private import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
 
 PACKAGE = "dgraph.ops.triton"
@@ -71,9 +73,11 @@ class Kernels:
             self.keep()
 
     def prepare(self) -> None:
-        """Load Triton's helpers from the store, now: Inductor needs them for its own kernels, and moves the cache."""
-        if self._store is not None and self._put(self._store, [self._keys[LAUNCHERS]]):
-            load_helpers()
+        """Take what launches kernels from the store, now: Inductor needs it for its own, and would move the cache."""
+        if self._store is not None:
+            settle_kernels()
+            if self._put(self._store, [self._keys[LAUNCHERS]]):
+                load_helpers()
 
     def restore(self) -> None:
         """Put what the store has into Triton's cache, unless it is there. Does nothing while that folder stays."""
@@ -130,7 +134,7 @@ class Kernels:
         loaded = {name: kernel for name, kernel in loaded_kernels(PACKAGE).items() if name not in self._seen}
         self._seen |= loaded.keys()
         mine = {name: kernel for name, kernel in loaded.items() if kernel.target == self._target}
-        libraries = launcher_libraries(list(mine.values()))
+        libraries = launcher_libraries([*(kernel.binary for kernel in mine.values()), *early_kernels()])
         libraries = {name: path for name, path in libraries.items() if name not in self._seen}
         self._seen |= libraries.keys()
         return [

@@ -124,6 +124,7 @@ def test_settings_are_the_same_in_every_process() -> None:
 
 def test_sources_of_inlined_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(sources_of([NORM])) == {
+        "dgraph/early.py",
         "dgraph/lowering/inductor.py",
         "dgraph/lowering/regions.py",
         "dgraph/shapes.py",

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.triton.rows import dense_rows, offsets_block, owner_of, power_of_two
+from dgraph.ops.triton.rows import dense_rows, offsets_block, owner_of, power_of_two, start_of, wait
 
 
 def kernel(
@@ -35,6 +35,7 @@ def kernel(
         k, v, k_cache, v_cache, positions, page_table, cu_rows,
         b, k.stride(0), v.stride(0), page_table.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         k_cache.shape[1], kv_heads * d, power_of_two(kv_heads * d, 16, 4096), offsets_block(b), num_warps=4,
+        **start_of(k.device),
     )  # fmt: skip
 
 
@@ -43,7 +44,9 @@ def _write(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, table_ptr, cu_ptr,
     b, k_row, v_row, table_row, k_page, k_slot, v_page, v_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     row = tl.program_id(0)
     if row >= tl.load(cu_ptr + b):
         return

@@ -1,12 +1,16 @@
-"""What the kernels share: which sequence a row belongs to, and sizes of blocks."""
+"""What the kernels share: which sequence a row belongs to, sizes of blocks, and how small ones start."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgraph.early import starts_early
 from dgraph.errors import InputError
 
 MOST_OFFSETS = 512
@@ -40,9 +44,22 @@ def check_slots(op: str, **caches: Tensor) -> None:
             expected *= size
 
 
+def start_of(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch for a kernel that begins with `wait(EARLY)`: it starts early where that is possible."""
+    return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
+
+
 def offsets_block(b: int) -> int:
     """Offsets that `sequence_at` compares at once, for b sequences."""
     return power_of_two(b + 1, 16, MOST_OFFSETS)
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """The first line of a kernel that may start early: see `dgraph.early`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

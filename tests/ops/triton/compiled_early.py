@@ -1,0 +1,77 @@
+"""Kernels that start early as Triton compiles them for a GPU that need not be there.
+
+python -m tests.ops.triton.compiled_early
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compiled
+
+from dgraph.ops.triton.kv_write import _write
+from dgraph.ops.triton.paged_attention import _add_up, _attend
+from dgraph.triton_private import LoadedKernel, compilations, put
+
+ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
+
+
+def source(function: Any, early: bool) -> ASTSource:
+    """A kernel with small sizes; the attention with a rotation, and with shares of the keys."""
+    pointers = {n: "*bf16" for n in function.arg_names if n.endswith("_ptr") or n.endswith("_blocks")}
+    pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32") | {"positions_ptr": "*i64"}
+    pointers |= dict.fromkeys(("part_ptr", "mass_ptr"), "*fp32")
+    constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
+    constants |= {"SPLITS": 2, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1, "HEADS": 4}
+    constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
+    names = function.arg_names
+    types = {**dict.fromkeys(constants, "constexpr"), **pointers, "scale": "fp32"}
+    signature = {name: types.get(name, "i32") for name in names}
+    return ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items() if n in names})
+
+
+def described(function: Any, early: bool) -> dict[str, Any]:
+    """Where it waits, lets the next one start, and first touches memory; lines of its PTX."""
+    options = {"num_warps": 4, "num_stages": 2} | ({"launch_pdl": True} if early else {})
+    made = compiled(source(function, early), target=GPUTarget("cuda", 90, 32), options=options)
+    lines = made.asm["ptx"].splitlines()
+    return {
+        "hash": made.hash,
+        "early": made.metadata.launch_pdl,
+        "wait": [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line],
+        "launch": [i for i, line in enumerate(lines) if "griddepcontrol.launch_dependents" in line],
+        "access": next(i for i, line in enumerate(lines) if ACCESS.search(line)),
+        "branch": next(i for i, line in enumerate(lines) if re.search(r"\b(bra|ret)\b", line)),
+    }
+
+
+def restored(function: Any) -> dict[str, Any]:
+    """What becomes of a kernel that is loaded from the files that a store keeps, in another cache of Triton's."""
+    options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
+    target = GPUTarget("cuda", 90, 32)
+    first = compiled(source(function, True), target=target, options=options)
+    files = LoadedKernel("", "", first).files()
+    made = compilations("dgraph.ops.triton")
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=Path(os.environ["TRITON_CACHE_DIR"]).parent)
+    put(first.hash, files)
+    again = compiled(source(function, True), target=target, options=options)
+    same = again.hash == first.hash and again.asm["cubin"] == first.asm["cubin"]
+    return {"same": same, "early": again.metadata.launch_pdl, "compiled": made}
+
+
+def main() -> None:
+    """Print one JSON object."""
+    kernels = {f.__name__: f for f in (_attend, _add_up, _write)}
+    found: dict[str, Any] = {n: [described(f, early) for early in (True, False)] for n, f in kernels.items()}
+    print(json.dumps({**found, "restored": restored(_write)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Our kernels that start early: that they wait first, as compiled here, and on a GPU that results are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.early import starts_early
+from tests.ops.triton.problems import attention, moved
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None:
+    """In a process of its own, whose Triton compiles and does not interpret."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.triton.compiled_early"],
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path / "triton")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("restored") == {"same": True, "early": True, "compiled": []}
+    assert set(found) == {"_attend", "_add_up", "_write"}
+    for name, (early, late) in found.items():
+        (wait,), (launch,) = early["wait"], early["launch"]
+        assert wait < launch < min(early["access"], early["branch"]), name
+        assert (early["early"], late["early"]) == (True, False), name
+        assert (late["wait"], late["launch"]) == ([], []), name
+        assert early["hash"] != late["hash"], name
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_launch_says_so_where_kernels_start_early(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.ops.triton import rows
+
+    monkeypatch.setattr(rows, "starts_early", lambda device: early)
+    expected = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    assert rows.start_of(torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer writes what the one before it made into the same pages, and attends to it."""
+    from dgraph.ops.triton import paged_attention, rows
+    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.kv_write import kernel as write
+
+    if not starts_early(torch.device("cuda", 0)):
+        pytest.skip("needs a device whose kernels start early")
+    counts, heads, d, page = (40, 0, 17, 64), 4, 64, 64
+    lengths = (300, 0, 100, 64)
+    args = moved(attention(counts, lengths, page=page, heads=(heads, heads), d=d), "cuda", torch.bfloat16)
+    q, k_cache, v_cache, table, cu_rows, limit, scale = args
+    ends = zip(counts, lengths, strict=True)
+    positions = torch.tensor([length - n + i for n, length in ends for i in range(n)], device="cuda")
+    positions = torch.cat([positions, positions.new_zeros(len(q) - len(positions))])
+    plan = Plan(64, 64, splits, 4, 3)
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(16):
+            write(x, x.flip(2), k_cache, v_cache, positions, table, cu_rows)
+            x = paged_attention.kernel(x, k_cache, v_cache, table, cu_rows, limit, scale, plan=plan)
+        return x
+
+    def captured() -> list[Tensor]:
+        start, before = q.clone(), (k_cache.clone(), v_cache.clone())
+        layers(start)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layers(start)
+        found = []
+        for _ in range(10):
+            k_cache.copy_(before[0])
+            v_cache.copy_(before[1])
+            graph.replay()
+            found.append(result.clone())
+        k_cache.copy_(before[0])
+        v_cache.copy_(before[1])
+        return found
+
+    early = captured()
+    monkeypatch.setattr(rows, "starts_early", lambda device: False)
+    late = captured()
+    assert late[0].isfinite().all()
+    assert late[0].any()
+    for one in (*early, *late):
+        assert torch.equal(one, late[0])
