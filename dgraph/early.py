@@ -36,15 +36,25 @@ _PLAIN_CALLS = {f"tl.{name}" for name in ("arange", "full", "num_programs", "pro
 """What may stand in front of a wait: it touches no memory."""
 
 
+VARIABLE = "TORCHINDUCTOR_ENABLE_PDL"
+"""Torch's own variable for its kernels: "1" has those of regions start early as well, "0" none at all."""
+
+
 @lru_cache
 def starts_early(device: torch.device) -> bool:
-    """Whether kernels on a device start early.
-
-    TORCHINDUCTOR_ENABLE_PDL=0 in the environment, torch's own variable for its kernels, switches it off.
-    """
+    """Whether kernels of ours on a device start early."""
     if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
         return False
-    return os.environ.get("TORCHINDUCTOR_ENABLE_PDL") != "0" and torch.cuda.get_device_capability(device) >= FIRST
+    return os.environ.get(VARIABLE) != "0" and torch.cuda.get_device_capability(device) >= FIRST
+
+
+def regions_start_early(device: torch.device) -> bool:
+    """Whether kernels that Inductor generates for a device start early: where somebody asks for it.
+
+    A step of one sequence gains 8 % from it, a large batch next to nothing. But torch loads such kernels by way of
+    Triton, and builds a library to launch each kind: every start of a process takes seconds longer.
+    """
+    return os.environ.get(VARIABLE) == "1" and starts_early(device)
 
 
 def hasty_kernels(source: str) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
-from dgraph.early import starts_early
+from dgraph.early import regions_start_early
 from dgraph.errors import LoweringError
 
 __all__ = [
@@ -362,5 +362,5 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
         "triton.cudagraphs": False,
         "pattern_matcher": False,
         "triton.autotune_pointwise": False,
-        EARLY: starts_early(device),
+        EARLY: regions_start_early(device),
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dgraph.early import hasty_kernels, starts_early
+from dgraph.early import hasty_kernels, regions_start_early, starts_early
 
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 LOAD, STORE = "tmp0 = tl.load(in_ptr0 + (x0), xmask)", "tl.store(out_ptr0 + (x0), tmp0, xmask)"
@@ -127,6 +127,8 @@ def test_where_kernels_start_early(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert starts_early(torch.device(device, 0)) is expected
+    asked = environment.get("TORCHINDUCTOR_ENABLE_PDL") == "1"
+    assert regions_start_early(torch.device(device, 0)) is (expected and asked)
 
 
 def test_another_maker_of_gpus_has_no_such_launches(monkeypatch: pytest.MonkeyPatch) -> None:

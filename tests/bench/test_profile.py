@@ -75,6 +75,7 @@ def test_every_kernel_has_a_name_of_its_own_and_one_group() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNEL_FILES.glob("*.py"))]
     jit = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and _is_jit(node)]
     called = {ast.unparse(node.func) for f in jit for node in ast.walk(f) if isinstance(node, ast.Call)}
+    called |= {role for f in jit for role in _roles(f)}
     kernels = [function.name for function in jit if function.name not in called]
     assert {name for name in kernels if kernels.count(name) > 1} == {SUMS}
     grouped = sorted(name for names in KERNELS.values() for name in names)
@@ -82,7 +83,16 @@ def test_every_kernel_has_a_name_of_its_own_and_one_group() -> None:
 
 
 def _is_jit(function: ast.FunctionDef) -> bool:
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    makers = ("triton.jit", "gluon.jit")
+    return any(ast.unparse(decorator).startswith(makers) for decorator in function.decorator_list)
+
+
+def _roles(function: ast.FunctionDef) -> list[str]:
+    """What warps of a kernel run, by their roles: functions that stand in front of their arguments."""
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    parts = [call.args[0] for call in calls if ast.unparse(call.func) == "gl.warp_specialize"]
+    pairs = (pair for part in parts if isinstance(part, ast.List) for pair in part.elts)
+    return [ast.unparse(pair.elts[0]) for pair in pairs if isinstance(pair, ast.Tuple)]
 
 
 def test_kernels_have_stages() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgraph import torch_private
 from dgraph.cache.store import Store
-from dgraph.early import starts_early
+from dgraph.early import regions_start_early
 from dgraph.errors import LoweringError
 from dgraph.lowering import inductor
 from dgraph.lowering.inductor import Source, compiled
@@ -131,7 +131,7 @@ def test_generated_kernels_wait_first() -> None:
 
 def test_the_settings_of_a_device_say_whether_its_kernels_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
     for early in (True, False):
-        monkeypatch.setattr(torch_private, "starts_early", lambda device, early=early: early)
+        monkeypatch.setattr(torch_private, "regions_start_early", lambda device, early=early: early)
         assert inductor_settings(torch.device("cuda", 0))[EARLY] is early
 
 
@@ -165,7 +165,8 @@ def test_kernels_of_regions_that_start_early_are_known(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_chain_of_kernels_equals_ops_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over columns and rows by turns, in integers, on memory that is used again: none may read too early."""
-    if not starts_early(torch.device("cuda", 0)):
+    monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "1")
+    if not regions_start_early(torch.device("cuda", 0)):
         pytest.skip("needs a device whose kernels start early")
 
     def mix(x: Tensor) -> list[tuple[int, Tensor]]:

@@ -132,9 +132,9 @@ def _attend_in_roles(
     table_ptr += s.to(gl.int64) * table_row
     gl.warp_specialize(
         [
-            (_multiply, (0, pointers, held, where, rest, GROUP, HEADS, ROWS, ROTATED)),
-            (_multiply, (1, pointers, held, where, rest, GROUP, HEADS, ROWS, ROTATED)),
-            (_load, (k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE)),
+            (_multiply_half, (0, pointers, held, where, rest, GROUP, HEADS, ROWS, ROTATED)),
+            (_multiply_half, (1, pointers, held, where, rest, GROUP, HEADS, ROWS, ROTATED)),
+            (_load_blocks, (k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE)),
         ],
         [4, 1],
         [MULTIPLYING, LOADING],
@@ -142,7 +142,7 @@ def _attend_in_roles(
 
 
 @gluon.jit
-def _load(k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE: gl.constexpr):
+def _load_blocks(k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE: gl.constexpr):
     """Blocks of keys and values into the ring, the last first."""
     _, k_held, v_held, full, empty = held
     STAGES: gl.constexpr = k_held.shape[0]
@@ -162,7 +162,7 @@ def _load(k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE: gl.constexpr)
 
 
 @gluon.jit
-def _multiply(
+def _multiply_half(
     half, pointers, held, where, rest,
     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
@@ -220,9 +220,9 @@ def _multiply(
         some = gl.maximum(blocks - plain, 1)
         for i in range(1, some):
             key = (blocks - 1 - i) * BLOCK_N
-            acc, weight, top, total = _block(i, key, limit, queries, held, acc, weight, top, total, scale, True)
+            acc, weight, top, total = _next_block(i, key, limit, queries, held, acc, weight, top, total, scale, True)
         for i in range(some, blocks):
-            acc, weight, top, total = _block(i, 0, limit, queries, held, acc, weight, top, total, scale, False)
+            acc, weight, top, total = _next_block(i, 0, limit, queries, held, acc, weight, top, total, scale, False)
         last = blocks - 1
         mbarrier.wait(full.index(STAGES + last % STAGES), last // STAGES & 1)
         acc = warpgroup_mma(weight, v_held.index(last % STAGES), acc, is_async=True)
@@ -278,7 +278,7 @@ def _hidden(score, key, limit):
 
 
 @gluon.jit
-def _block(i, key, limit, queries, held, acc, weight, top, total, scale, MASKED: gl.constexpr):
+def _next_block(i, key, limit, queries, held, acc, weight, top, total, scale, MASKED: gl.constexpr):
     """Scores of block i and values of the block before: the softmax of the one runs beside the product of the other."""
     _, k_held, v_held, full, empty = held
     STAGES: gl.constexpr = k_held.shape[0]
