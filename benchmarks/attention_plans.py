@@ -5,7 +5,8 @@
 A kernel on its own runs at the highest clocks that a card has; between the matrix products of a model, which take all
 the power there is, it is slower, and not every plan equally. So here each call stands between two products, inside of a
 CUDA graph that is replayed for a while, and its time is what the profiler says of the kernel. Rows are equal in all
-sequences, or those that FOCUS keeps under the trace `paper-sharegpt` in steps drawn at random.
+sequences, or those that FOCUS keeps under the trace `paper-sharegpt` in steps drawn at random. Where rows are equal and
+no heads share keys, torch's attention stands beside them, as cuDNN does it, on keys and values that lie dense.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import argparse
 import random as draws
 import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.kernels import copy_bandwidth, random
@@ -73,18 +77,29 @@ class Inputs:
         return kernel(*args, plan=plan)
 
 
-def microseconds(sets: list[Inputs], plan: Any) -> tuple[float, float]:
+def dense(sequences: int, rows: int, keys: int, heads: int) -> Callable[[], Tensor]:
+    """A call of torch's attention, which cuDNN computes."""
+    q, k, v = random(sequences, heads, rows, D), *(random(sequences, heads, keys, D) for _ in range(2))
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return call
+
+
+def microseconds(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
     """Medians of the attention kernel and of what adds up its shares, between matrix products."""
     x, w = random(4096, 4096), random(12288, 4096)
-    for inputs in sets:
-        inputs.call(plan)
+    for call in calls:
+        call()
     torch.mm(x, w.t())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for inputs in sets:
+        for call in calls:
             torch.mm(x, w.t())
-            inputs.call(plan)
+            call()
     for _ in range(SETTLE):
         graph.replay()
     torch.cuda.synchronize()
@@ -92,12 +107,10 @@ def microseconds(sets: list[Inputs], plan: Any) -> tuple[float, float]:
         for _ in range(MEASURED):
             graph.replay()
         torch.cuda.synchronize()
-    times: dict[str, list[float]] = {"_attend": [], "_attend_in_roles": [], "_add_up": []}
-    for event in found.events():
-        if event.name in times:
-            times[event.name].append(event.time_range.end - event.time_range.start)
-    attending = times["_attend"] or times["_attend_in_roles"]
-    return statistics.median(attending), statistics.median(times["_add_up"] or [0.0])
+    spent = [(event.name, event.time_range.end - event.time_range.start) for event in found.events()]
+    attending = [time for name, time in spent if name in ("_attend", "_attend_in_roles") or "sdpa" in name]
+    added = [time for name, time in spent if name == "_add_up"]
+    return statistics.median(attending), statistics.median(added or [0.0])
 
 
 def main() -> None:
@@ -122,8 +135,12 @@ def main() -> None:
         plans |= {f"{m} x {n}, {w} warps, {s} stages": Plan(m, n, 1, w, s) for m, n, w, s in TILES}
         for label, plan in plans.items():
             error = float((sets[0].call(plan).float() - want).norm() / want.norm())
-            kernel, added = microseconds(sets, plan)
+            kernel, added = microseconds([partial(inputs.call, plan) for inputs in sets])
             lines.append([name, label, kernel, added, floor, work / kernel, f"{error:.0e}"])
+            print(*lines[-1], sep="\t", flush=True)
+        if heads == kv_heads and len(set(rows)) == 1:
+            kernel, _ = microseconds([dense(len(rows), rows[0], keys, heads) for _ in range(SETS)])
+            lines.append([name, "torch, dense keys", kernel, 0.0, floor, work / kernel, ""])
             print(*lines[-1], sep="\t", flush=True)
     columns = ["sequences x rows, keys, heads", "plan", "kernel us", "adding up us", "floor us", "TFLOP/s", "apart"]
     report.table("paged_attention between products", columns, lines, "Apart: relative, from its own plan.")

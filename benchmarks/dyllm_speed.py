@@ -5,9 +5,9 @@
 Every arm commits a fixed number of tokens per step. Random weights say nothing about how many rows are salient, so
 DyLLM is measured with what the weights give (tau) and with salient rows drawn as the paper's Table 4 lists them for
 four layers, interpolated over the others. The table gives the mean number of salient rows over steps, of which every
-fourth runs on the prompt as well; so a row is salient with the probability that makes this mean (arm "table"), prompt
-and response alike. Arm "shares" reads the same numbers as shares of the 256 response rows and gives prompt rows those
-shares too, which is twice as many salient rows. Arm "exact" is "table" with `update=False`.
+fourth (`--period`) runs on the prompt as well; so a row is salient with the probability that makes this mean (arm
+"table"), prompt and response alike. Arm "shares" reads the same numbers as shares of the 256 response rows and gives
+prompt rows those shares too, which is twice as many salient rows. Arm "exact" is "table" with `update=False`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ from dgraph.shapes import InputSpec
 # Salient rows at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}
 ARMS = ("table", "fast_dllm", "tau", "shares", "exact")
-KINDS_BEHIND = 10
-"""Steps behind which each kind was seen."""
-RESPONSE_ONLY = 3 / 4
-"""Share of the steps that leave the prompt out."""
 
 
 def shares(shape: str, layers: int, rows: float) -> tuple[float, ...]:
@@ -99,9 +95,9 @@ def scripted(model: Model, share: tuple[float, ...], **options: Any) -> dgraph.R
     return replace(recipe, phases=phases)
 
 
-def capture(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> None:
+def capture(program: Optimized, prompts: list[list[int]], tokens: int, steps: int, enough_steps: int) -> None:
     """Meet every kind of step once: the full ones, those with the prompt and those without."""
-    seen = iter(range(KINDS_BEHIND))
+    seen = iter(range(enough_steps))
 
     def enough(progress: Progress) -> None:
         if next(seen, None) is None:
@@ -131,7 +127,11 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.99)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
-    parser.add_argument("--full-steps", type=int, default=12, help="timed steps of the original loop")
+    parser.add_argument("--original-steps", type=int, default=12, help="timed steps of the original loop")
+    parser.add_argument("--full-steps", type=int, default=4, help="of dyllm, at the beginning of a response")
+    parser.add_argument(
+        "--period", type=int, default=4, help="of dyllm: every so many steps forward the prompt, too; 0: none"
+    )
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)
@@ -146,21 +146,22 @@ def main() -> None:
     prompts = torch.randint(10, model.spec.vocab // 2, (args.batch, args.prompt), generator=draw)
     masks = torch.full((args.batch, args.tokens), model.spec.mask_id)
     canvas = torch.cat([prompts, masks], dim=1).to(args.device)
-    original = seconds_per_step(model, canvas, args.tokens, args.full_steps)
+    original = seconds_per_step(model, canvas, args.tokens, args.original_steps)
     print(f"original loop: {1e3 * original:.1f} ms per step", flush=True)
 
-    mean = args.tokens + (1 - RESPONSE_ONLY) * args.prompt  # rows of a sparse step
+    mean = args.tokens + (args.prompt / args.period if args.period else 0)  # rows of a sparse step
+    schedule = {"full_steps": args.full_steps, "response_only_period": args.period}
     layers = model.spec.layers
     drawn = shares(args.shape, layers, mean)
     arms = {
-        "table": ("dyllm, rows of Table 4", scripted(model, drawn)),
+        "table": ("dyllm, rows of Table 4", scripted(model, drawn, **schedule)),
         "fast_dllm": ("fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)),
-        "tau": (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau)),
+        "tau": (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau, **schedule)),
         "exact": (
             "dyllm, rows of Table 4, all attend",
-            scripted(model, drawn, update=False),
+            scripted(model, drawn, update=False, **schedule),
         ),
-        "shares": ("dyllm, Table 4 as shares", scripted(model, shares(args.shape, layers, args.tokens))),
+        "shares": ("dyllm, Table 4 as shares", scripted(model, shares(args.shape, layers, args.tokens), **schedule)),
     }
     report = Report(f"DyLLM at the {args.shape} shape")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
@@ -170,7 +171,7 @@ def main() -> None:
             program.transitions.often = 0  # a long run is what is measured
         for per_step in args.per_step:
             steps = args.block // per_step
-            capture(program, prompts.tolist(), args.tokens, steps)
+            capture(program, prompts.tolist(), args.tokens, steps, args.full_steps + args.period + 2)
             runs = [decode(program, prompts.tolist(), args.tokens, steps) for _ in range(args.repeat)]
             seconds = statistics.median(s for s, _ in runs)
             stats = runs[-1][1]
@@ -191,6 +192,7 @@ def main() -> None:
             "",
         ]
         title = f"{args.batch} sequences, prompt {args.prompt}, {args.tokens} new tokens, {per_step} per step"
+        title += f"; dyllm: {args.full_steps} full steps, prompt every {args.period}"
         report.table(title, columns, [first, *found])
     report.write(args.markdown, args.json)
 
