@@ -51,8 +51,8 @@ def starts_early(device: torch.device) -> bool:
 def regions_start_early(device: torch.device) -> bool:
     """Whether kernels that Inductor generates for a device start early: where somebody asks for it.
 
-    A step of one sequence gains 8 % from it, a large batch next to nothing. But torch loads such kernels by way of
-    Triton, and builds a library to launch each kind: every start of a process takes seconds longer.
+    A step of one sequence gains 8 % from it (benchmarks/RESULTS.md). But torch loads such kernels by way of Triton,
+    which builds a library to launch each kind: every start of a process takes seconds longer.
     """
     return os.environ.get(VARIABLE) == "1" and starts_early(device)
 
