@@ -89,7 +89,7 @@ def _reads_in_bounds(region: Region) -> bool:
     Inductor cannot see that a number is below a symbolic size, and on a GPU a check costs a branch in every kernel.
     Numbers from outside (token ids) are always checked.
     """
-    bounded = any((op := op_of(n.target)) is not None and op.name == "feature_take" for n in region.nodes)
+    bounded = any((op := op_of(n.target)) is not None and op.in_bounds for n in region.nodes)
     return bounded and not any(op_name(n.target) in _LOOK_UP for n in region.nodes)
 
 

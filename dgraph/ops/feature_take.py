@@ -48,5 +48,6 @@ OP = register(
         samples=samples,
         contract=CONTRACT,
         inline=True,
+        in_bounds=True,
     )
 )

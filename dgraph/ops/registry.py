@@ -46,6 +46,8 @@ class Op:
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
         ahead: of an inline op, computed in the first region that has what it reads, not in that of its first reader:
             every layer reads it, and would else be another region than the first.
+        in_bounds: of an inline op that looks up by numbers: they are in bounds by its contract, which a compiler cannot
+            see.
         cut: the host must read its result size; a program is cut into stages here.
         mutates: names of the arguments that it writes.
         own_keys: its keys have rows and offsets of their own, which may be another row set than that of its queries.
@@ -58,6 +60,7 @@ class Op:
     contract: str
     inline: bool = False
     ahead: bool = False
+    in_bounds: bool = False
     cut: bool = False
     mutates: tuple[str, ...] = ()
     own_keys: bool = False
