@@ -25,8 +25,8 @@ class Plan:
         splits: shares of the keys.
         warps, stages: of the attention kernel.
         bulk: load keys with the bulk copy engine where layout and device allow.
-        roles: give loading and multiplying to warps of their own where layout, dtype and device allow
-            (`attention_roles`); the other sizes are for where they do not.
+        roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
+            allow (`attention_roles`); the sizes are for where they do not.
     """
 
     block_m: int
@@ -99,10 +99,8 @@ def plan_for(
         """Rounds of programs, and the shares that must be added up."""
         return -(-programs * splits // room) / splits * (10 + splits)
 
-    if roles:
-        return Plan(128, 128, 1, 8, stages, bulk, roles)
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
-    return Plan(block_m, block_n, splits, warps, stages, bulk)
+    return Plan(block_m, block_n, splits, warps, stages, bulk, roles)
 
 
 @functools.cache

@@ -47,11 +47,9 @@ def understood(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def fits(q: Tensor, blocks: tuple[Blocks, Blocks]) -> bool:
-    """Whether the kernel takes such queries [N, H, D], and keys and values in blocks like these."""
-    if q.element_size() != 2 or q.shape[2] != HEAD_DIM or not understood(q.device):
-        return False
-    return all(b.block_shape == [KEYS, HEAD_DIM] and b.base.dtype == q.dtype for b in blocks)
+def fits(q: Tensor, cache: Tensor) -> bool:
+    """Whether the kernel takes such queries [N, H, D] and a cache of such keys; if that can be read in blocks."""
+    return q.element_size() == 2 and q.shape[2] == HEAD_DIM and q.dtype == cache.dtype and understood(q.device)
 
 
 def launch(

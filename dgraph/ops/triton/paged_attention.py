@@ -73,11 +73,13 @@ def kernel(
     q, page_table = dense_rows(q), dense_rows(page_table)
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
-    blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
     rotation = (dense_rows(rotation[0]), dense_rows(rotation[1])) if rotation is not None else None
-    if plan.roles and blocks is not None and attention_roles.fits(q, blocks):
-        attention_roles.launch(q, blocks, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
-        return out
+    if plan.roles and attention_roles.fits(q, k_cache):
+        wide = blocks_of(k_cache, v_cache, attention_roles.KEYS)
+        if wide is not None:
+            attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
+            return out
+    blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
     cos, sin = rotation or (q, q)
     part, mass = out, out
     if splits > 1:

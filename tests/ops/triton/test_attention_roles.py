@@ -40,9 +40,7 @@ def test_when_it_is_planned(
 ) -> None:
     from dgraph.ops.triton.attention_plan import plan_for
 
-    plan = plan_for(n, b, heads, d, page, 1280, itemsize, HOPPER)
-    assert plan.roles == roles
-    assert not roles or (plan.block_m, plan.block_n, plan.splits) == (128, 128, 1)
+    assert plan_for(n, b, heads, d, page, 1280, itemsize, HOPPER).roles == roles
 
 
 def test_elsewhere_the_plan_is_one_of_tiles(interpreted: Interpreter) -> None:
@@ -95,10 +93,9 @@ def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     turned = OPS["rope"].reference(q, *rotation) if rotated else q
     want = expected("paged_attention", moved((turned, *rest, scale), "cpu", torch.float32))
     there, cos_sin = moved((q, *rest, scale), "cuda"), moved(rotation, "cuda") if rotated else None
-    blocks = blocks_of(there[1], there[2], 128)
     if not attention_roles.understood(there[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
-    assert blocks is not None
-    assert attention_roles.fits(there[0], blocks)
-    got = kernel(*there, plan=Plan(128, 128, 1, 8, 5, roles=True), rotation=cos_sin)
+    assert attention_roles.fits(there[0], there[1])
+    assert blocks_of(there[1], there[2], attention_roles.KEYS) is not None
+    got = kernel(*there, plan=Plan(64, 64, 1, 4, 5, roles=True), rotation=cos_sin)
     compare([got[:live]], [want[0][:live]], 2e-2)
