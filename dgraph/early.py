@@ -32,6 +32,8 @@ import torch
 FIRST = (9, 0)
 """The compute capability from which on kernels can start early."""
 
+WAIT = "tl.extra.cuda.gdc_wait()"
+"""The line of a kernel's source behind which what was launched before it has ended."""
 _PLAIN_CALLS = {f"tl.{name}" for name in ("arange", "full", "num_programs", "program_id", "zeros")}
 """What may stand in front of a wait: it touches no memory."""
 
@@ -103,7 +105,7 @@ def _waits(tree: ast.Module, name: str) -> bool:
     for function in tree.body:
         if isinstance(function, ast.FunctionDef) and function.name == name:
             for statement in function.body:
-                if ast.unparse(statement) == "tl.extra.cuda.gdc_wait()":
+                if ast.unparse(statement) == WAIT:
                     return True
                 if not isinstance(statement, ast.Assign | ast.AnnAssign) or not _is_plain(statement):
                     return False

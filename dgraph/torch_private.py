@@ -22,7 +22,7 @@ from torch import Tensor
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
-from dgraph.early import regions_start_early
+from dgraph.early import WAIT, regions_start_early
 from dgraph.errors import LoweringError
 
 __all__ = [
@@ -143,7 +143,7 @@ def compile_region(
         )
 
 
-_START = ["tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"]
+_START = [WAIT, "tl.extra.cuda.gdc_launch_dependents()"]
 
 
 @contextlib.contextmanager

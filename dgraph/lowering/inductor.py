@@ -160,10 +160,9 @@ def _compile(source: Source, early: bool = True) -> Compiled:
             function = _with_copy(source)
             _run(function, source.inputs)
             return Compiled(function, {}, new=True)
-    options = source.options | ({EARLY: False} if EARLY in source.options else {})
     module = source.module()
     try:
-        function = compile_region(module, _placeholders(module), options)
+        function = compile_region(module, _placeholders(module), {**source.options, EARLY: False})
         _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
@@ -177,13 +176,15 @@ def _with_copy(source: Source) -> RegionFunction:
     """A region of which torch keeps a copy. Should its kernels start early and not wait, it is compiled again."""
     hashes = "".join(sources_of(source.functions).values())
     allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
-    options = source.options
-    while True:
+
+    def made(options: dict[str, Any]) -> RegionFunction:
         module = source.module()
-        function = compile_region(module, _placeholders(module), options, allowed)
-        if not options.get(EARLY) or not hasty_kernels(source_of_region(function)):
-            return function
-        options = {**options, EARLY: False}
+        return compile_region(module, _placeholders(module), options, allowed)
+
+    function = made(source.options)
+    if source.options.get(EARLY) and hasty_kernels(source_of_region(function)):
+        function = made({**source.options, EARLY: False})
+    return function
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:

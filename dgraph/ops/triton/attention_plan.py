@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dgraph.ops.triton.attention_roles import HEAD_DIM, KEYS, ROWS
 from dgraph.ops.triton.rows import power_of_two
 
 MANY = 1024
 """Rows of a sequence from which on wider tiles pay."""
-FULL = 128
-"""Stacked rows of a sequence from which on warps in roles pay: their tile."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def plan_for(
     (`benchmarks.attention_plans`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
     them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
     a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
-    which read the keys less often, where it has a thousand. Where rows fill a tile of 128, and tiles the device, warps
-    with roles of their own are faster than either.
+    which read the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own,
+    and tiles the device, these are faster than either.
 
     block_m: stacked rows of a tile; default: as above.
     """
@@ -77,8 +76,8 @@ def plan_for(
     elif block_m is None:
         block_m = 16 if 2 * per_sequence * group <= 16 else 64 if per_sequence < MANY else 128
         block_m = max(block_m, power_of_two(group))
-        tiles = max(b, 1) * (per_sequence * group // FULL) * kv_heads
-        roles = width == d == 128 and page % 128 == 0 and block_m <= 128 and tiles >= multiprocessors
+        tiles = max(b, 1) * (per_sequence * group // ROWS) * kv_heads
+        roles = d == HEAD_DIM and page % KEYS == 0 and group <= ROWS and tiles >= multiprocessors
     # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
     most = next((size for size in (128, 64, 32) if page % size == 0), 0)
     bulk, stages = True, 5

@@ -19,11 +19,12 @@ from triton.compiler import compile as compiled
 from dgraph.ops.triton.kv_write import _write
 from dgraph.ops.triton.paged_attention import _add_up, _attend
 from dgraph.triton_private import LoadedKernel, compilations, put
+from tests.ops.triton.compiled import source_of
 
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
 
 
-def source(function: Any, early: bool) -> ASTSource:
+def source(function: Any, early: bool) -> Any:
     """A kernel with small sizes; the attention with a rotation, and with shares of the keys."""
     pointers = {n: "*bf16" for n in function.arg_names if n.endswith("_ptr") or n.endswith("_blocks")}
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32") | {"positions_ptr": "*i64"}
@@ -31,10 +32,7 @@ def source(function: Any, early: bool) -> ASTSource:
     constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
     constants |= {"SPLITS": 2, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1, "HEADS": 4}
     constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
-    names = function.arg_names
-    types = {**dict.fromkeys(constants, "constexpr"), **pointers, "scale": "fp32"}
-    signature = {name: types.get(name, "i32") for name in names}
-    return ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items() if n in names})
+    return source_of(ASTSource, function, constants, {**pointers, "scale": "fp32"})
 
 
 def described(function: Any, early: bool) -> dict[str, Any]:

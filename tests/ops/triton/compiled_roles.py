@@ -13,6 +13,7 @@ from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from dgraph.ops.triton import attention_roles
+from tests.ops.triton.compiled import source_of
 
 
 def source() -> Any:
@@ -26,11 +27,7 @@ def source() -> Any:
         **{"STAGES": attention_roles.STAGES, "OFFSETS": 32, "ROTATED": True},
     }
     types = {**pointers, "k_blocks": blocks, "v_blocks": blocks, "scale": "fp32"}
-    names = function.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    places = {name: (place,) for place, name in enumerate(names)}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}
-    return GluonASTSource(function, signature, {places[name]: value for name, value in constants.items()}, aligned)
+    return source_of(GluonASTSource, function, constants, types)
 
 
 def main() -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 
 from dgraph.ops import OPS
+from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import attention, compare, expected, moved
 
@@ -52,13 +47,7 @@ def test_elsewhere_the_plan_is_one_of_tiles(interpreted: Interpreter) -> None:
 
 
 def test_it_compiles_for_the_device_it_is_made_for() -> None:
-    """In a process of its own, whose Triton compiles and does not interpret."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton.compiled_roles"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = found_by("compiled_roles")
     # A first block, one with a mask, one without, and the last values: 8 instructions of 16 each, for two groups.
     assert found["products"] == 2 * 8 * (1 + 2 + 2 + 1)
     assert found["loads"] == 2 * 2, "keys and values, each in two halves of a row of 128 bytes"

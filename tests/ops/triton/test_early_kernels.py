@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,23 +9,14 @@ import torch
 from torch import Tensor
 
 from dgraph.early import starts_early
+from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
 pytest.importorskip("triton", reason="needs Triton")
 
 
 def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None:
-    """In a process of its own, whose Triton compiles and does not interpret."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.triton.compiled_early"],
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path / "triton")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = found_by("compiled_early", TRITON_CACHE_DIR=str(tmp_path / "triton"))
     assert found.pop("restored") == {"same": True, "early": True, "compiled": []}
     assert set(found) == {"_attend", "_add_up", "_write"}
     for name, (early, late) in found.items():
