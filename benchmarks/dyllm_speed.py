@@ -1,13 +1,15 @@
 """DyLLM against the original loop and against Fast-dLLM's dual cache, at a published shape with random weights.
 
-    python -m benchmarks.dyllm_speed --shape llada-8b --batch 16 --prompt 1024 --tokens 256
+    python -m benchmarks.dyllm_speed --shape llada-8b --batch 16 --prompt 1024 --tokens 256 --schedules 4/4 4/8 1/16
 
 Every arm commits a fixed number of tokens per step. Random weights say nothing about how many rows are salient, so
 DyLLM is measured with what the weights give (tau) and with salient rows drawn as the paper's Table 4 lists them for
 four layers, interpolated over the others. The table gives the mean number of salient rows over steps, of which every
-fourth (`--period`) runs on the prompt as well; so a row is salient with the probability that makes this mean (arm
-"table"), prompt and response alike. Arm "shares" reads the same numbers as shares of the 256 response rows and gives
-prompt rows those shares too, which is twice as many salient rows. Arm "exact" is "table" with `update=False`.
+fourth runs on the prompt as well (the published schedule); so a row is salient with the probability that makes this
+mean (arm "table"), prompt and response alike, under any schedule. Arm "shares" reads the same numbers as shares of the
+256 response rows and gives prompt rows those shares too, which is twice as many salient rows. Arm "exact" is "table"
+with `update=False`. A schedule is the number of full steps at the beginning of a response, and every how many steps
+behind them the prompt is forwarded, too (0: never).
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from dgraph.shapes import InputSpec
 # Salient rows at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}
 ARMS = ("table", "fast_dllm", "tau", "shares", "exact")
+PUBLISHED = 4
+"""Every so many steps of those that the table was measured on forward the prompt, too."""
 
 
 def shares(shape: str, layers: int, rows: float) -> tuple[float, ...]:
@@ -88,6 +92,12 @@ class ScriptSalience(Pass):
             report.did(f"{share:.3f} of the rows", layer)
 
 
+def schedule(text: str) -> tuple[int, int]:
+    """Full steps and period, from "4/8"."""
+    full, period = text.split("/")
+    return int(full), int(period)
+
+
 def scripted(model: Model, share: tuple[float, ...], **options: Any) -> dgraph.Recipe:
     """The recipe dyllm with salient rows by share."""
     recipe = dgraph.recipe("dyllm", model.spec, **options)
@@ -128,10 +138,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
     parser.add_argument("--original-steps", type=int, default=12, help="timed steps of the original loop")
-    parser.add_argument("--full-steps", type=int, default=4, help="of dyllm, at the beginning of a response")
-    parser.add_argument(
-        "--period", type=int, default=4, help="of dyllm: every so many steps forward the prompt, too; 0: none"
-    )
+    parser.add_argument("--schedules", nargs="+", type=schedule, default=[(4, 4)], metavar="FULL/PERIOD")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)
@@ -149,42 +156,50 @@ def main() -> None:
     original = seconds_per_step(model, canvas, args.tokens, args.original_steps)
     print(f"original loop: {1e3 * original:.1f} ms per step", flush=True)
 
-    mean = args.tokens + (args.prompt / args.period if args.period else 0)  # rows of a sparse step
-    schedule = {"full_steps": args.full_steps, "response_only_period": args.period}
     layers = model.spec.layers
-    drawn = shares(args.shape, layers, mean)
-    arms = {
-        "table": ("dyllm, rows of Table 4", scripted(model, drawn, **schedule)),
-        "fast_dllm": ("fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)),
-        "tau": (f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau, **schedule)),
-        "exact": (
-            "dyllm, rows of Table 4, all attend",
-            scripted(model, drawn, update=False, **schedule),
-        ),
-        "shares": ("dyllm, Table 4 as shares", scripted(model, shares(args.shape, layers, args.tokens), **schedule)),
-    }
+    drawn = shares(args.shape, layers, args.tokens + args.prompt / PUBLISHED)
+    doubled = shares(args.shape, layers, args.tokens)
+
+    def recipe_of(arm: str, options: dict[str, int]) -> tuple[str, dgraph.Recipe]:
+        match arm:
+            case "table":
+                return "dyllm, rows of Table 4", scripted(model, drawn, **options)
+            case "exact":
+                return "dyllm, rows of Table 4, all attend", scripted(model, drawn, update=False, **options)
+            case "shares":
+                return "dyllm, Table 4 as shares", scripted(model, doubled, **options)
+            case "tau":
+                return f"dyllm, tau {args.tau}", dgraph.recipe("dyllm", model.spec, tau=args.tau, **options)
+            case _:
+                return "fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)
+
+    runs_of = [(arm, 4, 4) for arm in args.arms if arm == "fast_dllm"]
+    runs_of += [(arm, *found) for found in args.schedules for arm in args.arms if arm != "fast_dllm"]
     report = Report(f"DyLLM at the {args.shape} shape")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
-    for label, recipe in (arms[name] for name in args.arms):
+    for arm, full, period in runs_of:
+        label, recipe = recipe_of(arm, {"full_steps": full, "response_only_period": period})
+        plan = "" if arm == "fast_dllm" else f"{full}/{period}"
         program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine")
         if program.transitions is not None:
             program.transitions.often = 0  # a long run is what is measured
         for per_step in args.per_step:
             steps = args.block // per_step
-            capture(program, prompts.tolist(), args.tokens, steps, args.full_steps + args.period + 2)
+            capture(program, prompts.tolist(), args.tokens, steps, full + period + 2)
             runs = [decode(program, prompts.tolist(), args.tokens, steps) for _ in range(args.repeat)]
             seconds = statistics.median(s for s, _ in runs)
             stats = runs[-1][1]
             step = seconds / stats.steps
             peak = torch.cuda.max_memory_allocated() / 1e9 if args.device != "cpu" else 0.0
-            row = [label, stats.steps, 1e3 * step, original / step, stats.decoded / seconds, peak]
+            row = [label, plan, stats.steps, 1e3 * step, original / step, stats.decoded / seconds, peak]
             rows[per_step].append(row)
             print(per_step, *row, sep="\t", flush=True)
         del program
-    columns = ["arm", "steps", "ms/step", "original / this", "tokens/s", "peak GB"]
+    columns = ["arm", "schedule", "steps", "ms/step", "original / this", "tokens/s", "peak GB"]
     for per_step, found in rows.items():
         first: list[str | int | float] = [
             "original loop",
+            "",
             "",
             1e3 * original,
             1.0,
@@ -192,7 +207,6 @@ def main() -> None:
             "",
         ]
         title = f"{args.batch} sequences, prompt {args.prompt}, {args.tokens} new tokens, {per_step} per step"
-        title += f"; dyllm: {args.full_steps} full steps, prompt every {args.period}"
         report.table(title, columns, [first, *found])
     report.write(args.markdown, args.json)
 

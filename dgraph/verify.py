@@ -151,7 +151,7 @@ def _rows(graph: Graph) -> Iterable[str]:
     set."""
     for node in graph.calls:
         op = op_of(node.target)
-        gathers = op is not None and (op.name in ("compact", "keep_index", "list_kept") or op.own_keys)
+        gathers = op is not None and (op.name in ("compact", "keep_index", "list_kept") or op.own_rows)
         if gathers or node.target is operator.getitem:
             continue
         sets = {s: a.name for a in node.all_input_nodes if (s := graph.row_set(a)) is not None}

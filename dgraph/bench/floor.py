@@ -22,7 +22,8 @@ from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of
-from dgraph.passes.salience import finder
+from dgraph.ops import op_of
+from dgraph.passes.salience import of_masked
 
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
@@ -38,7 +39,7 @@ class StepCount:
     """What one step ran on.
 
     Attributes:
-        rows: live rows of each row set.
+        rows: live rows of each row set: all, those that are kept, those of them that are masked.
         keys: positions of the KV cache that one attention on each row set reads, over all sequences.
         head: rows that got logits.
     """
@@ -55,6 +56,7 @@ class Work:
     Attributes:
         products: per row set the linear layers and the mixtures of experts on it, and how many have that shape.
         listed: the same of those on rows that a step finds salient, how many only the device knows: one row counts.
+        masked: whether the last row set is that of the masked rows (OnlyMasked).
         attentions: per row set, how many.
         head: the LM head's weight, if it takes the masked rows alone.
         key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
@@ -64,6 +66,7 @@ class Work:
     products: tuple[dict[Shape, int], ...]
     listed: dict[Shape, int]
     attentions: tuple[int, ...]
+    masked: bool
     head: Shape | None
     key_bytes: int
     query_bytes: int
@@ -104,21 +107,21 @@ def work_of(graph: Graph) -> Work:
     counted, mixed = graph.find("rows_linear") + graph.find("rows_glu"), graph.find("experts")
     for node in plain + counted + mixed:
         shape: Shape = _mixture(node) if node in mixed else _shape(args_of(node)[1])
-        bounded = _on_listed(node) if node in mixed else node in counted
-        if bounded and finder(graph, node.meta["layer"]) is not None:
+        if (_sent_nowhere if node in mixed else _on_listed)(node):
             found = listed
         else:
             found = products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
-    heads = [_shape(args_of(node)[1]) for node in graph.find("lm_head")]
+    heads = [args_of(node) for node in graph.find("lm_head")]
     spec = graph.spec
     return Work(
         tuple(products),
         listed,
         tuple(attentions),
-        heads[0] if heads else None,
+        any(of_masked(graph, head[0]) for head in heads),
+        _shape(heads[0][1]) if heads else None,
         2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize,
         2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
         spec.dtype,
@@ -136,6 +139,12 @@ def _mixture(node: Node) -> Mixture:
 
 
 def _on_listed(node: Node) -> bool:
+    """Whether a linear layer runs on rows that are listed, and not on a row set of its own."""
+    offsets = args_of(node)[3] if op_of(node.target) is not None else None
+    return offsets is not None and offsets.target is operator.getitem and "rows" not in args_of(offsets)[0].meta
+
+
+def _sent_nowhere(node: Node) -> bool:
     """Whether the choices of experts are no longer those of the router: rows behind the listed ones go nowhere."""
     return args_of(node)[1].target is not operator.getitem
 

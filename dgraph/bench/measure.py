@@ -17,6 +17,7 @@ from dgraph.bench.arms import Arm
 from dgraph.bench.floor import Device, Floor, StepCount, floor_of, work_of
 from dgraph.bench.load import Load
 from dgraph.bench.profile import Enough, Profile, StepProfiler
+from dgraph.bench.record import evicts
 from dgraph.families import Model
 from dgraph.runtime.session import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -124,24 +125,26 @@ class Measured:
 class Counter:
     """An observer that counts the rows of each step.
 
-    row_sets: how many the step program has: 1, or 2 if it evicts rows.
+    evicts: whether the step program does. masked: whether its last layer runs on masked rows alone.
     """
 
-    row_sets: int
+    evicts: bool
+    masked: bool = False
     counts: list[StepCount] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
 
     def __call__(self, record: StepRecord) -> None:
         """Count one step."""
-        kept = record.kept
-        limits = [record.limit.long()]
-        if self.row_sets > 1:  # behind the eviction a sequence is visible up to its last kept row
-            last = _largest(record.sequence[kept], record.positions[kept] + 1)
-            limits.append(torch.minimum(limits[0], last[record.sequence])[kept])
-        sequences = [record.sequence, record.sequence[kept]]
-        keys = [int(_largest(s, x).sum()) for s, x in zip(sequences, limits, strict=False)]
-        rows = [len(kept), int(kept.sum())][: self.row_sets]
-        head = record.masked & kept if self.row_sets > 1 else record.masked
+        limit, found = record.limit.long(), [(torch.ones_like(record.masked), record.limit.long())]
+        if self.evicts:  # behind the eviction a sequence is visible up to its last kept row
+            last = _largest(record.sequence[record.kept], record.positions[record.kept] + 1)
+            limit = torch.minimum(limit, last[record.sequence])
+            found.append((record.kept, limit))
+        head = record.masked & found[-1][0]
+        if self.masked:
+            found.append((head, limit))
+        rows = [int(live.sum()) for live, _ in found]
+        keys = [int(_largest(record.sequence[live], seen[live]).sum()) for live, seen in found]
         self.counts.append(StepCount(tuple(rows), tuple(keys), int(head.sum())))
         self.committed.append(int(record.committed.sum()))
 
@@ -222,7 +225,7 @@ class Bench:
         memory = self._memory(optimized)
         tell("counting rows")
         work = work_of(optimized.graph("step"))
-        counter = Counter(len(work.products))
+        counter = Counter(evicts(optimized), work.masked)
         self._generate(optimized, observer=counter)
         profile = self._profile(optimized, runs[-1].steps, tell) if on_gpu else None
         tell("floor")

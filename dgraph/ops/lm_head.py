@@ -18,6 +18,8 @@ Only rows with masked = True are projected, in chunks of at most max_num_logits 
 are freed before the next chunk, so that they take max_num_logits * V values whatever K is.
 h [K, d]; weight [V, d]; bias [V] or None; masked bool[K]; temperature f32[K], >= 0; seed i64[K]
 -> token i64[K], confidence, margin, entropy f32[K] (float64 for float64).
+If packed, row i of h is the i-th masked row, and h has at least as many rows as are masked; rows behind them
+may hold anything.
 Logits are h @ weight.T + bias in the dtype of h; everything after that is in fp32. The id `suppress`
 (-1: none) counts as if its logit were -inf: a model must not answer a mask with a mask.
 temperature 0: the token of the largest logit (ties: lowest id); confidence is its softmax probability.
@@ -42,15 +44,18 @@ def reference(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
-    token = seed.new_full((h.shape[0],), -1)
+    token = seed.new_full(masked.shape, -1)
     confidence, margin = (h.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
+    first = 0
     for rows in masked.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
-            logits = F.linear(h[rows], weight, bias)
+            logits = F.linear(h[first : first + len(rows)] if packed else h[rows], weight, bias)
+            first += len(rows)
             found = decode_logits(logits, temperature[rows], seed[rows], suppress)
             token[rows], confidence[rows], margin[rows], entropy[rows] = found
             del logits  # or two chunks would be alive at once
@@ -127,8 +132,9 @@ def fake(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    confidence, margin, entropy = (h.new_empty(h.shape[0], dtype=numeric(h.dtype)) for _ in range(3))
+    confidence, margin, entropy = (h.new_empty(masked.shape, dtype=numeric(h.dtype)) for _ in range(3))
     return torch.empty_like(seed), confidence, margin, entropy
 
 
@@ -154,6 +160,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
             (h, weight, offset, masked, temperature, seed, chunk, suppress),
             (pad_rows(h, 3), weight, offset, *padded, chunk, suppress),
         )
+        front = pad_rows(h[masked], k - int(masked.sum()))  # as many rows as there may be masked ones
+        yield Sample(
+            f"{name}, packed",
+            (front, weight, offset, masked, temperature, seed, chunk, suppress, True),
+            (pad_rows(front, 5), weight, offset, *padded, chunk, suppress, True),
+        )
     twice = torch.randn(4, 6, generator=generator).repeat_interleave(2, dim=0)
     h, zero = torch.randn(3, 6, generator=generator), torch.zeros(3)
     yield Sample("one id", (h, twice[:1], None, torch.ones(3).bool(), zero, zero.long(), 2, -1))
@@ -166,12 +178,13 @@ OP = register(
         overload=define(
             "lm_head",
             "(Tensor h, Tensor weight, Tensor? bias, Tensor masked, Tensor temperature, Tensor seed, "
-            "SymInt max_num_logits, int suppress) -> (Tensor, Tensor, Tensor, Tensor)",
+            "SymInt max_num_logits, int suppress, bool packed=False) -> (Tensor, Tensor, Tensor, Tensor)",
             reference,
             fake,
         ),
         reference=reference,
         samples=samples,
         contract=CONTRACT,
+        own_rows=True,
     )
 )

@@ -50,7 +50,8 @@ class Op:
             see.
         cut: the host must read its result size; a program is cut into stages here.
         mutates: names of the arguments that it writes.
-        own_keys: its keys have rows and offsets of their own, which may be another row set than that of its queries.
+        own_rows: one of its arguments (keys, or rows that are packed) has rows of its own, which may be another row set
+            than that of the others.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Op:
     in_bounds: bool = False
     cut: bool = False
     mutates: tuple[str, ...] = ()
-    own_keys: bool = False
+    own_rows: bool = False
 
     def written(self, args: Sequence[Any]) -> list[Any]:
         """Those of a call's arguments that it writes, in order."""

@@ -234,6 +234,6 @@ OP = register(
         reference=reference,
         samples=samples,
         contract=CONTRACT,
-        own_keys=True,
+        own_rows=True,
     )
 )

@@ -13,6 +13,7 @@ from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.manager import run_passes
 from dgraph.passes.only_kv import OnlyKV
+from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.reuse_rows import ReuseRows
@@ -25,11 +26,12 @@ PASSES: dict[str, type[Pass]] = {
         FuseProjections,
         CacheKV,
         EvictTokens,
+        ChunkLMHead,
+        OnlyMasked,
         GateFFN,
         PartialAttention,
         ReuseRows,
         SparseKV,
-        ChunkLMHead,
         CountRows,
         FuseGLU,
         BoundRows,
@@ -50,6 +52,7 @@ __all__ = [
     "FuseProjections",
     "GateFFN",
     "OnlyKV",
+    "OnlyMasked",
     "PackRows",
     "PartialAttention",
     "Pass",

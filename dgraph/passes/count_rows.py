@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,19 +52,22 @@ class CountRows(Pass):
             graph.replace(cut, kept)
             counts[kept.meta["rows"]] = _offsets(graph, kept, report.name)
             report.did(f"row set {kept.meta['rows']} is counted on the device", kept.meta["layer"])
-        for node in graph.calls:
-            if counts and node.target is aten.linear.default:
-                self._linear(graph, node, counts, report)
+        count_linears(graph, counts, report)
         graph.propagate()
 
-    def _linear(self, graph: Graph, node: Node, counts: dict[str, Node], report: Report) -> None:
+
+def count_linears(graph: Graph, counts: Mapping[str, Node], report: Report) -> None:
+    """Let linear layers on these row sets run on as many rows as the offsets of each say, which are on the device."""
+    for node in graph.calls:
+        if node.target is not aten.linear.default:
+            continue
         x, weight, *bias = args_of(node)
         rows = graph.row_set(x)
-        if rows not in counts:  # in front of the eviction, where the host knows the number
-            return
+        if rows is None or rows not in counts:  # in front of the gather, where the host knows the number
+            continue
         if x.meta["val"].dim() != 2:
             report.skip(f"its input is {graph.type_text(x)}, not one vector per row; it runs on padding as well", node)
-            return
+            continue
         args = (x, weight, bias[0] if bias else None, counts[rows])
         counted = graph.call(OPS["rows_linear"], args, before=node, by=report.name)
         counted.meta["source"] = node.meta.get("source")

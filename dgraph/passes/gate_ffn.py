@@ -69,6 +69,8 @@ class GateFFN(Pass):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
         for attention in graph.find("paged_attention") + graph.find("partial_attention"):
             found = feed_forward(graph, attention)
+            if salience.of_masked(graph, attention):
+                found = "it runs on masked rows alone; in the next block they are others, of which nothing was kept"
             if isinstance(found, str):
                 report.skip(found, attention)
                 continue

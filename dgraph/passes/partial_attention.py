@@ -71,7 +71,7 @@ class PartialAttention(Pass):
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so there is nothing to update; run CacheKV first", node)
         for attention in graph.find("paged_attention"):
-            if reason := _obstacle(graph, attention) or _apart(graph, attention, report.name):
+            if reason := _obstacle(graph, attention, self.update) or _apart(graph, attention, report.name):
                 report.skip(reason, attention)
                 continue
             self._update(graph, attention, report)
@@ -97,6 +97,11 @@ class PartialAttention(Pass):
                     f"tau is {tau:g} in layer {layer}, but {op_name(drift.target)} finds its salient rows with "
                     f"{args_of(drift)[-1]:g}; give both passes the same tau."
                 )
+        if salience.of_masked(graph, attention):
+            graph.call(OPS["kv_write"], update, before=write, by=by)
+            graph.fx.erase_node(write)
+            report.did(f"{len(nodes)} calls for keys and values on salient rows, attention on masked rows", layer)
+            return
         graph.add_input(salience.FULL)
         full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
         if self.update:
@@ -130,14 +135,16 @@ class PartialAttention(Pass):
         return salience.listed(graph, flags, cu_rows, flags.next, by)
 
 
-def _obstacle(graph: Graph, attention: Node) -> str | None:
-    """Why an attention cannot be updated, or None."""
+def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
+    """Why an attention cannot be updated, or made to read what salient rows have written, or None."""
     layer = attention.meta["layer"]
     writes = graph.find("kv_write", layer) if layer is not None else []
     if len(writes) != 1:
         return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
-    rows = graph.row_set(attention)
-    if graph.row_set(args_of(writes[0])[0]) != rows:
+    rows = graph.row_set(args_of(writes[0])[0])
+    if update and salience.of_masked(graph, attention):
+        return "it runs on masked rows alone, so there is no context of the others to update; use update=False"
+    if graph.row_set(attention) != rows and not salience.of_masked(graph, attention):
         return "rows are evicted between the layer's keys and its attention"
     if graph.find("least_similar", layer):
         return "the layer runs on the rows whose values have turned already"

@@ -111,6 +111,12 @@ def count_salient(graph: Graph, by: str) -> None:
     graph.set_outputs({**graph.results(), SALIENT: counts})
 
 
+def of_masked(graph: Graph, node: Node) -> bool:
+    """Whether a value is over the masked rows alone (OnlyMasked): other ones in every step, and in every block."""
+    heads = (args_of(head) for head in graph.find("lm_head"))
+    return any(len(args) > 8 and args[8] and graph.row_set(args[0]) == graph.row_set(node) for args in heads)
+
+
 def of_weights(node: Node) -> bool:
     """Whether a value is computed from weights alone."""
     return all("input" not in n.meta for n in ancestors([node]))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import phases_of
+from dgraph.recipes.dense import ENDING, ending, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -40,7 +39,8 @@ def fast_dllm(
     if cache not in CACHES:
         raise UnknownName("cache of fast_dllm", cache, CACHES)
     plan = RowPlan(CACHES[cache], every=every)
-    return Recipe("fast_dllm", 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)
+    phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
+    return Recipe("fast_dllm", 2, phases, block_cache, plan=plan)
 
 
 def dkv_cache(
@@ -80,7 +80,8 @@ def dkv_cache(
     else:
         plan = RowPlan("next", every=2 if every is None else every, window=4 if window is None else window)
         cache = "off"
-    return Recipe("dkv_cache", 1, phases_of(spec, ChunkLMHead(max_num_logits)), cache, plan=plan)
+    phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
+    return Recipe("dkv_cache", 2, phases, cache, plan=plan)
 
 
 def vicinity(
@@ -103,7 +104,8 @@ def vicinity(
     """
     _bidirectional("vicinity", spec)
     plan = RowPlan("block", every=every, warm_up=warm_up, behind=behind, ahead=ahead)
-    return Recipe("vicinity", 1, phases_of(spec, ChunkLMHead(max_num_logits)), plan=plan)
+    phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
+    return Recipe("vicinity", 2, phases, plan=plan)
 
 
 def _bidirectional(recipe: str, spec: ModelSpec) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dgraph.passes.base import Pass
+from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.only_kv import OnlyKV
+from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.recipes.base import Phase, Recipe
 from dgraph.rowplan import RowPlan
@@ -24,14 +27,25 @@ GATED = frozenset({"FuseGLU"})
 BOUNDED = GATED | {"BoundRows"}
 """The same with BoundRows, which leaves a norm alone that experts read, and keys of which a part is rotated."""
 
+ENDING = BOUNDED | {"OnlyMasked"}
+"""Optional behind the layers: a program that keeps its logits runs its last layer on all rows."""
+
 
 def phases_of(spec: ModelSpec, *behind: Pass, optional: frozenset[str] = frozenset()) -> tuple[Phase, ...]:
     """The phases of a recipe whose step runs these passes behind `CACHED`; the optional ones may apply nowhere.
 
     A bidirectional model has no prefill: its first step forwards the prompt with everything else.
     """
-    step = Phase("step", (*CACHED, *behind), optional)
+    step = Phase("step", (*CACHED, *behind), optional & {p.name for p in behind})
     return (PREFILL, step) if spec.attention == "block_causal" else (step,)
+
+
+def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
+    """What a step ends in: logits of masked rows only, and on a bidirectional model, whose steps may forward the whole
+    canvas, a last layer of these rows only.
+    """
+    head = ChunkLMHead(max_num_logits)
+    return (head, OnlyMasked(), FuseGLU(), BoundRows()) if spec.attention == "bidirectional" else (head,)
 
 
 def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_num_logits: int = 2048) -> Recipe:
@@ -47,4 +61,5 @@ def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_n
         max_num_logits: rows whose logits exist at a time.
     """
     plan = RowPlan("all") if spec.attention == "bidirectional" else None
-    return Recipe("dense", 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, refresh, plan)
+    phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
+    return Recipe("dense", 2, phases, block_cache, refresh, plan)

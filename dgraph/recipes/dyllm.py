@@ -8,9 +8,10 @@ from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.gate_ffn import GateFFN
+from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import BOUNDED, phases_of
+from dgraph.recipes.dense import ENDING, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -55,7 +56,8 @@ def dyllm(
         partial: whether keys and values are projected for salient rows only, and attention is updated.
         update: where partial: whether the context of the other rows is the one of the step before, updated by what the
             changed values contribute (as published). False: they attend to all keys and values that there are, which is
-            exact, and at 1280 keys on an H200 faster, too (benchmarks/RESULTS.md).
+            exact, and at 1280 keys on an H200 faster, too (benchmarks/RESULTS.md). On a bidirectional model the last
+            layer then runs on masked rows alone, and keeps nothing of them.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
         refresh: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
@@ -90,9 +92,9 @@ def dyllm(
                 f"'off'."
             )
         plan = RowPlan("response", full_steps=0, every=every, warm_up=full, widen=period)
-    passes: tuple[Pass, ...] = (GateFFN(tau),) if gate else ()
+    passes: tuple[Pass, ...] = (ChunkLMHead(max_num_logits),)
+    passes += () if update or causal else (OnlyMasked(),)
+    passes += (GateFFN(tau),) if gate else ()
     passes += (PartialAttention(tau, update),) if partial else ()
-    glu: tuple[Pass, ...] = (FuseGLU(),) if gate else ()
-    passes += (ChunkLMHead(max_num_logits), *glu, BoundRows())
-    phases = phases_of(spec, *passes, optional=BOUNDED)
-    return Recipe("dyllm", 1, phases, block_cache, refresh, plan)
+    phases = phases_of(spec, *passes, FuseGLU(), BoundRows(), optional=ENDING)
+    return Recipe("dyllm", 2, phases, block_cache, refresh, plan)

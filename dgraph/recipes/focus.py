@@ -5,12 +5,11 @@ from __future__ import annotations
 from dgraph.errors import InputError
 from dgraph.passes.base import Pass
 from dgraph.passes.bound_rows import BoundRows
-from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.dense import BOUNDED, phases_of
+from dgraph.recipes.dense import BOUNDED, ENDING, ending, phases_of
 from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
@@ -51,8 +50,9 @@ def focus(
     if count not in COUNTS:
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
     evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
-    counted: tuple[Pass, ...] = (CountRows(), FuseGLU(), BoundRows()) if count == "device" else ()
-    passes = evict, ChunkLMHead(max_num_logits), *counted
-    phases = phases_of(spec, *passes, optional=BOUNDED if counted else frozenset())
+    passes: tuple[Pass, ...] = (evict, *ending(spec, max_num_logits))
+    if count == "device":
+        passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())
+    phases = phases_of(spec, *passes, optional=ENDING)
     plan = RowPlan("block") if spec.attention == "bidirectional" else None
-    return Recipe("focus", 1, phases, block_cache, refresh, plan)
+    return Recipe("focus", 2, phases, block_cache, refresh, plan)

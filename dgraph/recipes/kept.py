@@ -57,9 +57,9 @@ class Kept:
     def _phases(self, recipe: Recipe, select: SparseKV) -> tuple[Phase, ...]:
         """The recipe's step twice: where some sequence chooses, and where all of them reuse."""
         step = recipe.phase("step")
-        passes = [p for p in step.passes if not isinstance(p, ChunkLMHead)]
-        heads = [p for p in step.passes if isinstance(p, ChunkLMHead)]
+        at = next((i for i, p in enumerate(step.passes) if isinstance(p, ChunkLMHead)), len(step.passes))
+        front, behind = step.passes[:at], step.passes[at:]
         return tuple(
-            Phase(phase, (*passes, replace(select, reuse=reuse), *heads), step.optional)
+            Phase(phase, (*front, replace(select, reuse=reuse), *behind), step.optional)
             for phase, reuse in (("refresh", False), ("step", True))
         )

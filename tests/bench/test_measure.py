@@ -80,7 +80,7 @@ def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: 
 def test_the_rows_are_those_of_the_trace(model: Model, refresh: bool) -> None:
     """Whole blocks of one prompt, from the trace's first history on."""
     program = optimize(model, "focus", backend="eager", select="scripted", refresh=refresh)
-    counter = Counter(2)
+    counter = Counter(evicts=True)
     blocks = len(TRACE.histories)
     prompt = [[3] * (BLOCK * blocks)]  # its decoded blocks have the numbers blocks, blocks + 1, ...
     stats = program.generate(

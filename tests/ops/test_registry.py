@@ -168,7 +168,8 @@ def test_op_is_its_reference_and_mutates_what_it_declares(op: Op, sample: Sample
     called, referred = copy.deepcopy(sample.args), copy.deepcopy(sample.args)
     result = op.overload(*called)
     assert_close(tensors(result), tensors(op.reference(*referred)), rtol=0, atol=0, equal_nan=True)
-    for name, before, after, twin in zip(argument_names(op), sample.args, called, referred, strict=True):
+    names = argument_names(op)[: len(sample.args)]  # the last ones may be left out
+    for name, before, after, twin in zip(names, sample.args, called, referred, strict=True):
         if name in op.mutates:
             assert_close(after, twin, rtol=0, atol=0, equal_nan=True)
         else:

@@ -229,6 +229,7 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "ReuseRows": Effect.APPROXIMATE,
         "SparseKV": Effect.APPROXIMATE,
         "ChunkLMHead": Effect.REASSOCIATES,
+        "OnlyMasked": Effect.REASSOCIATES,
         "OnlyKV": Effect.EXACT,
     }
     for cls in PASSES.values():

@@ -11,7 +11,7 @@ import torch
 
 from dgraph.api import Result
 from dgraph.errors import InputError, UnknownName
-from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
+from dgraph.passes import BoundRows, CacheKV, ChunkLMHead, FuseGLU, FuseProjections, OnlyMasked, PackRows
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.rowplan import RowPlan
 from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
@@ -124,7 +124,8 @@ def test_there_is_no_prefill() -> None:
         assert [phase.name for phase in recipe(name).phases] == ["step"]
     for name in CACHED:
         passes = recipe(name, max_num_logits=7).phase("step").passes
-        assert passes == (PackRows(), FuseProjections(), CacheKV(), ChunkLMHead(7))
+        cached = (PackRows(), FuseProjections(), CacheKV())
+        assert passes == (*cached, ChunkLMHead(7), OnlyMasked(), FuseGLU(), BoundRows())
 
 
 @pytest.mark.parametrize("name", [*CACHED, "dense", "focus"])

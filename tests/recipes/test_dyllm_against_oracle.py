@@ -207,11 +207,12 @@ def recipe(**options: Any) -> Recipe:
 
 def test_its_passes_and_rows() -> None:
     assert [p.name for p in recipe().phase("step").passes] == [
-        "PackRows", "FuseProjections", "CacheKV", "GateFFN", "PartialAttention", "ChunkLMHead", "FuseGLU", "BoundRows",
+        "PackRows", "FuseProjections", "CacheKV", "ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows",
     ]  # fmt: skip
-    alone = [[p.name for p in recipe(**{name: False}).phase("step").passes][3:] for name in ("gate", "partial")]
-    assert alone[0] == ["PartialAttention", "ChunkLMHead", "BoundRows"]
-    assert alone[1] == ["GateFFN", "ChunkLMHead", "FuseGLU", "BoundRows"]
+    alone = [[p.name for p in recipe(**{name: False}).phase("step").passes][4:] for name in ("gate", "partial")]
+    assert alone == [["PartialAttention", "FuseGLU", "BoundRows"], ["GateFFN", "FuseGLU", "BoundRows"]]
+    exact = [p.name for p in recipe(update=False).phase("step").passes][3:]
+    assert exact == ["ChunkLMHead", "OnlyMasked", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
     assert [p.name for p in recipe().phases] == ["step"]
     assert recipe().plan == RowPlan("response", full_steps=0, warm_up=4, widen=4)
     assert recipe(every=3).plan == RowPlan("response", full_steps=0, every=3, warm_up=4, widen=4)

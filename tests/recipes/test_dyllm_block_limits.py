@@ -177,11 +177,12 @@ def test_its_phases_and_plan() -> None:
     built = recipe_of(block_cache="dc+", refresh=False)
     assert [p.name for p in built.phases] == ["prefill", "step"]
     assert "GateFFN" not in [p.name for p in built.phase("prefill").passes]
-    behind = ["GateFFN", "PartialAttention", "ChunkLMHead", "FuseGLU", "BoundRows"]
+    behind = ["ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
     assert [p.name for p in built.phase("step").passes][3:] == behind
     assert (built.block_cache, built.refresh) == ("dc+", False)
     assert built.plan == RowPlan("block", full_steps=1)
     assert recipe_of(full_steps=2, every=4).plan == RowPlan("block", full_steps=2, every=4)
+    assert "OnlyMasked" not in [p.name for p in recipe_of(update=False).phase("step").passes]
     assert Recipe.from_json(built.to_json()) == built
 
 

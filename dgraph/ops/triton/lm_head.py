@@ -3,6 +3,7 @@
 The host does not know which rows are masked. Of many rows, the device lists the masked ones, and each chunk of the list
 is gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks behind
 the last masked row end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
+Rows that are packed need no gathering; they are listed whatever their number, since their results belong elsewhere.
 
 Each row's vocabulary is reduced in shares, and the shares are combined in order: the two largest logits, the sum of
 exponentials and their mean distance to the maximum, and the token with its logit.
@@ -68,20 +69,26 @@ def kernel(
     seed: Tensor,
     max_num_logits: int,
     suppress: int,
+    packed: bool = False,
     listed: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgraph::lm_head; see its contract. `listed` says whether masked rows are listed; None: if there are many rows."""
+    """dgraph::lm_head; see its contract. `listed` says whether masked rows are listed; None: if there are many rows, or
+    they are packed.
+    """
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
-    n = h.shape[0]
+    n = masked.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     found = token, confidence, margin, entropy
     if n:
-        project = _listed_rows if (n > FEW if listed is None else listed) else _all_rows
         per_row = masked.contiguous(), temperature.contiguous(), seed.contiguous()
-        project(h, weight, bias, *per_row, min(n, max_num_logits), suppress, found)
+        chunk = min(n, max_num_logits)
+        if packed or (n > FEW if listed is None else listed):
+            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found)
+        else:
+            _all_rows(h, weight, bias, *per_row, chunk, suppress, found)
     return found
 
 
@@ -119,15 +126,20 @@ def _listed_rows(
     seed: Tensor,
     chunk: int,
     suppress: int,
+    packed: bool,
     found: Results,
 ) -> None:
-    n = h.shape[0]
     h, weight = dense_rows(h), dense_rows(weight)
     rows = list_masked(masked, chunk, *found)
-    buffer = torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
+    n = min(len(masked), len(h))  # as many may be masked
+    buffer = None if packed else torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
     for i, first in enumerate(range(0, n, chunk)):
-        part, some = rows.chunk(i, chunk), buffer[: n - first]
-        gather(h, part, some)
+        part = rows.chunk(i, chunk)
+        if buffer is None:
+            some = h[first : first + chunk]
+        else:
+            some = buffer[: n - first]
+            gather(h, part, some)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
         reduce_logits(logits, masked, temperature, seed, suppress, *found, listed=part)
         del logits  # or two chunks would be alive at once

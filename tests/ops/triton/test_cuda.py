@@ -168,6 +168,9 @@ def test_listed_rows_are_projected_as_all_rows_are(share: float, dtype: torch.dt
     args[1].mul_(1024**-0.5)
     args = (*args[:2], args[2].to(dtype), *args[3:])
     got, want = kernel(*args, listed=True), kernel(*args, listed=False)
+    packed = torch.full_like(args[0], torch.nan)
+    packed[: int(args[3].sum())] = args[0][args[3]]
+    compare(kernel(packed, *args[1:], True), got, 0.0)
     same = got[0] == want[0]
     # Where another id is as good up to rounding, it may win.
     assert (~same).sum() <= (0 if dtype == torch.float32 else 0.05 * int(args[3].sum()))

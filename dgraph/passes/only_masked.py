@@ -1,0 +1,138 @@
+"""OnlyMasked: the last layer runs on the rows that need logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.count_rows import count_linears
+from dgraph.passes.partial_attention import makers, take_apart
+from dgraph.passes.salience import Listed, obstacle
+
+aten = torch.ops.aten
+
+READS_ALL = ("attention", "packed_attention", "partial_attention", "sparse_attention")
+"""Attentions that cannot be left to some of their rows."""
+
+
+@dataclass(frozen=True)
+class OnlyMasked(Pass):
+    """Take masked rows alone through the last layer, from its queries on; keys and values are written for all rows.
+
+    Of a row that is not masked, nothing behind the last layer's keys and values is ever read: its logits decide
+    nothing. In a step over a whole canvas these are nearly all rows. The masked rows move to the front of as many as
+    there were, their number stays on the device, and the LM head is told that its rows are packed. A projection of
+    queries, keys and values together is taken apart, as in PartialAttention.
+
+        before  dgraph.kv_write(%10, %4, k_cache, v_cache, positions, page_table, cu_rows)
+                %11 = dgraph.paged_attention(%9, k_cache, v_cache, page_table, cu_rows, limit, 0.25)  f32[N, 4, 16]
+                %13 = linear(%12, self_attn.o_proj.weight)                                            f32[N, 64]
+                %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96)
+        after   dgraph.kv_write(%8, %5, k_cache, v_cache, positions, page_table, cu_rows)
+                %9, %10 = dgraph.list_kept(masked, cu_rows)                                           (i64[K], i32[b+1])
+                %12, ... = dgraph.compact([%1, limit, ...], %9)                                       (f32[K, 64], ...)
+                %17 = dgraph.rows_linear(%12, self_attn.q_proj.weight, None, %10)                     f32[K, 64]
+                %20 = dgraph.paged_attention(%19, k_cache, v_cache, page_table, %10, %14, 0.25)       f32[K, 4, 16]
+                %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96, True)
+
+    Run it behind CacheKV and ChunkLMHead, behind EvictTokens, and in front of GateFFN and PartialAttention: of which
+    rows are masked, they know nothing, so a last layer that runs on these has nothing to keep from step to step.
+
+    Reassociates: the same values on masked rows, but a product over fewer rows may sum in another order.
+    """
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "the last layer, behind its keys and values, on masked rows only"
+    changes_weights: ClassVar[bool] = True
+
+    def run(self, graph: Graph, report: Report) -> None:
+        by, layer = report.name, graph.spec.layers - 1
+        heads, writes = graph.find("lm_head"), graph.find("kv_write", layer)
+        attentions = graph.find("paged_attention", layer)
+        if not heads:
+            report.skip("no lm_head says which rows need logits; run ChunkLMHead first", graph.output)
+            return
+        if not writes or not attentions:
+            for node in (n for op in READS_ALL for n in graph.find(op, layer)):
+                report.skip(
+                    f"{op_name(node.target)} does not read a cache alone; OnlyMasked takes paged_attention", node
+                )
+            return
+        (head, *_), (write, *_), (attention, *_) = heads, writes, attentions
+        hidden, weight, bias, masked, *rest = args_of(head)
+        if reason := _obstacle(graph, attention, head):
+            report.skip(reason, attention)
+            return
+        queries = self._queries(graph, attention, write, by)
+        first = queries[0] if queries else attention
+        cu_rows = args_of(attention)[4]
+        kept = graph.call(
+            OPS["list_kept"], (masked, cu_rows), before=first, by=by, like=attention, rows=graph.new_row_set()
+        )
+        rows = Listed(*graph.parts(kept, 2, by))
+        self._move(graph, kept, {cu_rows: rows.cu_rows}, rows.index, head, by)
+        head.args = (hidden, weight, bias, masked, *rest[:4], True)
+        graph.sweep()
+        graph.propagate()
+        count_linears(graph, {kept.meta["rows"]: rows.cu_rows}, report)
+        report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
+
+    def _queries(self, graph: Graph, attention: Node, write: Node, by: str) -> list[Node]:
+        """The calls that make queries alone, moved behind the write of keys and values; none if others read them."""
+
+        def found() -> tuple[list[Node], list[Node]]:
+            return makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
+
+        take_apart(graph, *found(), "queries", by)
+        of_q, of_kv = found()
+        alone = [node for node in of_q if node not in of_kv]
+        if any(user not in alone and user is not attention for node in alone for user in node.users):
+            return []
+        place = write
+        for node in alone:
+            place.append(node)
+            place = node
+        return alone
+
+    def _move(self, graph: Graph, kept: Node, new: dict[Node, Node], index: Node, head: Node, by: str) -> None:
+        """Let what stands behind the list read masked rows alone; but for the LM head, whose results are for all."""
+        rows, order = graph.row_set(args_of(kept)[0]), {node: i for i, node in enumerate(graph.nodes)}
+        at = max(order[node] for node in (index, *new.values()))
+
+        def readers(node: Node) -> list[Node]:
+            return [user for user in node.users if order[user] > at and user not in (head, graph.output)]
+
+        over = [node for node in graph.nodes if order[node] < order[kept] and graph.row_set(node) == rows]
+        behind = {node: users for node in (*over, *new) if (users := readers(node))}
+        live = [node for node in behind if node not in new]
+        first = next(node for node in graph.nodes if order[node] > at)
+        compact = graph.call(OPS["compact"], (live, index), before=first, by=by, like=kept)
+        new = new | dict(zip(live, graph.parts(compact, len(live), by), strict=True))
+        for old, users in behind.items():
+            for user in users:
+                user.replace_input_with(old, new[old])
+
+
+def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
+    """Why the last layer cannot run on masked rows alone, or None."""
+    hidden, *_ = args_of(head)
+    rows = graph.row_set(attention)
+    if len(args_of(head)) > 8:
+        return "the last layer runs on masked rows already"
+    if graph.row_set(hidden) != rows:
+        return f"the LM head reads rows {graph.row_set(hidden)}, this attention makes rows {rows}"
+    behind: dict[Node, None] = {}
+    for node in graph.calls:
+        if node is not head and any(arg is attention or arg in behind for arg in node.all_input_nodes):
+            behind[node] = None
+    for node in behind:
+        if graph.output in node.users:
+            return f"the program returns {node.name}, of all rows"
+    return obstacle(behind)
