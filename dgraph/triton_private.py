@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -110,12 +112,34 @@ def launcher_libraries(binaries: Iterable[Any]) -> dict[str, Path]:
     for function in (driver.active.utils.load_binary, *launched):
         # A launcher of tensor descriptors is a closure around the function of the library.
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        for owner in (getattr(f, "__self__", None) for f in (function, *cells)):
-            if isinstance(owner, ModuleType) and (file := getattr(owner, "__file__", None)):
-                key = _key_of_folder(Path(file).parent.name)
-                if key is not None:
-                    found[key] = Path(file)
+        for file in (_library_of(f) for f in (function, *cells) if isinstance(f, BuiltinFunctionType)):
+            key = _key_of_folder(file.parent.name)
+            if key:
+                found[key] = file
     return found
+
+
+class _Place(ctypes.Structure):
+    """Dl_info of the C library."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("at", ctypes.c_void_p),
+    )
+
+
+def _library_of(function: BuiltinFunctionType) -> Path:
+    """The file that a function in C is of, by the address of its code.
+
+    Its module does not tell: all libraries that launch are modules of one name, and where one is loaded a second time,
+    Python fills the module of that name anew, which was another's.
+    """
+    address, place = ctypes.pythonapi.PyCFunction_GetFunction, _Place()
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object]
+    ctypes.CDLL(None).dladdr(ctypes.c_void_p(address(function)), ctypes.byref(place))
+    return Path(os.fsdecode(place.file or b""))
 
 
 def load_helpers() -> None:

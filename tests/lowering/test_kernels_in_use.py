@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
@@ -75,6 +76,46 @@ def test_libraries_that_launch_are_kept_and_loaded_first(
     assert list(files_below(triton_cache / name)) == [Path(module.__file__).name]
     Kernels("cuda 100", Store(tmp_path / "other")).prepare()
     assert asked == ["device"]
+
+
+def test_a_library_that_is_loaded_again_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton loads it for every kernel of a signature, and Python then fills the module of that name anew."""
+    from triton.runtime import driver
+
+    compiler = shutil.which("cc") or pytest.skip("needs a C compiler")
+    source = """
+        #include <Python.h>
+        static PyObject *launch(PyObject *self, PyObject *args) { Py_RETURN_NONE; }
+        static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+        static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+        PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+    """
+    (tmp_path / "launcher.c").write_text(source)
+    built = tmp_path / "launcher.so"
+    headers = f"-I{sysconfig.get_paths()['include']}"
+    subprocess.run([compiler, "-shared", "-fPIC", headers, tmp_path / "launcher.c", "-o", built], check=True)
+    names = [
+        "VOV2XK5LVOV2XK5LVOV2XK5LVOV2XK5LVOV2XK5LVOV2XK5LVOVQ",
+        "ZXG43TONZXG43TONZXG43TONZXG43TONZXG43TONZXG43TONZXGQ",
+    ]
+    launchers = []
+    for name in (*names, names[0]):
+        (tmp_path / name).mkdir(exist_ok=True)
+        file = tmp_path / name / built.name
+        if not file.exists():
+            shutil.copy(built, file)
+        spec = spec_from_file_location("launcher", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        launchers.append(module.launch)
+    assert Path(launchers[1].__self__.__file__).parent.name == names[0], "not its own"
+    monkeypatch.setattr(type(driver), "active", SimpleNamespace(utils=SimpleNamespace(load_binary=len)))
+    binaries = [SimpleNamespace(_run=SimpleNamespace(launch=launch)) for launch in launchers]
+    assert triton_private.launcher_libraries(binaries) == {
+        digit * 32: tmp_path / name / built.name for digit, name in zip(("ab", "cd"), names, strict=True)
+    }
 
 
 def test_the_listener_counts_ours_and_tells_who_listened_before(monkeypatch: pytest.MonkeyPatch) -> None:
