@@ -52,8 +52,8 @@ def dyllm(
         response_only_period: every so many steps behind the first full ones, all rows are forwarded; the first one is
             such a step. 0: never the prompt's again. Bidirectional models only; default 4, as published. 8 spares half
             of what takes most of the time, and changed next to nothing on the embedded model. Where several tokens are
-            committed per step, full steps take most of it: at four, two of them and a period of 0 are 1.6 times faster
-            than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/RESULTS.md).
+            committed per step, full steps take most of it: at four, two of them, a period of 0 and update=False are 1.6
+            times faster than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/RESULTS.md).
         gate: whether feed-forward networks run on salient rows only.
         partial: whether keys and values are projected for salient rows only, and attention is updated.
         update: where partial: whether the context of the other rows is the one of the step before, updated by what the
