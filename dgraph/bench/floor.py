@@ -21,8 +21,8 @@ from torch.fx import Node
 from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
 from dgraph.lowering.timing import graph_seconds
-from dgraph.nodes import args_of
-from dgraph.ops import op_of
+from dgraph.nodes import args_of, viewed
+from dgraph.ops import OPS, op_of
 from dgraph.passes.salience import of_masked
 
 COLD = 400e6
@@ -107,10 +107,7 @@ def work_of(graph: Graph) -> Work:
     counted, mixed = graph.find("rows_linear") + graph.find("rows_glu"), graph.find("experts")
     for node in plain + counted + mixed:
         shape: Shape = _mixture(node) if node in mixed else _shape(args_of(node)[1])
-        if (_sent_nowhere if node in mixed else _on_listed)(node):
-            found = listed
-        else:
-            found = products[row_sets.index(str(graph.row_set(node)))]
+        found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
@@ -139,14 +136,16 @@ def _mixture(node: Node) -> Mixture:
 
 
 def _on_listed(node: Node) -> bool:
-    """Whether a linear layer runs on rows that are listed, and not on a row set of its own."""
-    offsets = args_of(node)[3] if op_of(node.target) is not None else None
-    return offsets is not None and offsets.target is operator.getitem and "rows" not in args_of(offsets)[0].meta
-
-
-def _sent_nowhere(node: Node) -> bool:
-    """Whether the choices of experts are no longer those of the router: rows behind the listed ones go nowhere."""
-    return args_of(node)[1].target is not operator.getitem
+    """Whether a linear layer, or experts, run on rows that are listed, and these are no row set of their own."""
+    op, args = op_of(node.target), args_of(node)
+    if op in (OPS["rows_linear"], OPS["rows_glu"]):
+        part = args[3]
+    elif op is OPS["experts"] and args[1].target is torch.ops.aten.masked_fill.Scalar:
+        part = viewed(args_of(args[1])[1])  # index < 0: rows behind the listed ones go to no expert
+        part = args_of(part)[0]
+    else:
+        return False
+    return part.target is operator.getitem and "rows" not in args_of(part)[0].meta
 
 
 @dataclass

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
 
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.salience import Listed, nowhere, parts_of
 
 aten = torch.ops.aten
 
@@ -23,7 +23,8 @@ class CountRows(Pass):
 
     A cut makes the host read how many rows are kept, so that what follows runs on so many. Instead, the kept rows move
     to the front of as many as there were, their offsets say how many they are, and the others become padding: every op
-    over sequences leaves padding out already, and each linear layer becomes one that reads the count on the device. The
+    over sequences leaves padding out already, each linear layer becomes one that reads the count on the device, and
+    padding goes to no expert of a mixture. The
     program is one stage without a host read, which on a GPU is one CUDA graph per bucket of all rows.
 
         before  %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
@@ -42,7 +43,7 @@ class CountRows(Pass):
     summary: ClassVar[str] = "counts kept rows on the device: one stage, no host read, linear layers over that count"
 
     def run(self, graph: Graph, report: Report) -> None:
-        counts: dict[str, Node] = {}
+        lists: dict[str, Listed] = {}
         for cut in graph.find("keep_index"):
             keep, cu_rows, capacity = args_of(cut)
             if capacity >= 0:
@@ -50,32 +51,34 @@ class CountRows(Pass):
                 continue
             kept = graph.call(OPS["list_kept"], (keep, cu_rows), before=cut, by=report.name, rows=cut.meta["rows"])
             graph.replace(cut, kept)
-            counts[kept.meta["rows"]] = _offsets(graph, kept, report.name)
+            lists[kept.meta["rows"]] = parts_of(graph, kept, report.name)
             report.did(f"row set {kept.meta['rows']} is counted on the device", kept.meta["layer"])
-        count_linears(graph, counts, report)
+        count_products(graph, lists, report)
         graph.propagate()
 
 
-def count_linears(graph: Graph, counts: Mapping[str, Node], report: Report) -> None:
-    """Let linear layers on these row sets run on as many rows as the offsets of each say, which are on the device."""
+def count_products(graph: Graph, lists: Mapping[str, Listed], report: Report) -> None:
+    """Let linear layers and experts on these row sets stop behind the rows that each lists, on the device."""
     for node in graph.calls:
-        if node.target is not aten.linear.default:
+        if node.target not in (aten.linear.default, OPS["experts"].overload):
             continue
-        x, weight, *bias = args_of(node)
+        x, *others = args_of(node)
         rows = graph.row_set(x)
-        if rows is None or rows not in counts:  # in front of the gather, where the host knows the number
+        if rows is None or rows not in lists:  # in front of the gather, where the host knows the number
+            continue
+        if node.target is OPS["experts"].overload:
+            choice = others[0]
+            if choice.target is aten.masked_fill.Scalar:  # fewer rows are listed already
+                continue
+            node.replace_input_with(choice, nowhere(graph, choice, lists[rows].index, node, node, report.name))
+            report.did(f"rows behind the count of {rows} go to no expert", node.meta["layer"])
             continue
         if x.meta["val"].dim() != 2:
             report.skip(f"its input is {graph.type_text(x)}, not one vector per row; it runs on padding as well", node)
             continue
-        args = (x, weight, bias[0] if bias else None, counts[rows])
+        weight, *bias = others
+        args = (x, weight, bias[0] if bias else None, lists[rows].cu_rows)
         counted = graph.call(OPS["rows_linear"], args, before=node, by=report.name)
         counted.meta["source"] = node.meta.get("source")
         graph.replace(node, counted)
         report.did(f"linear over the count of {rows}", counted.meta["layer"])
-
-
-def _offsets(graph: Graph, kept: Node, by: str) -> Node:
-    """The offsets that `list_kept` makes; read by the cache already, or named now."""
-    found = next((user for user in kept.users if args_of(user)[1] == 1), None)
-    return found if found is not None else graph.parts(kept, 2, by)[1]

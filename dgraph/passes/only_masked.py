@@ -12,9 +12,9 @@ from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.count_rows import count_linears
+from dgraph.passes.count_rows import count_products
 from dgraph.passes.partial_attention import makers, take_apart
-from dgraph.passes.salience import Listed, obstacle
+from dgraph.passes.salience import obstacle, parts_of
 
 aten = torch.ops.aten
 
@@ -43,7 +43,8 @@ class OnlyMasked(Pass):
                 %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96, True)
 
     Run it behind CacheKV and ChunkLMHead, behind EvictTokens, and in front of GateFFN and PartialAttention: of which
-    rows are masked, they know nothing, so a last layer that runs on these has nothing to keep from step to step.
+    Run it behind CacheKV, EvictTokens and ChunkLMHead, and in front of CountRows, GateFFN and PartialAttention. Which
+    rows are masked changes from block to block, so the last two keep nothing of a layer that runs on these.
 
     Reassociates: the same values on masked rows, but a product over fewer rows may sum in another order.
     """
@@ -76,12 +77,12 @@ class OnlyMasked(Pass):
         kept = graph.call(
             OPS["list_kept"], (masked, cu_rows), before=first, by=by, like=attention, rows=graph.new_row_set()
         )
-        rows = Listed(*graph.parts(kept, 2, by))
+        rows = parts_of(graph, kept, by)
         self._move(graph, kept, {cu_rows: rows.cu_rows}, rows.index, head, by)
         head.args = (hidden, weight, bias, masked, *rest[:4], True)
         graph.sweep()
         graph.propagate()
-        count_linears(graph, {kept.meta["rows"]: rows.cu_rows}, report)
+        count_products(graph, {kept.meta["rows"]: rows}, report)
         report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
 
     def _queries(self, graph: Graph, attention: Node, write: Node, by: str) -> list[Node]:

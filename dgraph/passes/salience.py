@@ -88,12 +88,17 @@ def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like
     """The list of flagged rows: the one that is there, or a new one in front of a node."""
     for user in flags.users:
         if (op := op_of(user.target)) is not None and op.name == "list_kept":
-            parts = {args_of(part)[1]: part for part in user.users}
-            for i in {0, 1} - parts.keys():  # nobody has read it yet
-                parts[i] = graph.call(operator.getitem, (user, i), before=user.next, by=by, like=user)
-            return Listed(parts[0], parts[1])
+            return parts_of(graph, user, by)
     kept = graph.call(OPS["list_kept"], (flags, cu_rows), before=before, by=by, like=like)
     return Listed(*graph.parts(kept, 2, by))
+
+
+def parts_of(graph: Graph, kept: Node, by: str) -> Listed:
+    """What a `list_kept` makes, as nodes: those that are there, or new ones."""
+    parts = {args_of(part)[1]: part for part in kept.users}
+    for i in {0, 1} - parts.keys():  # nobody has read it yet
+        parts[i] = graph.call(operator.getitem, (kept, i), before=kept.next, by=by, like=kept)
+    return Listed(parts[0], parts[1])
 
 
 def count_salient(graph: Graph, by: str) -> None:
@@ -154,7 +159,7 @@ def move(
             target, made_by = OPS["rows_linear"], by
             args = (args[0], args[1], args[2] if len(args) > 2 else None, rows.cu_rows)
         elif target is OPS["experts"].overload:
-            args = (args[0], _nowhere(graph, args[1], rows.index, node, before, by), *args[2:])
+            args = (args[0], nowhere(graph, args[1], rows.index, node, before, by), *args[2:])
         copy = graph.call(target, args, node.kwargs, before=before, by=made_by, like=node)
         copy.meta["source"] = node.meta.get("source", "")
         new[node] = copy
@@ -166,7 +171,7 @@ def routes(node: Node) -> bool:
     return any((op := op_of(user.target)) is not None and op.name == "route" for user in node.users)
 
 
-def _nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
+def nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
     """`choice`, with expert -1 for the rows behind the listed ones."""
     behind = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
     behind = graph.call(aten.unsqueeze.default, (behind, 1), before=before, by=by, like=like)

@@ -52,7 +52,7 @@ def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_n
     """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
 
     A block-causal model keeps the keys and values of earlier blocks, which is exact. A bidirectional one recomputes the
-    whole canvas.
+    whole canvas, but for what nothing would read: the last layer of rows that are not masked.
 
     Args:
         spec: the model.

@@ -27,6 +27,7 @@ from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.cli.folders import write_checkpoint
 from tests.passes.sparse_step import family_of
+from tests.recipes.bidirectional import prompts_for, setup_of
 from tests.tiny import rewritten
 
 BLOCK, TOKENS = 8, 40
@@ -110,6 +111,24 @@ def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None
     assert 0 < floors[0].total < floors[1].total
     assert floors[0].attention < floors[1].attention
     assert floor_of(work, [], device).total == 0.0
+
+
+def test_a_last_layer_on_masked_rows_counts_as_those() -> None:
+    setup = setup_of("llada")
+    program = setup.optimized("dense", 16)
+    work = work_of(program.graph("step"))
+    # Fused projections: four products a layer, but in the last one keys and values on all rows, four on masked ones.
+    assert [sum(shapes.values()) for shapes in work.products] == [2 * 4 + 1, 4]
+    assert (work.masked, work.attentions, work.listed) == (True, (2, 1), {})
+    counter = Counter(evicts=False, masked=True)
+    stats = program.generate(input_ids=prompts_for(16), max_new_tokens=32, steps=4, observer=counter).stats
+    assert [c.rows[0] for c in counter.counts] == stats.step_rows
+    assert all(c.rows[1] == c.head < c.rows[0] for c in counter.counts)
+    assert all(0 < c.keys[1] <= c.keys[0] for c in counter.counts)
+    gated = work_of(setup.optimized("dyllm", 16, update=False).graph("step"))
+    assert len(gated.products) == 2
+    assert sum(gated.listed.values()) > 0
+    assert gated.products[1] == work.products[1], "the last layer is not gated"
 
 
 @pytest.mark.parametrize("family", ["llada", "llada2"])

@@ -64,6 +64,13 @@ def scene(cached: Graph, average: float = 1.0) -> Scene:
     return Scene(inputs, tokens, starts)
 
 
+def padded(inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """A bucket that is larger than the step."""
+    names = ("input_ids", "positions", "limit", "masked", "temperature", "seed")
+    zeros = {name: inputs[name].new_zeros(rows) for name in names if name in inputs}
+    return {**inputs, **{name: torch.cat([inputs[name], more]) for name, more in zeros.items()}}
+
+
 def prompt(s: int) -> list[int]:
     """What lies before the block of sequence s."""
     return draw(BLOCKS[s][0], 100 + s)

@@ -19,7 +19,7 @@ from dgraph.passes.base import Pass
 from dgraph.text.writer import dump
 from dgraph.verify import VerifyError, verify
 from tests.golden_files import check_golden
-from tests.passes.scene import Scene, scene
+from tests.passes.scene import Scene, padded, scene
 from tests.tiny import Hand, interpret, ops_of, report_of, rewritten
 
 LAYERS = 4
@@ -98,13 +98,6 @@ def test_a_value_in_front_of_the_eviction_may_not_meet_one_behind_it(counted: Gr
 
 
 # -- the same values ---------------------------------------------------------------------------------------------
-
-
-def padded(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """A bucket that is larger than the step."""
-    names = ("input_ids", "positions", "limit", "masked", "temperature", "seed")
-    zeros = {name: inputs[name].new_zeros(rows) for name in names if name in inputs}
-    return {**inputs, **{name: torch.cat([inputs[name], more]) for name, more in zeros.items()}}
 
 
 @pytest.mark.parametrize("options", [{}, {"after": 2}, {"keep": 3}, {"alpha": 2.5, "select": "bottom"}], ids=str)

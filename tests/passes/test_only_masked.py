@@ -13,6 +13,7 @@ from dgraph.passes import (
     BoundRows,
     CacheKV,
     ChunkLMHead,
+    CountRows,
     EvictTokens,
     FuseGLU,
     FuseProjections,
@@ -24,10 +25,9 @@ from dgraph.passes import (
 from dgraph.passes.base import Pass
 from dgraph.text.writer import dump
 from tests.golden_files import check_golden
-from tests.passes.scene import Scene, oracle_step, scene
+from tests.passes.scene import Scene, oracle_step, padded, scene
 from tests.passes.sparse_step import family_of
-from tests.passes.test_count_rows import padded
-from tests.tiny import MASK, interpret, report_of, rewritten
+from tests.tiny import MASK, caches_of, draw, interpret, report_of, rewritten, rows_of
 
 LAST = 3
 DECISION = ("token", "confidence", "margin", "entropy")
@@ -151,6 +151,35 @@ def test_on_every_family(family: str) -> None:
     before = rewritten(family_of(family).cached, ChunkLMHead())
     report = report_of(before, OnlyMasked())
     assert report.applied[-1].what == "queries and what follows on masked rows"
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
+def test_padding_goes_to_no_expert(family: str, evicts: bool) -> None:
+    """Behind masked rows, and behind an eviction that is counted on the device."""
+    cached = family_of(family).cached
+    front: list[Pass] = [EvictTokens(keep=2), ChunkLMHead()] if evicts else [ChunkLMHead()]
+    before = rewritten(cached, *front)
+    after = rewritten(before, OnlyMasked(), *([CountRows()] if evicts else []))
+    sequences = [[*draw(5, 1), *[MASK] * 3], [*draw(2, 2), *[MASK] * 6]]
+    found = []
+    for graph in (before, after):
+        routed: list[int] = []
+
+        def note(x: Tensor, choice: Tensor, *rest: Tensor, routed: list[int] = routed) -> Tensor:
+            routed.append(int((choice >= 0).any(1).sum()))
+            return OPS["experts"].reference(x, choice, *rest)  # type: ignore[no-any-return]
+
+        inputs = {**rows_of(sequences), **caches_of(cached.spec, [8, 8])}
+        found.append((interpret(graph, inputs, {"experts": note}), routed))
+    (want, all_rows), (got, live) = found
+    masked = want["token"] >= 0
+    assert 0 < int(masked.sum()) < len(masked)
+    assert len(live) == len(all_rows) == len(cached.find("experts"))
+    assert live == [*all_rows[:-1], int(masked.sum())]
+    kept = len(want["token"])
+    for name in DECISION:
+        torch.testing.assert_close(got[name][:kept], want[name], atol=1e-5, rtol=1e-5)
 
 
 # -- beside what keeps features ----------------------------------------------------------------------------------

@@ -128,6 +128,15 @@ def test_there_is_no_prefill() -> None:
         assert passes == (*cached, ChunkLMHead(7), OnlyMasked(), FuseGLU(), BoundRows())
 
 
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("name", [*CACHED, "dense", "focus"])
+def test_the_last_layer_is_for_masked_rows(family: str, name: str) -> None:
+    graph = setup_of(family).optimized(name, 16).graph("step")
+    (head,) = graph.find("lm_head")
+    assert head.args[8] is True
+    assert graph.row_set(head.args[0]) != graph.row_set(head)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", [*CACHED, "dense", "focus"])
 def test_json_says_all_of_a_recipe(name: str) -> None:
     value = recipe(name)
