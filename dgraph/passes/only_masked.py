@@ -42,7 +42,6 @@ class OnlyMasked(Pass):
                 %20 = dgraph.paged_attention(%19, k_cache, v_cache, page_table, %10, %14, 0.25)       f32[K, 4, 16]
                 %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96, True)
 
-    Run it behind CacheKV and ChunkLMHead, behind EvictTokens, and in front of GateFFN and PartialAttention: of which
     Run it behind CacheKV, EvictTokens and ChunkLMHead, and in front of CountRows, GateFFN and PartialAttention. Which
     rows are masked changes from block to block, so the last two keep nothing of a layer that runs on these.
 
