@@ -24,8 +24,8 @@ class CountRows(Pass):
     A cut makes the host read how many rows are kept, so that what follows runs on so many. Instead, the kept rows move
     to the front of as many as there were, their offsets say how many they are, and the others become padding: every op
     over sequences leaves padding out already, each linear layer becomes one that reads the count on the device, and
-    padding goes to no expert of a mixture. The
-    program is one stage without a host read, which on a GPU is one CUDA graph per bucket of all rows.
+    padding goes to no expert of a mixture. The program is one stage without a host read, which on a GPU is one CUDA
+    graph per bucket of all rows.
 
         before  %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
                 %27 = linear(%26, self_attn.o_proj.weight)                                      f32[K, 256]

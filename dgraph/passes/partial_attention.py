@@ -51,7 +51,7 @@ class PartialAttention(Pass):
         update: whether rows that did not project keys and values take their context from the step before, updated.
             False: all rows attend to the keys and values that there are (`paged_attention`, `drift`), and nothing of a
             context is left of earlier steps. That is not in the paper. It reads all values, and makes no difference of
-            them.
+            them. A layer that runs on masked rows alone (OnlyMasked) has no contexts to update, and needs it.
     """
 
     tau: float | tuple[float, ...] = 0.99
