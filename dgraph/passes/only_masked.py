@@ -18,7 +18,7 @@ from dgraph.passes.salience import obstacle, parts_of
 
 aten = torch.ops.aten
 
-READS_ALL = ("attention", "packed_attention", "partial_attention", "sparse_attention")
+OTHERS = ("attention", "packed_attention", "partial_attention", "sparse_attention")
 """Attentions that cannot be left to some of their rows."""
 
 
@@ -60,10 +60,8 @@ class OnlyMasked(Pass):
             report.skip("no lm_head says which rows need logits; run ChunkLMHead first", graph.output)
             return
         if not writes or not attentions:
-            for node in (n for op in READS_ALL for n in graph.find(op, layer)):
-                report.skip(
-                    f"{op_name(node.target)} does not read a cache alone; OnlyMasked takes paged_attention", node
-                )
+            for node in (n for op in OTHERS for n in graph.find(op, layer)):
+                report.skip(f"it is {op_name(node.target)}; only paged_attention is left to some of its rows", node)
             return
         (head, *_), (write, *_), (attention, *_) = heads, writes, attentions
         hidden, weight, bias, masked, *rest = args_of(head)

@@ -224,7 +224,7 @@ def test_without_an_lm_head_it_is_a_near_miss(cached: Graph) -> None:
 
 def test_without_a_cache_it_is_a_near_miss(packed: Graph) -> None:
     graph = rewritten(packed, ChunkLMHead())
-    assert reasons(graph) == ["dgraph.packed_attention does not read a cache alone; OnlyMasked takes paged_attention"]
+    assert reasons(graph) == ["it is dgraph.packed_attention; only paged_attention is left to some of its rows"]
 
 
 def test_twice_it_is_a_near_miss(cached: Graph) -> None:
@@ -234,7 +234,7 @@ def test_twice_it_is_a_near_miss(cached: Graph) -> None:
 
 def test_few_keys_are_a_near_miss() -> None:
     graph = rewritten(family_of("llada").cached, SparseKV("mask_voting", 0.0, (4,)), ChunkLMHead())
-    assert reasons(graph) == ["dgraph.sparse_attention does not read a cache alone; OnlyMasked takes paged_attention"]
+    assert reasons(graph) == ["it is dgraph.sparse_attention; only paged_attention is left to some of its rows"]
 
 
 @pytest.mark.parametrize("late", [GateFFN(0.9), PartialAttention(0.9, update=False)])
