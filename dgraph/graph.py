@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from dgraph.errors import VerifyError
 from dgraph.nodes import args_of
-from dgraph.ops import Op, op_of
+from dgraph.ops import OPS, Op, op_of
 from dgraph.shapes import Evaluator, InputSpec, Symbols
 from dgraph.spec import ModelSpec
 
@@ -181,11 +181,11 @@ class Graph:
         """The outputs by name."""
         return {name: self.result(name) for name in self.outputs}
 
-    def redirect(self, old: Node, new: Node, behind: Node) -> None:
-        """Let every reader of `old` that stands behind a node read `new` instead, except `new`'s own makers."""
+    def redirect(self, old: Node, new: Node, behind: Node, but: Collection[Node] = ()) -> None:
+        """Let readers of `old` that stand behind a node read `new` instead, except what makes `new`, and `but`."""
         order = {n: i for i, n in enumerate(self.fx.nodes)}
         for user in list(old.users):
-            if order[user] > order[behind] and user is not new:
+            if order[user] > order[behind] and user is not new and user not in but:
                 user.replace_input_with(old, new)
 
     def set_outputs(self, results: dict[str, Node]) -> None:
@@ -226,15 +226,46 @@ class Graph:
             node.meta["val"] = evaluator.call(node)
         self.output.meta["val"] = tuple(n.meta["val"] for n in args_of(self.output)[0])
 
-    def live_after(self, node: Node) -> list[Node]:
-        """Values defined up to and including `node` that a later node reads, in order; weights are left out."""
+    def live_after(self, node: Node, but: Collection[Node] = ()) -> list[Node]:
+        """Values defined up to and including `node` that a later node, none of `but`, reads, in order; weights are left
+        out.
+        """
         order = {n: i for i, n in enumerate(self.fx.nodes)}
         cut = order[node]
         live = [
             n for n in self.fx.nodes
-            if order[n] <= cut and "weight" not in n.meta and any(order[u] > cut for u in n.users)
+            if order[n] <= cut and "weight" not in n.meta and any(order[u] > cut and u not in but for u in n.users)
         ]  # fmt: skip
         return live
+
+    def gather(
+        self,
+        rows: str,
+        index: Node,
+        before: Node,
+        by: str,
+        instead: Mapping[Node, Node] | None = None,
+        but: Collection[Node] = (),
+    ) -> int:
+        """Let a node and those behind it read, of every value over a row set, the rows of an index alone.
+
+        Args:
+            rows: the row set.
+            index: i64[K], what `compact` takes.
+            before: the node.
+            by: the pass that gathers.
+            instead: what is gathered in place of a value.
+            but: nodes that go on reading all rows.
+
+        Returns:
+            How many values are gathered.
+        """
+        live = [n for n in self.live_after(before.prev, but) if self.row_set(n) == rows]
+        values = [(instead or {}).get(n, n) for n in live]
+        compact = self.call(OPS["compact"], (values, index), before=before, by=by)
+        for old, new in zip(live, self.parts(compact, len(live), by), strict=True):
+            self.redirect(old, new, behind=compact, but=but)
+        return len(live)
 
     def on_rows_of(self, name: str, like: Node, by: str) -> Node:
         """An input that has one entry per row, carried to the row set of `like`.

@@ -148,6 +148,41 @@ def test_redirect_turns_only_later_readers() -> None:
     assert late.args == (new, early)
 
 
+def test_some_readers_can_be_left_out() -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 4)
+    a = hand.call(aten.relu.default, x)
+    one, other = hand.call(aten.neg.default, a), hand.call(aten.abs.default, a)
+    graph = hand.returns(one=one, other=other)
+    assert graph.live_after(a, but=(one,)) == [a]
+    assert graph.live_after(a, but=(one, other)) == []
+    graph.redirect(a, x, behind=a, but=(other,))
+    assert (one.args, other.args) == ((x,), (a,))
+
+
+def test_what_stands_behind_a_gather_reads_its_rows() -> None:
+    hand = Hand()
+    x, flags, cu_rows = (
+        hand.input("x", "N", 4),
+        hand.input("flags", "N", dtype=torch.bool),
+        hand.input("cu_rows", "b+1", dtype=torch.int32),
+    )
+    y, limit = hand.call(aten.relu.default, x), hand.input("limit", "N")
+    kept = hand.call(OPS["list_kept"], flags, cu_rows)
+    kept.meta["rows"] = "K"
+    hand.graph.propagate()
+    (index,) = hand.graph.parts(kept, 1, "Test")
+    first = hand.call(aten.add.Tensor, y, x)
+    late, whole = hand.call(aten.mul.Tensor, first, y), hand.call(aten.neg.default, x)
+    graph = hand.returns(late=late, whole=whole, limit=limit)
+    assert graph.gather("N", index, first, "Test", but=(whole, graph.output)) == 2
+    (compact,) = graph.find("compact")
+    assert compact.args == ([x, y], index)
+    assert [graph.row_set(n) for n in first.all_input_nodes] == ["K", "K"]
+    graph.propagate()
+    assert [graph.row_set(n) for n in (late, whole, limit)] == ["K", "N", "N"]
+
+
 def test_a_copy_shares_weights_and_symbols_and_nothing_else() -> None:
     graph = small().graph
     other = graph.copy()

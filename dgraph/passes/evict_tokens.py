@@ -135,7 +135,7 @@ class EvictTokens(Pass):
         index, new_cu_rows = graph.parts(cut, 2, report.name)
         # Behind the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
         instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
-        carried = self._compact(graph, anchor, index, instead, report.name)
+        carried = graph.gather("N", index, anchor, report.name, instead)
         graph.redirect(cu_rows, new_cu_rows, behind=cut)
         graph.set_outputs({**graph.results(), "kept": index, "progress": new_progress, "score": score})
         graph.sweep()
@@ -168,11 +168,3 @@ class EvictTokens(Pass):
         q, k, scale = args_of(read)[0], args_of(write)[0], args_of(read)[-1]
         args = (q, k, graph.input("masked"), graph.input("cu_rows"), scale, self.pool)
         return graph.call(OPS["importance"], args, before=read, by=by)
-
-    def _compact(self, graph: Graph, anchor: Node, index: Node, instead: dict[Node, Node], by: str) -> int:
-        """Gather every value over N that `anchor` or a later node reads; returns how many."""
-        live = [n for n in graph.live_after(anchor.prev) if graph.row_set(n) == "N"]
-        compact = graph.call(OPS["compact"], ([instead.get(n, n) for n in live], index), before=anchor, by=by)
-        for old, new in zip(live, graph.parts(compact, len(live), by), strict=True):
-            graph.redirect(old, new, behind=compact)
-        return len(live)

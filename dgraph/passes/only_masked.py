@@ -75,7 +75,9 @@ class OnlyMasked(Pass):
             OPS["list_kept"], (masked, cu_rows), before=first, by=by, like=attention, rows=graph.new_row_set()
         )
         rows = parts_of(graph, kept, by)
-        self._move(graph, kept, {cu_rows: rows.cu_rows}, rows.index, head, by)
+        # What the program returns is of all rows, and so are the LM head's results.
+        graph.gather(str(graph.row_set(masked)), rows.index, first, by, but=(head, graph.output))
+        graph.redirect(cu_rows, rows.cu_rows, behind=kept)
         head.args = (hidden, weight, bias, masked, *rest[:4], True)
         graph.sweep()
         graph.propagate()
@@ -98,24 +100,6 @@ class OnlyMasked(Pass):
             place.append(node)
             place = node
         return alone
-
-    def _move(self, graph: Graph, kept: Node, new: dict[Node, Node], index: Node, head: Node, by: str) -> None:
-        """Let what stands behind the list read masked rows alone; but for the LM head, whose results are for all."""
-        rows, order = graph.row_set(args_of(kept)[0]), {node: i for i, node in enumerate(graph.nodes)}
-        at = max(order[node] for node in (index, *new.values()))
-
-        def readers(node: Node) -> list[Node]:
-            return [user for user in node.users if order[user] > at and user not in (head, graph.output)]
-
-        over = [node for node in graph.nodes if order[node] < order[kept] and graph.row_set(node) == rows]
-        behind = {node: users for node in (*over, *new) if (users := readers(node))}
-        live = [node for node in behind if node not in new]
-        first = next(node for node in graph.nodes if order[node] > at)
-        compact = graph.call(OPS["compact"], (live, index), before=first, by=by, like=kept)
-        new = new | dict(zip(live, graph.parts(compact, len(live), by), strict=True))
-        for old, users in behind.items():
-            for user in users:
-                user.replace_input_with(old, new[old])
 
 
 def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
