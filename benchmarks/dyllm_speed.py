@@ -1,15 +1,16 @@
 """DyLLM against the original loop and against Fast-dLLM's dual cache, at a published shape with random weights.
 
-    python -m benchmarks.dyllm_speed --shape llada-8b --batch 16 --prompt 1024 --tokens 256 --schedules 4/4 4/8 1/16
+    python -m benchmarks.dyllm_speed --shape llada-8b --batch 16 --prompt 1024 --schedules 4/4 4/8 --update off
 
 Every arm commits a fixed number of tokens per step. Random weights say nothing about how many rows are salient, so
 DyLLM is measured with what the weights give (tau) and with salient rows drawn as the paper's Table 4 lists them for
 four layers, interpolated over the others. The table gives the mean number of salient rows over steps, of which every
 fourth runs on the prompt as well (the published schedule); so a row is salient with the probability that makes this
 mean (arm "table"), prompt and response alike, under any schedule. Arm "shares" reads the same numbers as shares of the
-256 response rows and gives prompt rows those shares too, which is twice as many salient rows. Arm "exact" is "table"
-with `update=False`. A schedule is the number of full steps at the beginning of a response, and every how many steps
-behind them the prompt is forwarded, too (0: never).
+256 response rows and gives prompt rows those shares too, which is twice as many salient rows. Each of DyLLM's arms is
+run with contexts updated and with rows that all attend (`update=False`), as `--update` says. A schedule is the number
+of full steps at the beginning of a response, and every how many steps behind them the prompt is forwarded, too (0:
+never).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dgraph.shapes import InputSpec
 
 # Salient rows at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}
-ARMS = ("table", "fast_dllm", "tau", "shares", "exact")
+ARMS = ("table", "fast_dllm", "tau", "shares")
 PUBLISHED = 4
 """Every so many steps of those that the table was measured on forward the prompt, too."""
 
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
     parser.add_argument("--original-steps", type=int, default=12, help="timed steps of the original loop")
     parser.add_argument("--schedules", nargs="+", type=schedule, default=[(4, 4)], metavar="FULL/PERIOD")
+    parser.add_argument("--update", nargs="+", choices=("on", "off"), default=["on"], help="update contexts, or attend")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)
@@ -160,12 +162,10 @@ def main() -> None:
     drawn = shares(args.shape, layers, args.tokens + args.prompt / PUBLISHED)
     doubled = shares(args.shape, layers, args.tokens)
 
-    def recipe_of(arm: str, options: dict[str, int]) -> tuple[str, dgraph.Recipe]:
+    def recipe_of(arm: str, **options: Any) -> tuple[str, dgraph.Recipe]:
         match arm:
             case "table":
                 return "dyllm, rows of Table 4", scripted(model, drawn, **options)
-            case "exact":
-                return "dyllm, rows of Table 4, all attend", scripted(model, drawn, update=False, **options)
             case "shares":
                 return "dyllm, Table 4 as shares", scripted(model, doubled, **options)
             case "tau":
@@ -173,12 +173,17 @@ def main() -> None:
             case _:
                 return "fast_dllm dual", dgraph.recipe("fast_dllm", model.spec)
 
-    runs_of = [(arm, 4, 4) for arm in args.arms if arm == "fast_dllm"]
-    runs_of += [(arm, *found) for found in args.schedules for arm in args.arms if arm != "fast_dllm"]
+    runs_of = [(arm, 4, 4, "on") for arm in args.arms if arm == "fast_dllm"]
+    runs_of += [
+        (arm, *found, update)
+        for found in args.schedules for arm in args.arms for update in args.update if arm != "fast_dllm"
+    ]  # fmt: skip
     report = Report(f"DyLLM at the {args.shape} shape")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
-    for arm, full, period in runs_of:
-        label, recipe = recipe_of(arm, {"full_steps": full, "response_only_period": period})
+    for arm, full, period, update in runs_of:
+        options = {"full_steps": full, "response_only_period": period, "update": update == "on"}
+        label, recipe = recipe_of(arm, **options)
+        label += "" if update == "on" else ", all attend"
         plan = "" if arm == "fast_dllm" else f"{full}/{period}"
         program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine")
         if program.transitions is not None:
