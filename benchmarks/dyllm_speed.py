@@ -125,6 +125,12 @@ def decode(program: Optimized, prompts: list[list[int]], tokens: int, steps: int
     return time.perf_counter() - begin, stats
 
 
+def salient_rows(stats: GenerationStats, full: int) -> float:
+    """Salient rows of a batch: mean over layers with a gate and over steps behind the full ones; 0 without a gate."""
+    counts = [count for step in stats.salient[full:] for count in step]
+    return statistics.fmean(counts) if counts else 0.0
+
+
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,11 +202,12 @@ def main() -> None:
             stats = runs[-1][1]
             step = seconds / stats.steps
             peak = torch.cuda.max_memory_allocated() / 1e9 if args.device != "cpu" else 0.0
-            row = [label, plan, stats.steps, 1e3 * step, original / step, stats.decoded / seconds, peak]
+            salient = salient_rows(stats, full) / args.batch
+            row = [label, plan, stats.steps, 1e3 * step, original / step, stats.decoded / seconds, salient, peak]
             rows[per_step].append(row)
             print(per_step, *row, sep="\t", flush=True)
         del program
-    columns = ["arm", "schedule", "steps", "ms/step", "original / this", "tokens/s", "peak GB"]
+    columns = ["arm", "schedule", "steps", "ms/step", "original / this", "tokens/s", "salient rows", "peak GB"]
     for per_step, found in rows.items():
         first: list[str | int | float] = [
             "original loop",
@@ -209,6 +216,7 @@ def main() -> None:
             1e3 * original,
             1.0,
             args.batch * per_step / original,
+            "",
             "",
         ]
         title = f"{args.batch} sequences, prompt {args.prompt}, {args.tokens} new tokens, {per_step} per step"

@@ -23,9 +23,8 @@ class GenerationStats:
         rows: live rows by stage: "prefill" and the stages of the step program.
         padded: rows that these stages ran on, padding of the buckets included.
         commit_rows: rows of the first step stage that were forwarded to commit a decoded block.
-        seconds: by stage as its program observed them on the host, and "decode loop": everything else. On a
-        GPU
-            a stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
+        seconds: by stage as its program observed them on the host, and "decode loop": everything else. On a GPU a
+            stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
         salient: per step of the decode loop, the salient rows of each layer that has a gate (DyLLM, figure 5 and
             table 4) or runs on some of its rows (dLLM-Cache), all rows in a full step; empty where no layer does.
