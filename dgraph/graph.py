@@ -71,8 +71,12 @@ class Graph:
 
     def find(self, op: str, layer: int | None = None) -> list[Node]:
         """Calls of a dgraph op by its short name ("packed_attention"), in order, of one layer if given."""
-        found = [n for n in self.calls if (o := op_of(n.target)) is not None and o.name == op]
-        return found if layer is None else [n for n in found if n.meta["layer"] == layer]
+        if op not in OPS:
+            return []
+        # fx keeps its calls by target: passes that ask layer by layer do not read the whole graph each time.
+        targets = (OPS[op].overload, OPS[op].overload.overloadpacket)
+        found = [n for target in targets for n in self.fx.find_nodes(op="call_function", target=target)]
+        return sorted(n for n in found if layer is None or n.meta["layer"] == layer)
 
     def input(self, name: str) -> Node:
         """The placeholder of a run-time input."""
