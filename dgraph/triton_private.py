@@ -130,15 +130,17 @@ class _Place(ctypes.Structure):
     )
 
 
+_ADDRESS = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyCFunction_GetFunction", ctypes.pythonapi))
+
+
 def _library_of(function: BuiltinFunctionType) -> Path:
     """The file that a function in C is of, by the address of its code.
 
     Its module does not tell: all libraries that launch are modules of one name, and where one is loaded a second time,
     Python fills the module of that name anew, which was another's.
     """
-    address, place = ctypes.pythonapi.PyCFunction_GetFunction, _Place()
-    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object]
-    ctypes.CDLL(None).dladdr(ctypes.c_void_p(address(function)), ctypes.byref(place))
+    place = _Place()
+    ctypes.CDLL(None).dladdr(ctypes.c_void_p(_ADDRESS(function)), ctypes.byref(place))
     return Path(os.fsdecode(place.file or b""))
 
 
