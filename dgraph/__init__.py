@@ -9,7 +9,7 @@ from __future__ import annotations
 from dgraph.api import Optimized, Result, adopt, capture, load, optimize, recipe
 from dgraph.calibrate import calibrate
 from dgraph.calibration import Calibration
-from dgraph.errors import DgraphError
+from dgraph.errors import DgraphError, DgraphWarning
 from dgraph.families import Embedded, Family, Model
 from dgraph.graph import Graph
 from dgraph.phases import rewrite
@@ -23,6 +23,7 @@ __all__ = [
     "RECIPES",
     "Calibration",
     "DgraphError",
+    "DgraphWarning",
     "Embedded",
     "Family",
     "Graph",

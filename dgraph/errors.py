@@ -1,4 +1,4 @@
-"""Every error that dgraph raises on purpose.
+"""Every error that dgraph raises on purpose, and its warnings.
 
 All derive from `DgraphError`; the command line prints its message alone and exits with code 2. A message names the
 thing, what was expected, what was got and what to do.
@@ -7,7 +7,10 @@ thing, what was expected, what was got and what to do.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 
 class DgraphError(Exception):
@@ -56,3 +59,21 @@ class UnknownName(DgraphError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return self.message()
+
+
+class DgraphWarning(UserWarning):
+    """What dgraph found amiss and goes on with; the message says how."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called into dgraph: that is the reader's own, however deep the finding lies."""
+    frame: FrameType | None = sys._getframe()
+    packages = []
+    while frame is not None:
+        packages.append(frame.f_globals.get("__name__", "").partition(".")[0])
+        frame = frame.f_back
+    own = packages[0]
+    level = len(packages) - packages[::-1].index(own)
+    while level < len(packages) and packages[level] in ("contextlib", "torch"):  # what wraps dgraph's function
+        level += 1
+    warnings.warn(message, DgraphWarning, stacklevel=level + 1)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ import torch
 from torch import nn
 
 from dgraph.calibration import FILE, apply_calibration
-from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
+from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
 from dgraph.spec import ModelSpec
 
 GROUP = "dgraph.models"
@@ -227,5 +226,5 @@ def _calibrated(model: Model, folder: Path) -> Model:
     try:
         return replace(model, spec=apply_calibration(path, model.spec))
     except CheckpointError as error:
-        warnings.warn(f"{error} Until then no layer counts as more important than another.", stacklevel=4)
+        warn(f"{error} Until then no layer counts as more important than another.")
         return model

@@ -180,3 +180,9 @@ def test_progress_says_what_is_done(model: dgraph.Model, captured_before: None) 
     told: list[str] = []
     dgraph.optimize(model, "dense", backend="eager", progress=told.append)
     assert told[:3] == ["loading", "capturing", "rewriting for dense"]
+
+
+def test_a_warning_points_at_the_line_of_the_caller(dense: dgraph.Optimized) -> None:
+    with pytest.warns(dgraph.DgraphWarning, match=f"block_length={2 * BLOCK}, but .* was trained with {BLOCK}") as told:
+        dense.generate(input_ids=[[1, 2, 3]], max_new_tokens=2, block_length=2 * BLOCK)
+    assert [warning.filename for warning in told] == [__file__]

@@ -95,6 +95,7 @@ def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.Optimized) ->
     assert all((c.tokens.shape[0], c.block) == (2, dense.spec.block_length) for c in seen)
 
 
+@pytest.mark.filterwarnings("ignore:block_length=8, but:dgraph.errors.DgraphWarning")
 def test_guidance_compares_with_the_canvas_without_its_prompt() -> None:
     model = dgraph.load("tiny_llada")
     run = dgraph.optimize(model, "dense", backend="eager")

@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from dgraph.cache import artifact
 from dgraph.cache.artifact import Artifact, Damaged
 from dgraph.cache.key import Key
 from dgraph.cache.place import check_owner, default_folder, limit_of_environment
-from dgraph.errors import CacheError, InputError
+from dgraph.errors import CacheError, InputError, warn
 
 LOCK_SECONDS = 600.0
 """How long to wait for another process that makes the same artifact before making it as well."""
@@ -227,7 +226,7 @@ class Store:
         """Warn, once for each message."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warn(message)
 
 
 def open_store(cache: bool | str | Path | Store = True) -> Store | None:
@@ -252,7 +251,7 @@ def open_store(cache: bool | str | Path | Store = True) -> Store | None:
     try:
         return Store(default_folder())
     except CacheError as error:
-        warnings.warn(f"{error} Going on without it.", UserWarning, stacklevel=3)
+        warn(f"{error} Going on without it.")
         return None
 
 

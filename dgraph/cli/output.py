@@ -16,6 +16,7 @@ from rich.highlighter import RegexHighlighter
 from rich.table import Table
 from rich.theme import Theme
 
+from dgraph.errors import DgraphWarning
 from dgraph.text.notation import table as plain_table
 
 _THEME = Theme(
@@ -113,12 +114,13 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Each distinct `UserWarning` of dgraph as one line on stderr; those of torch and others not at all."""
+    """Each distinct `UserWarning` as one line on stderr, dgraph's and plugins'; those of torch not at all."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
         text = str(message)
-        if category is UserWarning and "/torch/" not in filename and text not in seen:
+        told = category is DgraphWarning or (category is UserWarning and "/torch/" not in filename)
+        if told and text not in seen:
             seen.add(text)
             ERR.print(f"warning: {text}")
 

@@ -11,13 +11,12 @@ Tasks that compare log-likelihoods are refused: see `NO_LIKELIHOOD`.
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dgraph.api import Optimized, optimize
-from dgraph.errors import InputError
+from dgraph.errors import InputError, warn
 from dgraph.families import load
 from dgraph.runtime.policies import chosen_policy
 
@@ -164,7 +163,7 @@ def adapter_of(
         raise InputError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}.")
     kind = None if dtype is None else getattr(torch, dtype)
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        warnings.warn(f"there is no GPU here; {pretrained} runs on the CPU instead of {device}.", stacklevel=2)
+        warn(f"there is no GPU here; {pretrained} runs on the CPU instead of {device}.")
         device = None
     rule = chosen_policy(policy, threshold, steps)
     model = load(pretrained, kind, device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, warn
 from dgraph.evaluate.arms import Arm
 from dgraph.evaluate.salience import Counted
 from dgraph.families import Model, embedded
@@ -188,7 +187,6 @@ class Store:
             raise InputError(f"--out {path} holds no results of an evaluation; name another file.")
         if damaged:
             shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-            warnings.warn(
-                f"{path}: {len(damaged)} damaged line(s) left out ({shown}); results that they held are decoded again.",
-                stacklevel=4,
+            warn(
+                f"{path}: {len(damaged)} damaged line(s) left out ({shown}); results that they held are decoded again."
             )

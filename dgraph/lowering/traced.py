@@ -9,7 +9,6 @@ but does not always read them first: torch 2.11 computes one update from what an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from dgraph.cache.store import Store
-from dgraph.errors import LoweringError
+from dgraph.errors import LoweringError, warn
 from dgraph.lowering.inductor import RegionFunction, Source, compiled, known
 from dgraph.shapes import DTYPES, Symbols
 from dgraph.torch_private import copy_all
@@ -181,7 +180,7 @@ class TraceCompiler:
             reason = str(error).partition("\n")[0] or type(error).__name__
             if (name, reason) not in self.refused:
                 self.refused.append((name, reason))
-                warnings.warn(f"{name} is not compiled and runs op by op: {reason}", UserWarning, stacklevel=2)
+                warn(f"{name} is not compiled and runs op by op: {reason}")
             return None
         if found is None:
             return None

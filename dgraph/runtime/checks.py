@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Mapping, Sequence
 
-from dgraph.errors import InputError, LoweringError, UnknownName
+from dgraph.errors import InputError, LoweringError, UnknownName, warn
 from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.rowplan import RowPlan
@@ -141,10 +140,9 @@ def check_request(
     if block_length < 1:
         raise InputError(f"block_length must be at least 1, got {block_length}.")
     if block_length != spec.block_length:
-        warnings.warn(
-            f"block_length={block_length}, but {spec.family} was trained with {spec.block_length}: "
-            f"answers may be worse.",
-            stacklevel=4,
+        warn(
+            f"block_length={block_length}, but {spec.family} was trained with {spec.block_length}: answers may be "
+            f"worse."
         )
     return [_check_prompt(spec, index, prompt, max_new_tokens, block_length) for index, prompt in enumerate(prompts)]
 

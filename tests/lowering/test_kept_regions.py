@@ -21,7 +21,7 @@ from tests.cache.stores import flip, folders
 from tests.lowering.one_region import inputs, region, run
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("error::UserWarning:dgraph")
+pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 
 def process(store: Path, **environment: str) -> subprocess.Popen[str]:
@@ -33,7 +33,7 @@ def process(store: Path, **environment: str) -> subprocess.Popen[str]:
 def result_of(running: subprocess.Popen[str]) -> dict[str, Any]:
     out, told = running.communicate(timeout=300)
     assert running.returncode == 0, told
-    assert "UserWarning" not in told, told
+    assert "DgraphWarning" not in told, told
     return json.loads(out)
 
 

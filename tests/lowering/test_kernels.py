@@ -22,7 +22,7 @@ from tests.lowering.one_kernel import HASH, KERNEL, TARGET, Binary, files_below
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("error::UserWarning:dgraph")
+pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 Said = dict[str, Any]
 
@@ -38,7 +38,7 @@ def process(store: Path, cache: Path, *blocks: int) -> subprocess.Popen[str]:
 def result_of(running: subprocess.Popen[str], warned: str = "") -> Said:
     out, told = running.communicate(timeout=300)
     assert running.returncode == 0, told
-    assert told.count("UserWarning") == bool(warned), told
+    assert told.count("DgraphWarning") == bool(warned), told
     assert warned in told
     return json.loads(out)
 

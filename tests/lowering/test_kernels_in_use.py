@@ -28,7 +28,7 @@ from tests.lowering.one_kernel import HASH, TARGET, Binary, files_below
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("error::UserWarning:dgraph")
+pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 
 def extension(folder: Path) -> Any:
@@ -158,7 +158,8 @@ def test_generate_and_warm_up_keep_what_they_launch(monkeypatch: pytest.MonkeyPa
 
 
 ON_A_GPU = """
-import json, sys, dgraph
+import json, sys, warnings, dgraph
+warnings.simplefilter("error", dgraph.DgraphWarning)
 sizes = {"warmup": "full", "max_batch": 2, "max_tokens": 64}
 made = dgraph.optimize("tiny_sdar", "focus", device="cuda", cache=sys.argv[1], **sizes)
 out = made.generate(input_ids=[[5, 6, 7]], max_new_tokens=16)
@@ -174,7 +175,7 @@ def test_on_a_gpu_a_second_process_compiles_nothing_and_needs_no_compiler(tmp_pa
             "TRITON_CACHE_DIR": str(tmp_path / name),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"{name} inductor"),
         }
-        command = [sys.executable, "-W", "error::UserWarning:dgraph", "-c", ON_A_GPU, str(tmp_path / "cache")]
+        command = [sys.executable, "-c", ON_A_GPU, str(tmp_path / "cache")]
         done = subprocess.run(
             command, cwd=ROOT, env={**kept, **caches, **environment}, capture_output=True, text=True, timeout=900
         )

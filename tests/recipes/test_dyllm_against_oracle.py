@@ -247,6 +247,7 @@ def test_as_many_taus_as_layers(setups: dict[str, Setup]) -> None:
         step_graph(setups["llada"], tau=(0.9, 0.8))
 
 
+@pytest.mark.filterwarnings("ignore:block_length=8, but:dgraph.errors.DgraphWarning")
 def test_statistics_count_salient_rows_by_step_and_layer(setups: dict[str, Setup]) -> None:
     run = dgraph.optimize(setups["llada"].model, "dyllm", backend="eager", full_steps=2, tau=0.99)
     stats = run.generate(input_ids=[list(range(5, 20))], max_new_tokens=16, block_length=8, steps=8).stats
