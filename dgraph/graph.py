@@ -187,9 +187,8 @@ class Graph:
 
     def redirect(self, old: Node, new: Node, behind: Node, but: Collection[Node] = ()) -> None:
         """Let readers of `old` that stand behind a node read `new` instead, except what makes `new`, and `but`."""
-        order = {n: i for i, n in enumerate(self.fx.nodes)}
         for user in list(old.users):
-            if order[user] > order[behind] and user is not new and user not in but:
+            if user > behind and user is not new and user not in but:
                 user.replace_input_with(old, new)
 
     def set_outputs(self, results: dict[str, Node]) -> None:
@@ -234,13 +233,10 @@ class Graph:
         """Values defined up to and including `node` that a later node, none of `but`, reads, in order; weights are left
         out.
         """
-        order = {n: i for i, n in enumerate(self.fx.nodes)}
-        cut = order[node]
-        live = [
+        return [
             n for n in self.fx.nodes
-            if order[n] <= cut and "weight" not in n.meta and any(order[u] > cut and u not in but for u in n.users)
+            if n <= node and "weight" not in n.meta and any(u > node and u not in but for u in n.users)
         ]  # fmt: skip
-        return live
 
     def gather(
         self,

@@ -216,7 +216,6 @@ def _levels(units: _Units) -> dict[Node, int]:
 def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
     """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut, nor
     behind a later write of what it reads. An op that runs ahead is on its own level."""
-    order = {n: i for i, n in enumerate(units.graph.fx.nodes)}
     cuts = [n for n in units.nodes if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
     slots: dict[Node, int] = {}
@@ -227,7 +226,7 @@ def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
         if units.is_opaque(node) or _is_part(node):
             continue
         at = min((slots.get(u, levels.get(u, end)) for u in units.readers(node)), default=end)
-        bounds = [levels[c] for c in cuts if order[node] < order[c]]
+        bounds = [levels[c] for c in cuts if node < c]
         bounds += [later[a] for a in node.all_input_nodes if a in later]
         slots[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])
     return slots

@@ -33,6 +33,7 @@ def process(store: Path, **environment: str) -> subprocess.Popen[str]:
 def result_of(running: subprocess.Popen[str]) -> dict[str, Any]:
     out, told = running.communicate(timeout=300)
     assert running.returncode == 0, told
+    assert "UserWarning" not in told, told
     assert "DgraphWarning" not in told, told
     return json.loads(out)
 

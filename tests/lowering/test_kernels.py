@@ -38,6 +38,7 @@ def process(store: Path, cache: Path, *blocks: int) -> subprocess.Popen[str]:
 def result_of(running: subprocess.Popen[str], warned: str = "") -> Said:
     out, told = running.communicate(timeout=300)
     assert running.returncode == 0, told
+    assert "UserWarning" not in told, told
     assert told.count("DgraphWarning") == bool(warned), told
     assert warned in told
     return json.loads(out)
