@@ -30,10 +30,10 @@ __all__ = [
     "OpOverload",
     "compile_region",
     "copy_all",
-    "early_kernels",
     "fake_mode",
     "inductor_config",
     "inductor_settings",
+    "launched_by_triton",
     "load_region",
     "new_symbol",
     "pack_region",
@@ -324,10 +324,11 @@ def settle_kernels() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(0))
 
 
-def early_kernels() -> list[Any]:
-    """Triton's objects of the kernels in compiled regions that start early, as far as this process has launched them.
+def launched_by_triton() -> list[Any]:
+    """Triton's objects of the kernels in compiled regions that Triton launches, as far as this process has loaded them.
 
-    Inductor launches all others by a library of its own. Checked on 2.11 and 2.13.
+    Inductor launches most by a library of its own, but none that starts early, and none whose name has more than 150
+    characters: it looks for a file of that name, which Triton cuts there. Checked on 2.11 and 2.13.
     """
     if "torch._inductor.codecache" not in sys.modules:
         return []
@@ -336,7 +337,7 @@ def early_kernels() -> list[Any]:
 
     made = (v for module in PyCodeCache.modules for v in vars(module).values() if isinstance(v, CachingAutotuner))
     kernels = (result.kernel for kernel in made for result in kernel.compile_results)
-    return [k for k in kernels if getattr(getattr(k, "metadata", None), "launch_pdl", False)]
+    return [k for k in kernels if getattr(k, "_run", None) is not None]
 
 
 def inductor_config() -> dict[str, Any]:

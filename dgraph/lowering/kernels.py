@@ -3,8 +3,8 @@
 Triton compiles a kernel when a launch first meets its constants and types, for a second or more, and keeps it in a
 cache of its own. A store holds one entry per module of kernels and kind of device (`dgraph.cache.key.kernel_keys`),
 with every specialisation that was ever launched there, and one with the libraries that launch them, and those kernels
-of compiled regions that start early (Inductor launches others by itself). Before the first launch all of them are put
-into Triton's cache, where it finds them by its own hash.
+of compiled regions that Inductor does not launch by itself. Before the first launch all of them are put into Triton's
+cache, where it finds them by its own hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 
 from dgraph.cache.key import LAUNCHERS, Key, kernel_keys
 from dgraph.cache.store import Store
-from dgraph.torch_private import early_kernels, settle_kernels
+from dgraph.torch_private import launched_by_triton, settle_kernels
 from dgraph.triton_private import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
 
 PACKAGE = "dgraph.ops.triton"
@@ -134,7 +134,7 @@ class Kernels:
         loaded = {name: kernel for name, kernel in loaded_kernels(PACKAGE).items() if name not in self._seen}
         self._seen |= loaded.keys()
         mine = {name: kernel for name, kernel in loaded.items() if kernel.target == self._target}
-        libraries = launcher_libraries([*(kernel.binary for kernel in mine.values()), *early_kernels()])
+        libraries = launcher_libraries([*(kernel.binary for kernel in mine.values()), *launched_by_triton()])
         libraries = {name: path for name, path in libraries.items() if name not in self._seen}
         self._seen |= libraries.keys()
         return [

@@ -18,7 +18,7 @@ from dgraph.errors import LoweringError
 from dgraph.lowering import inductor
 from dgraph.lowering.inductor import Source, compiled
 from dgraph.lowering.traced import trace
-from dgraph.torch_private import EARLY, early_kernels, inductor_settings, settle_kernels, wait_first
+from dgraph.torch_private import EARLY, inductor_settings, launched_by_triton, settle_kernels, wait_first
 from tests.test_early import GOOD, LOAD, WAIT, kernel, module
 
 HASTY = module(GOOD, kernel("second", LOAD, WAIT))
@@ -148,17 +148,19 @@ def test_triton_keeps_kernels_where_inductor_would(monkeypatch: pytest.MonkeyPat
     assert cache_folder() == str(tmp_path / "own")
 
 
-def test_kernels_of_regions_that_start_early_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_regions_that_triton_launches_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     codecache = pytest.importorskip("torch._inductor.codecache")
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    early = SimpleNamespace(metadata=SimpleNamespace(launch_pdl=True))
-    plain, foreign = SimpleNamespace(metadata=SimpleNamespace(launch_pdl=False)), SimpleNamespace()
-    tuner = object.__new__(CachingAutotuner)
-    tuner.compile_results = [SimpleNamespace(kernel=k) for k in (plain, early, foreign)]  # type: ignore[misc]
-    generated = SimpleNamespace(kernel_0=tuner, call=len)
+    launched, other = (SimpleNamespace(_run=SimpleNamespace(launch=len)) for _ in range(2))
+    asleep, of_torch = SimpleNamespace(_run=None), SimpleNamespace(run=len)
+    tuners = []
+    for kernels in ((asleep, launched, of_torch), (other,)):
+        tuners.append(object.__new__(CachingAutotuner))
+        tuners[-1].compile_results = [SimpleNamespace(kernel=k) for k in kernels]  # type: ignore[misc]
+    generated = SimpleNamespace(kernel_0=tuners[0], call=len, kernel_1=tuners[1])
     monkeypatch.setattr(codecache.PyCodeCache, "modules", [SimpleNamespace(x=1), generated])
-    assert early_kernels() == [early]
+    assert launched_by_triton() == [launched, other]
 
 
 @pytest.mark.gpu
@@ -179,9 +181,9 @@ def test_a_captured_chain_of_kernels_equals_ops_one_by_one(monkeypatch: pytest.M
     start = torch.arange(300 * 70, device="cuda").view(300, 70) % 101
     held = start.clone()
     traced = trace(mix, [held])
-    known = {id(kernel) for kernel in early_kernels()}
+    known = {id(kernel) for kernel in launched_by_triton()}
     advance = traced.on([held], compiled(traced.source).function)
-    assert len({id(kernel) for kernel in early_kernels()} - known) > 1
+    assert len({id(kernel) for kernel in launched_by_triton()} - known) > 1
     advance()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
