@@ -8,6 +8,7 @@ stale keys and values are not in it. Figure 4 measures cosine similarity; its te
 1 - cosine, and the relative L2 error |C - C*| / |C*|, of a row's context C over all heads with exact attention C*.
 
 Counted are rows whose context was updated; those that are exact anyway (salient, or in a full step) would add zeros.
+It runs on a CPU: programs on a GPU launch kernels without the dispatcher, where calls are seen here.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Compare(TorchFunctionMode):
 
     Attributes:
         found: by step and layer, of the updated rows; without those where every row is exact.
+        calls: of the op, in all steps.
         rows, updated: rows of sparse steps, and how many of them were updated; summed over layers.
         worst_exact: the largest relative L2 error of rows of sparse steps that should be exact.
     """
@@ -84,7 +86,7 @@ class Compare(TorchFunctionMode):
         super().__init__()
         self.layers, self.prompts = layers, torch.tensor(prompts)
         self.found: dict[tuple[int, int], Errors] = {}
-        self.rows = self.updated = self.step = self._calls = 0
+        self.rows = self.updated = self.calls = self.step = self._in_step = 0
         self.worst_exact = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,17 +102,18 @@ class Compare(TorchFunctionMode):
         l2, angle = errors(context[:live], exact[:live])
         if updated.any():
             prompt = positions[:live] < self.prompts.to(positions.device)[sequence_of(cu_rows, live)]
-            layer = self.layers[self._calls % len(self.layers)]
+            layer = self.layers[self._in_step % len(self.layers)]
             self.found[self.step, layer] = Errors(*(value[updated].cpu() for value in (l2, angle, prompt)))
         self.worst_exact = max([self.worst_exact, *l2[sparse & ~updated].tolist()])
         self.rows += int(sparse.sum())
         self.updated += int(updated.sum())
-        self._calls += 1
+        self.calls += 1
+        self._in_step += 1
         return context, salient
 
     def next_step(self, record: StepRecord) -> None:
         """Observe the end of a step."""
-        self.step, self._calls = record.step + 1, 0
+        self.step, self._in_step = record.step + 1, 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def measure(program: Optimized, prompts: Sequence[Sequence[int]], tokens: int) -
     """Decode prompts of ids together, one token per step, and compare every partial attention with exact attention.
 
     Raises:
-        ValueError: the program has no partial attention.
+        ValueError: the program has no partial attention, or none of its calls is seen, as on a GPU.
     """
     layers = [node.meta["layer"] for node in program.graph().find("partial_attention")]
     if not layers:
@@ -155,6 +158,8 @@ def measure(program: Optimized, prompts: Sequence[Sequence[int]], tokens: int) -
         result = program.generate(
             input_ids=prompts, max_new_tokens=tokens, steps=program.spec.block_length, observer=compare.next_step
         )
+    if not compare.calls:
+        raise ValueError(f"no call of partial_attention was seen on {program.graph().device}; load the model on a CPU.")
     share = compare.updated / max(1, compare.rows)
     return Measured(compare.found, share, compare.worst_exact, result.stats.steps, layers)
 
@@ -267,12 +272,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="length limit of a response")
     parser.add_argument("--tau", type=float, action="append", help="may be repeated")
     parser.add_argument("--backend", default="eager")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw errors by layer and step (needs matplotlib)")
     args = parser.parse_args()
-    model = dgraph.load(args.model, torch.float32, args.device)
+    model = dgraph.load(args.model, torch.float32)
     assert model.tokenizer is not None
     questions = choose(stored(args.model), args.task or [], args.prompts)
     prompts = [model.tokenizer.encode(q.prompt) for q in questions]

@@ -11,6 +11,7 @@ import torch
 import dgraph
 from benchmarks.partial_error import Compare, Errors, Measured, errors, measure, plot, quantiles, tables
 from benchmarks.tables import Report
+from dgraph.lowering import executor
 from dgraph.ops import OPS, partial_attention
 from tests.recipes.bidirectional import LAYERS, Setup, setup_of
 
@@ -81,6 +82,13 @@ def test_a_row_is_compared_with_attention_over_the_same_keys() -> None:
 def test_a_program_without_partial_attention_is_refused(setup: Setup) -> None:
     with pytest.raises(ValueError, match="'dense' has no partial attention"):
         measure(dgraph.optimize(setup.model, "dense", backend="eager"), PROMPTS, 8)
+
+
+def test_calls_that_are_not_seen_are_an_error(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "launcher", lambda op, device: op.reference)  # as on a GPU
+    program = dgraph.optimize(setup.model, "dyllm", backend="eager")
+    with pytest.raises(ValueError, match="no call of partial_attention was seen on cpu"):
+        measure(program, PROMPTS, 8)
 
 
 def test_tables_and_plot(measured: Measured, tmp_path: Path) -> None:
