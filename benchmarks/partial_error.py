@@ -77,7 +77,7 @@ class Compare(TorchFunctionMode):
 
     Attributes:
         found: by step and layer, of the updated rows; without those where every row is exact.
-        calls: of the op, in all steps.
+        calls: of the op, in all steps; each runs all layers.
         rows, updated: rows of sparse steps, and how many of them were updated; summed over layers.
         worst_exact: the largest relative L2 error of rows of sparse steps that should be exact.
     """
@@ -86,7 +86,7 @@ class Compare(TorchFunctionMode):
         super().__init__()
         self.layers, self.prompts = layers, torch.tensor(prompts)
         self.found: dict[tuple[int, int], Errors] = {}
-        self.rows = self.updated = self.calls = self.step = self._in_step = 0
+        self.rows = self.updated = self.calls = self.step = 0
         self.worst_exact = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,18 +102,17 @@ class Compare(TorchFunctionMode):
         l2, angle = errors(context[:live], exact[:live])
         if updated.any():
             prompt = positions[:live] < self.prompts.to(positions.device)[sequence_of(cu_rows, live)]
-            layer = self.layers[self._in_step % len(self.layers)]
+            layer = self.layers[self.calls % len(self.layers)]
             self.found[self.step, layer] = Errors(*(value[updated].cpu() for value in (l2, angle, prompt)))
         self.worst_exact = max([self.worst_exact, *l2[sparse & ~updated].tolist()])
         self.rows += int(sparse.sum())
         self.updated += int(updated.sum())
         self.calls += 1
-        self._in_step += 1
         return context, salient
 
     def next_step(self, record: StepRecord) -> None:
         """Observe the end of a step."""
-        self.step, self._in_step = record.step + 1, 0
+        self.step = record.step + 1
 
 
 @dataclass(frozen=True)
