@@ -31,7 +31,7 @@ from benchmarks.kernels import copy_bandwidth, milliseconds, random
 from benchmarks.tables import Cell, Report
 
 CAPACITY = 4096
-COUNTS = (16, 64, 65, 128, 256, 512, 768, 1024, 2048, 4096)
+COUNTS = (16, 32, 64, 65, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 12288))
 """d_in, d_out: q|k|v, out, gate|up and down of SDAR-8B; q|k|v of LLaDA-8B, whose others are the same."""
 FEW, SOME, MANY = (16, 64, 128), (65, 128, 256, 512, 768), (768, 1024, 2048, 4096)
@@ -42,10 +42,10 @@ PROCESSES, PATIENCE = 10, 100
 
 
 def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Plans by name, and the counts at which each is timed: the default, and tiles on their own."""
-    from dgraph.ops.triton.rows_linear import Plan, Tiles
+    """Plans by name, and the counts at which each is timed: the default, where warps have no roles, and tiles alone."""
+    from dgraph.ops.triton.rows_linear import Plan, Tiles, plan_for
 
-    found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (Plan(), COUNTS)}
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (plan_for(2), COUNTS), "tiles": (Plan(), COUNTS)}
     for sizes, options in (
         ((64, 128, 128, 4), {}),
         ((64, 128, 128, 4), {"splits": 4}),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
+from dgraph.ops import counters
 from dgraph.ops.tuning import Shape
 
 WARM_REPLAYS = 3
@@ -32,7 +33,7 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float =
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), counters.shared():
         for call in calls:
             call()
     warm = _replay_seconds(graph, WARM_REPLAYS)

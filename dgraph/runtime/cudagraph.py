@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dgraph.lowering.plan import Runner, StagePlan
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
+from dgraph.ops import counters
 from dgraph.torch_private import copy_all
 
 
@@ -115,7 +116,8 @@ class GraphPool:
         # Relaxed: a kernel that this bucket is the first to need may be loaded meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
         try:
-            function()
+            with counters.shared():
+                function()
         finally:
             graph.capture_end()
         return graph

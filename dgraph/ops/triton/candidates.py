@@ -102,20 +102,22 @@ def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Plan]
     default = rows_linear.plan_for(itemsize(shape))
     if itemsize(shape) != 2:
         return [default]
-    few, some, many = default.tiles
+    tiled = replace(default, roles=False)
+    few, some, many = tiled.tiles
     if shape.rows <= few.up_to:
         tiles = [replace(few, up_to=ANY), Tiles(64, 128, 64, 8, weight_first=True)]
         tiles += [Tiles(64, 64, 128, 6, weight_first=True)]
-        return [default, *(rows_linear.Plan((one,)) for one in tiles)]
+        return [default, tiled, *(rows_linear.Plan((one,)) for one in tiles)]
     if shape.rows <= some.up_to:
         last = [replace(some, up_to=ANY), Tiles(128, 64, 64, 8), Tiles(64, 128, 128, 4), Tiles(128, 64, 128, 4)]
-        return [default, *(rows_linear.Plan((few, one), splits=4 if one is not last[0] else 8) for one in last)]
+        return [default, tiled, *(rows_linear.Plan((few, one), splits=4 if one is not last[0] else 8) for one in last)]
     return [
         default,
-        replace(default, splits=4),
+        tiled,
+        replace(tiled, splits=4),
         replace(default, group=16),
-        replace(default, tiles=(few, replace(some, up_to=512), many)),
-        replace(default, tiles=(few, replace(some, up_to=1280), many)),
+        replace(tiled, tiles=(few, replace(some, up_to=512), many)),
+        replace(tiled, tiles=(few, replace(some, up_to=1280), many)),
     ]
 
 

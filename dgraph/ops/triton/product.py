@@ -18,24 +18,39 @@ def _live_rows(cu_ptr, b, n):
 
 
 @triton.jit
-def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-              PROGRAMS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Tiles over rows and in all, iterations of each, tiles that are whole, shares of each other, iterations of one."""
-    across = tl.cdiv(rows, ROWS)
-    tiles, deep = across * tl.cdiv(d_out, COLUMNS), tl.maximum(tl.cdiv(d_in, DEPTH), 1)
-    left = tiles % PROGRAMS
-    share = tl.cdiv(deep, tl.maximum(tl.minimum(PROGRAMS // tl.maximum(left, 1), SPLITS), 1))
-    shares = tl.cdiv(deep, share)  # none of them is empty
-    return across, tiles, deep, tl.where(shares > 1, tiles - left, tiles), shares, share
+def _quotient(a, b):
+    """a // b for a from 0 to 2**20 and a positive b, in much less time than integers take.
+
+    The half keeps what is rounded away from an integer: it is 0.5 / b away at least, and the error below a / b / 2**21.
+    """
+    return ((a + 0.5) / b.to(tl.float32)).to(tl.int32)
 
 
 @triton.jit
-def _place(tile, across, tiles, GROUP: tl.constexpr):
+def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+              PROGRAMS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Tiles over rows and over columns, iterations of each, how many are whole, shares of each other, and of a share.
+
+    Whole tiles are the first ones; the second and the last number are of iterations.
+    """
+    across, along = tl.cdiv(rows, ROWS), tl.cdiv(d_out, COLUMNS)
+    tiles, deep = across * along, tl.maximum(tl.cdiv(d_in, DEPTH), 1)
+    left = tiles % PROGRAMS
+    most = tl.minimum(_quotient(PROGRAMS, tl.maximum(left, 1)), SPLITS)
+    share = _quotient(deep + most - 1, most)
+    shares = _quotient(deep + share - 1, share)  # none of them is empty
+    return across, along, deep, tl.where(shares > 1, tiles - left, tiles), shares, share
+
+
+@triton.jit
+def _place(tile, across, along, GROUP: tl.constexpr):
     """Which rows and which columns: GROUP tiles over rows next to each other, then the next columns."""
-    wide = GROUP * (tiles // across)
-    first = tile // wide * GROUP
-    high = tl.minimum(across - first, GROUP)
-    return first + tile % wide % high, tile % wide // high
+    wide = GROUP * along
+    group = _quotient(tile, wide)
+    inside, first = tile - group * wide, group * GROUP
+    high = tl.maximum(tl.minimum(across - first, GROUP), 1)
+    c = _quotient(inside, high)
+    return first + inside - c * high, c
 
 
 @triton.jit
@@ -89,14 +104,14 @@ def _tiles(
 ):  # fmt: skip
     """The tiles of one program: its whole ones, and then its share of another."""
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
-    across, tiles, deep, whole, shares, share = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
+    across, along, deep, whole, shares, share = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
     program = tl.program_id(0)
     mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
-    for i in tl.range(0, mine + (program < (tiles - whole) * shares).to(tl.int32)):
+    for i in tl.range(0, mine + (program < (across * along - whole) * shares).to(tl.int32)):
         tile = tl.where(i < mine, program + i * PROGRAMS, whole + program // shares)
         first = tl.where(i < mine, 0, program % shares * share)
         last = tl.where(i < mine, deep, tl.minimum(first + share, deep))
-        r, c = _place(tile, across, tiles, GROUP)
+        r, c = _place(tile, across, along, GROUP)
         acc = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
         for k in tl.range(first * DEPTH, last * DEPTH, DEPTH, num_stages=STAGES):
             x = _load(x_blocks, x_ptr, r * ROWS, n, x_row, k, d_in, ROWS, DEPTH, BULK, False)
@@ -140,11 +155,11 @@ def _sums(
     PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
-    across, tiles, _, whole, shares, _ = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
+    across, along, _, whole, shares, _ = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
     row, column = tl.arange(0, SOME), tl.arange(0, COLUMNS)
-    for i in range(tl.program_id(0), (tiles - whole) * (ROWS // SOME), tl.num_programs(0)):
+    for i in range(tl.program_id(0), (across * along - whole) * (ROWS // SOME), tl.num_programs(0)):
         tile, inside = i // (ROWS // SOME), i % (ROWS // SOME) * SOME
-        r, c = _place(whole + tile, across, tiles, GROUP)
+        r, c = _place(whole + tile, across, along, GROUP)
         if r * ROWS + inside < rows:
             at = (inside + row)[:, None] * COLUMNS + column[None, :]
             live = (r * ROWS + inside + row < rows)[:, None]

@@ -1,5 +1,7 @@
 """dgraph::rows_linear on CUDA.
 
+On Hopper GPUs warps have roles of their own (`product_roles`). What follows is for where they cannot have.
+
 One persistent kernel, one program per multiprocessor. Each reads the number of live rows, picks the tiles that a plan
 has for so many, and derives its own work: whole tiles in rounds, and of the last round, where the tiles left would
 keep less than half of the device busy, one share of a tile. The shares of a tile are of one size, so that a program
@@ -21,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
+from dgraph.ops.triton import product_roles
 from dgraph.ops.triton.attention_plan import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
@@ -61,6 +64,8 @@ class Plan:
         group: tiles over rows that run side by side on one part of the weight.
         bulk: load with the bulk copy engine where layout and device allow.
         programs: per multiprocessor.
+        roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
+            allow (`product_roles`); the sizes are for where they do not.
 
     Raises:
         ValueError: the tiles are out of order, leave out large row counts, or make too many cases.
@@ -76,6 +81,7 @@ class Plan:
     group: int = 8
     bulk: bool = True
     programs: int = 1
+    roles: bool = False
 
     def __post_init__(self) -> None:
         ends = [tiles.up_to for tiles in self.tiles]
@@ -110,7 +116,7 @@ SOME = 4
 
 def plan_for(itemsize: int) -> Plan:
     """The plan for values of so many bytes: its tiles hold for any number of rows."""
-    return Plan() if itemsize == 2 else WIDE
+    return Plan(roles=True) if itemsize == 2 else WIDE
 
 
 def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
@@ -137,12 +143,16 @@ def launch(
     if not out.numel():
         return out
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    bulk = plan.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
+    if plan.roles and bulk and product_roles.fits(x, weight):
+        roles = product_roles.cases(pair)
+        product_roles.launch(x, weight, bias, cu_rows, out, roles, multiprocessors(x.device), plan.group, pair)
+        return out
     cases, programs = plan.cases(), plan.programs * multiprocessors(x.device)
     part = out
     if plan.splits > 1:
         largest = max(tiles.rows * tiles.columns for tiles in plan.tiles)
         part = torch.empty((programs, largest), dtype=torch.float32, device=x.device)
-    bulk = plan.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
     blocks: list[Tensor | TensorDescriptor] = [x] * MOST_CASES + [weight] * MOST_CASES
     if bulk:
         used = [tiles for _, _, tiles in cases] + [cases[-1][2]] * (MOST_CASES - len(cases))

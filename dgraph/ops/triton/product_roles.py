@@ -1,0 +1,492 @@
+"""The product of product.py on Hopper GPUs, by warps with roles of their own, which Triton does not make of a kernel.
+
+One warp loads boxes of 64 x 64 values into a ring in shared memory, and runs ahead: into the next tile, while a result
+is being written. Eight warps multiply. The source is Gluon, the language below Triton. It also knows tiles that are
+192 columns wide, and takes of several sizes the one that is done first, as rounds over the device say.
+
+A stage of the ring is handed over by barriers in shared memory: `full` says that it came, `empty` that it was used.
+Where tiles would leave a part of the device idle, programs share them along the inner dimension. The last of those to
+end adds up what the others wrote; none waits for another, which might not run yet.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dgraph.ops.counters import zeros
+from dgraph.ops.triton.product import _division, _place, _quotient
+
+WARPS = gl.constexpr(8)
+"""That multiply."""
+BOX, LOW = gl.constexpr(64), gl.constexpr(16)
+"""Rows and columns of a box; rows of a box of few rows."""
+BOXES, MOST_STAGES = gl.constexpr(26), gl.constexpr(8)
+"""Boxes that the ring holds, as shared memory does, and stages that it has at most."""
+LOADING = gl.constexpr(24)
+"""Registers of a thread that loads."""
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+ANY = 2**31 - 1
+"""A largest row count that is none."""
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as it is called before Triton 3.7
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tiles that a range of row counts may take.
+
+    Attributes:
+        above, up_to: the range, without and with its end.
+        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16, 32 or 64, of which the range has no more, by 64,
+            128, 192 or 256. In a pair (see product.py) by 128 or 256.
+        splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
+    """
+
+    above: int
+    up_to: int
+    rows: int
+    columns: int
+    splits: int
+
+
+def cases(pair: bool) -> tuple[Case, ...]:
+    """What the kernel chooses from."""
+    few = [(0, 16), (16, 64)]
+    narrow = (128, 256) if pair else (64, 128)
+    wide = [(128, 4), (256, 1)] if pair else [(64, 4), (128, 4), (192, 4), (256, 1)]
+    return (
+        *(Case(above, rows, rows, columns, 8) for above, rows in few for columns in narrow),
+        *(Case(64, ANY, 128, columns, splits) for columns, splits in wide),
+    )
+
+
+@functools.cache
+def understood(device: torch.device) -> bool:
+    """Whether a device has the matrix instructions that the kernel is made of: compute capability 9.0 alone has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes such factors; if both can be read in blocks."""
+    return x.element_size() == 2 and x.dtype == weight.dtype and understood(x.device)
+
+
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, out: Tensor,
+    choices: tuple[Case, ...], programs: int, group: int, pair: bool,
+) -> None:  # fmt: skip
+    """The product into out; arguments as of `rows_linear.launch`, which found that both factors can be read in blocks.
+
+    Args:
+        choices: the cases; for every number of rows there is one.
+        programs: as many as the device has multiprocessors.
+        group: tiles over rows next to each other.
+    """
+    boxes = [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, BOX.value], LAYOUT)
+        for t, rows in ((x, BOX.value), (x, LOW.value), (weight, BOX.value))
+    ]
+    part = ended = cu_rows
+    if shared := [case for case in choices if case.splits > 1]:
+        largest = max(case.rows * case.columns for case in shared)
+        part, ended = x.new_empty((programs, largest), dtype=torch.float32), zeros(programs, x.device)
+    sizes = tuple((case.above, case.up_to, case.rows, case.columns, case.splits) for case in choices)
+    _multiply_in_roles[(programs,)](
+        *boxes, bias if bias is not None else weight, out, part, ended, cu_rows,
+        cu_rows.shape[0] - 1, x.shape[0], out.shape[1], x.shape[1],
+        sizes, group, programs, bias is not None, pair, num_warps=WARPS.value,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _units(rows, columns):
+    """Boxes along the inner dimension in a stage: two where products take less time than handing them over does."""
+    return 2 if rows < 128 and columns <= 128 else 1
+
+
+@gluon.constexpr_function
+def _stages(rows, columns):
+    return min(BOXES * 64 // (rows + columns) // _units(rows, columns), MOST_STAGES)
+
+
+@gluon.constexpr_function
+def _parts(rows, columns, pair):
+    """Shapes of the one or two accumulators of a tile, each of one instruction; those of few rows are turned round."""
+    if rows == 128:
+        found = (128, 128 if columns == 192 else columns), (128, 64 if columns == 192 else 0)
+    else:
+        high = 64 if columns == 64 or (pair and columns == 128) else 128
+        found = (high, rows), (columns - high, rows if columns > high else 0)
+    return found
+
+
+@gluon.constexpr_function
+def _layout(part):
+    high, wide = part
+    return gl.NVMMADistributedLayout([3, 0], [high // 16, 16 * WARPS // high], [16, wide * high // (16 * WARPS), 16])
+
+
+@gluon.jit
+def _choose(rows, d_out, d_in, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
+    """The case that takes the least time, and shares of its tiles at most.
+
+    Times are microseconds, as measured on an H200: of an iteration over 64 values, of what a tile takes beside them, and
+    of adding up shares, which may be more than they save. No product takes less than the reading of its weight.
+    """
+    deep = gl.cdiv(d_in, BOX).to(gl.float32)
+    weight = deep * (gl.cdiv(d_out, BOX) * (2 if PAIR else 1)).to(gl.float32) * (BOX * BOX * 2 / 4.2e6)
+    least, chosen, splits = gl.to_tensor(float("inf")), gl.to_tensor(-1), gl.to_tensor(1)
+    for i in gl.static_range(len(CASES)):
+        if (rows > CASES[i][0]) & (rows <= CASES[i][1]):
+            ROWS: gl.constexpr = CASES[i][2]
+            WIDE: gl.constexpr = CASES[i][3] // 2 if PAIR else CASES[i][3]
+            SIZE: gl.constexpr = CASES[i][3] / 64
+            PACE: gl.constexpr = 0.09 + 0.088 * SIZE if ROWS < 128 else 0.055 + 0.15 * SIZE
+            EXTRA: gl.constexpr = (SIZE - 1) * (SIZE - 1) / 3 if ROWS == 128 else 0.0
+            tiles = gl.cdiv(rows, ROWS) * gl.cdiv(d_out, WIDE)
+            left = tiles % PROGRAMS
+            shares = gl.minimum(_quotient(PROGRAMS, gl.maximum(left, 1)), CASES[i][4])
+            some = shares.to(gl.float32)
+            whole = deep * PACE + EXTRA
+            shared = deep / some * PACE + EXTRA + 1.7 + 1.1 * SIZE * some * (ROWS / 128)
+            apart = (left > 0) & (shares > 1) & (shared < whole)
+            took = (tiles // PROGRAMS).to(gl.float32) * whole + gl.where(left > 0, gl.where(apart, shared, whole), 0.0)
+            took = gl.maximum(took, weight + gl.where(apart, 3.0, 0.0)) + 0.1 * took
+            better = took < least
+            chosen = gl.where(better, i, chosen)
+            splits = gl.where(better, gl.where(apart, shares, 1), splits)
+            least = gl.minimum(took, least)
+    return chosen, splits
+
+
+@gluon.jit(do_not_specialize=["b", "n"])
+def _multiply_in_roles(
+    x_boxes, x_low, w_boxes, bias_ptr, out_ptr, part_ptr, ended_ptr, cu_ptr, b, n, d_out, d_in,
+    CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    rows = gl.minimum(gl.load(cu_ptr + b), n).to(gl.int32)
+    held = gl.allocate_shared_memory(x_boxes.dtype, [BOXES, BOX, BOX], x_boxes.layout)
+    full = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(MOST_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    case, splits = _choose(rows, d_out, d_in, CASES, PROGRAMS, PAIR)
+    ring, sizes = (held, full, empty), (rows, d_out, d_in, splits)
+    pointers = (bias_ptr, out_ptr, part_ptr, ended_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply_boxes, (case, pointers, ring, sizes, CASES, GROUP, PROGRAMS, BIAS, PAIR)),
+            (_load_boxes, (case, x_boxes, x_low, w_boxes, ring, sizes, CASES, GROUP, PROGRAMS, PAIR)),
+        ],
+        [1],
+        [LOADING],
+    )
+
+
+@gluon.jit
+def _load_boxes(
+    case, x_boxes, x_low, w_boxes, ring, sizes,
+    CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    for i in gl.static_range(len(CASES)):
+        if case == i:
+            x = x_low if CASES[i][2] < BOX else x_boxes
+            _load_tiles(x, w_boxes, ring, sizes, CASES[i][2], CASES[i][3], GROUP, PROGRAMS, PAIR)
+
+
+@gluon.jit
+def _multiply_boxes(
+    case, pointers, ring, sizes,
+    CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    for i in gl.static_range(len(CASES)):
+        if case == i:
+            _multiply_tiles(
+                pointers, ring, sizes, CASES[i][2], CASES[i][3], CASES[i][4], GROUP, PROGRAMS, BIAS, PAIR
+            )  # fmt: skip
+
+
+@gluon.jit
+def _pieces(division, PROGRAMS: gl.constexpr):
+    """Of a program: whole tiles, and those and its share of another."""
+    across, along, _, whole, shares, _ = division
+    program = gl.program_id(0)
+    mine = gl.cdiv(gl.maximum(whole - program, 0), PROGRAMS)
+    return mine, mine + (program < (across * along - whole) * shares).to(gl.int32)
+
+
+@gluon.jit
+def _piece(i, mine, division, PROGRAMS: gl.constexpr, GROUP: gl.constexpr):
+    """Where a program's i-th piece lies, its first iteration and its end, and, where it is a share, of which tile.
+
+    That is the tile's number among those shared, the share's, and how many there are.
+    """
+    across, along, deep, whole, shares, share = division
+    program = gl.program_id(0)
+    place = _quotient(program, shares)
+    own = program - place * shares
+    tile = gl.where(i < mine, program + i * PROGRAMS, whole + place)
+    first = gl.where(i < mine, 0, own * share)
+    last = gl.where(i < mine, deep, gl.minimum(first + share, deep))
+    r, c = _place(tile, across, along, GROUP)
+    return r, c, first, last, (place, own, shares)
+
+
+@gluon.jit
+def _load_tiles(
+    x_boxes, w_boxes, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """The ring holds what the first accumulator takes of the weight, of all stages, then the second; x stands in front.
+
+    Behind, where its rows are few: so all lie where multiples of their size do.
+    """
+    held, full, empty = ring
+    rows, d_out, d_in, splits = sizes
+    HIGH: gl.constexpr = x_boxes.block_shape[0]
+    WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
+    STAGES: gl.constexpr = _stages(ROWS, COLUMNS)
+    UNITS: gl.constexpr = _units(ROWS, COLUMNS)
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * UNITS * BOX * held.dtype.primitive_bitwidth // 8
+    ACROSS: gl.constexpr = COLUMNS // BOX
+    PARTS: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)
+    FIRST: gl.constexpr = PARTS[0][0 if ROWS < 128 else 1] // BOX
+    W: gl.constexpr = 0 if ROWS < 128 else STAGES * UNITS * (ROWS // BOX)
+    X: gl.constexpr = STAGES * UNITS * COLUMNS // HIGH if ROWS < 128 else 0
+    x_held = held._reinterpret(held.dtype, [BOXES * BOX // HIGH, HIGH, BOX], held.layout)
+    division = _division(rows, d_out, d_in, ROWS, WIDE, BOX * UNITS, PROGRAMS, splits)
+    mine, pieces = _pieces(division, PROGRAMS)
+    stage, turn = gl.to_tensor(0), gl.to_tensor(1)
+    for i in range(0, pieces):
+        r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, GROUP)
+        for k in range(first, last):
+            came = full.index(stage)
+            mbarrier.wait(empty.index(stage), turn)
+            mbarrier.expect(came, BYTES)
+            for u in gl.static_range(UNITS):
+                unit, depth = stage * UNITS + u, (k * UNITS + u) * BOX
+                for j in gl.static_range(ACROSS):
+                    at = c * WIDE + j * BOX
+                    if PAIR and j >= ACROSS // 2:
+                        at += d_out - WIDE
+                    if j < FIRST:
+                        place = W + unit * FIRST + j
+                    else:
+                        place = W + STAGES * UNITS * FIRST + unit * (ACROSS - FIRST) + j - FIRST
+                    tma.async_copy_global_to_shared(w_boxes, [at, depth], came, held.index(place))
+                for j in gl.static_range(ROWS // HIGH):
+                    box = x_held.index(X + unit * (ROWS // HIGH) + j)
+                    tma.async_copy_global_to_shared(x_boxes, [r * ROWS + j * HIGH, depth], came, box)
+            stage += 1
+            turn = gl.where(stage == STAGES, turn ^ 1, turn)
+            stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def _multiply_tiles(
+    pointers, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Few rows are the right factor: the matrix units have a least height, but no least width."""
+    held, full, empty = ring
+    rows, d_out, d_in, splits = sizes
+    FEW: gl.constexpr = ROWS < 128
+    WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
+    STAGES: gl.constexpr = _stages(ROWS, COLUMNS)
+    ONE: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[0]
+    OTHER: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[1]
+    TWO: gl.constexpr = OTHER[1] > 0
+    SIZE: gl.constexpr = ROWS * COLUMNS
+    UNITS: gl.constexpr = _units(ROWS, COLUMNS)
+    DEEP: gl.constexpr = STAGES * UNITS  # boxes along the inner dimension in the ring
+    OFFSET: gl.constexpr = ONE[0] * ONE[1]
+    BESIDE: gl.constexpr = ONE[0] if FEW else ONE[1]  # where the other's columns lie in the tile
+    left = held._reinterpret(held.dtype, [BOXES * BOX // ONE[0], ONE[0], BOX], held.layout)
+    right = held._reinterpret(held.dtype, [BOXES * BOX // ONE[1], ONE[1], BOX], held.layout)
+    if TWO:
+        NEXT: gl.constexpr = OTHER[0] if FEW else OTHER[1]
+        beside = held._reinterpret(held.dtype, [BOXES * BOX // NEXT, NEXT, BOX], held.layout)
+    division = _division(rows, d_out, d_in, ROWS, WIDE, BOX * UNITS, PROGRAMS, splits)
+    deep = division[2]
+    mine, pieces = _pieces(division, PROGRAMS)
+    stage, turn = gl.to_tensor(0), gl.to_tensor(0)
+    for i in range(0, pieces):
+        r, c, first, last, share = _piece(i, mine, division, PROGRAMS, GROUP)
+        acc = gl.zeros(ONE, gl.float32, _layout(ONE))
+        if TWO:
+            rest = gl.zeros(OTHER, gl.float32, _layout(OTHER))
+        for k in range(first, last):
+            mbarrier.wait(full.index(stage), turn)
+            for u in gl.static_range(UNITS):
+                unit = stage * UNITS + u
+                a = left.index(unit)
+                b = right.index(DEEP * (COLUMNS if FEW else ROWS) // ONE[1] + unit).permute((1, 0))
+                acc = warpgroup_mma(a, b, acc, is_async=True)
+                if TWO:
+                    if FEW:
+                        a = beside.index(DEEP * ONE[0] // NEXT + unit)
+                    else:
+                        b = beside.index(DEEP * (ROWS + ONE[1]) // NEXT + unit).permute((1, 0))
+                    rest = warpgroup_mma(a, b, rest, is_async=True)
+            # What may go on is this iteration's; so the one before is done with its stage.
+            if TWO:
+                acc, rest = warpgroup_mma_wait(2 * UNITS, deps=(acc, rest))
+            else:
+                acc = warpgroup_mma_wait(UNITS, deps=(acc,))
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=k > first)
+            stage += 1
+            turn = gl.where(stage == STAGES, turn ^ 1, turn)
+            stage = gl.where(stage == STAGES, 0, stage)
+        if TWO:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=last > first)
+
+        complete = last - first == deep
+        if SPLITS > 1:  # noqa: SIM102 (known when it is compiled)
+            if not complete:
+                _write_share(pointers[2], share, acc, 0, SIZE)
+                if TWO:
+                    _write_share(pointers[2], share, rest, OFFSET, SIZE)
+                complete = _is_last(pointers[3], share)
+                if complete:
+                    acc = _sum(pointers[2], share, acc, 0, SIZE)
+                    if TWO:
+                        rest = _sum(pointers[2], share, rest, OFFSET, SIZE)
+        if complete:
+            where = (r * ROWS, c * WIDE, rows, d_out)
+            if PAIR and FEW:
+                _store_unit(pointers, acc, rest, where, BIAS, FEW)
+            elif PAIR:
+                gate, up = gl.split(gl.permute(gl.reshape(acc, [128, 2, WIDE]), (0, 2, 1)))
+                _store_unit(pointers, gate, up, where, BIAS, FEW)
+            else:
+                _store_linear(pointers, acc, 0, where, BIAS, FEW)
+                if TWO:
+                    _store_linear(pointers, rest, BESIDE, where, BIAS, FEW)
+
+
+@gluon.jit
+def _order(part):
+    """Offsets of an accumulator's values in the workspace: those that a warp moves at once lie side by side.
+
+    A thread has two neighbours each of two rows that are 8 apart, and the same again every 8 columns.
+    """
+    DOWN: gl.constexpr = part.shape[0] // 16
+    ALONG: gl.constexpr = part.shape[1] * DOWN // WARPS  # columns of a warp
+    row = gl.expand_dims(gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout)), 1)
+    column = gl.expand_dims(gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout)), 0)
+    warp, column = row // 16 + column // ALONG * DOWN, column % ALONG
+    thread = warp * 32 + row % 8 * 4 + column % 8 // 2
+    at = (column // 8 * 2 + row // 8 % 2) * (64 * WARPS) + thread * 2 + column % 2
+    return gl.max_contiguous(gl.multiple_of(at, (1, 2)), (1, 2))  # which the compiler does not see
+
+
+@gluon.jit
+def _write_share(part_ptr, share, part, offset, SIZE: gl.constexpr):
+    place, own, shares = share
+    gl.store(part_ptr + (place * shares + own).to(gl.int64) * SIZE + offset + _order(part), part)
+
+
+@gluon.jit
+def _is_last(ended_ptr, share):
+    """Whether all other shares have been written."""
+    place, _, shares = share
+    _barrier()
+    return gl.atomic_add(ended_ptr + place, 1, sem="acq_rel") == shares - 1
+
+
+@gluon.jit
+def _sum(part_ptr, share, part, offset, SIZE: gl.constexpr):
+    """All shares of an accumulator, added up in their order."""
+    place, _, shares = share
+    AT_ONCE: gl.constexpr = 4 if part.shape[1] <= 64 else 2
+    part_ptr += (place * shares).to(gl.int64) * SIZE + offset
+    at = _order(part)
+    found = gl.zeros_like(part)
+    for j in range(0, shares, AT_ONCE):
+        # Past the first level of cache, which knows nothing of what others write.
+        one = gl.load(part_ptr + j * SIZE + at, cache_modifier=".cg")
+        two = _load_share(part_ptr, j + 1, shares, at, SIZE)
+        if AT_ONCE == 4:
+            three, four = _load_share(part_ptr, j + 2, shares, at, SIZE), _load_share(part_ptr, j + 3, shares, at, SIZE)
+            found = found + one + two + three + four
+        else:
+            found = found + one + two
+    return found
+
+
+@gluon.jit
+def _load_share(part_ptr, j, shares, at, SIZE: gl.constexpr):
+    return gl.load(part_ptr + j * SIZE + at, mask=at * 0 + j < shares, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _store_unit(pointers, gate, up, where, BIAS: gl.constexpr, FEW: gl.constexpr):
+    """silu(gate) * up."""
+    if BIAS:
+        gate += _bias(pointers[0], 0, where, gate, FEW)
+        up += _bias(pointers[0] + where[3], 0, where, up, FEW)
+    _store(pointers[1], gate / (1 + gl.exp(-gate)) * up, 0, where, FEW)
+
+
+@gluon.jit
+def _store_linear(pointers, found, column, where, BIAS: gl.constexpr, FEW: gl.constexpr):
+    if BIAS:
+        found += _bias(pointers[0], column, where, found, FEW)
+    _store(pointers[1], found, column, where, FEW)
+
+
+@gluon.jit
+def _bias(bias_ptr, column, where, part, FEW: gl.constexpr):
+    """The bias of part of a tile, from a column of it on."""
+    _, first, _, d_out = where
+    if FEW:
+        at = gl.expand_dims(gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout)), 1)
+    else:
+        at = gl.expand_dims(gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout)), 0)
+    at += first + column
+    return gl.load(bias_ptr + at, mask=at < d_out, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _store(out_ptr, found, column, where, FEW: gl.constexpr):
+    """Part of a tile of the result, from a column of it on."""
+    row, first, rows, d_out = where
+    found = found.to(out_ptr.dtype.element_ty)
+    if not FEW:
+        found = gl.convert_layout(found, _sixteen_bytes(found.shape[1]))
+    high = gl.expand_dims(gl.arange(0, found.shape[0], gl.SliceLayout(1, found.type.layout)), 1)
+    wide = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, found.type.layout)), 0)
+    down, right = (wide, high) if FEW else (high, wide)
+    down += row
+    right += first + column
+    gl.store(out_ptr + down.to(gl.int64) * d_out + right, found, mask=(down < rows) & (right < d_out))
+
+
+@gluon.constexpr_function
+def _sixteen_bytes(columns):
+    """The layout of [128, columns] values in which a thread has eight of a row side by side.
+
+    A warp has the same 16 rows as in the layout of the matrix instructions, so that no value changes its warp.
+    """
+    registers = [[0, 1], [0, 2], [0, 4], *([0, 1 << i] for i in range(5, columns.bit_length() - 1)), [8, 0]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, columns])
