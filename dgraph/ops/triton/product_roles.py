@@ -144,8 +144,8 @@ def _layout(part):
 def _choose(rows, d_out, d_in, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
     """The case that takes the least time, and shares of its tiles at most.
 
-    Times are microseconds, as measured on an H200: of an iteration over 64 values, of what a tile takes beside them, and
-    of adding up shares, which may be more than they save. No product takes less than the reading of its weight.
+    Times are microseconds, as measured on an H200: of an iteration over 64 values, of what a tile takes beside them,
+    and of adding up shares, which may be more than they save. No product takes less than the reading of its weight.
     """
     deep = gl.cdiv(d_in, BOX).to(gl.float32)
     weight = deep * (gl.cdiv(d_out, BOX) * (2 if PAIR else 1)).to(gl.float32) * (BOX * BOX * 2 / 4.2e6)
