@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
-from dgraph.ops.triton import product_roles
+from dgraph.ops.triton import product_cases, product_roles
 from dgraph.ops.triton.attention_plan import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
@@ -145,8 +145,8 @@ def launch(
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     bulk = plan.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
     if plan.roles and bulk and product_roles.fits(x, weight):
-        roles = product_roles.cases(pair)
-        product_roles.launch(x, weight, bias, cu_rows, out, roles, multiprocessors(x.device), plan.group, pair)
+        choices = product_cases.cases(pair)
+        product_roles.launch(x, weight, bias, cu_rows, out, choices, multiprocessors(x.device), plan.group, pair)
         return out
     cases, programs = plan.cases(), plan.programs * multiprocessors(x.device)
     part = out
@@ -158,10 +158,10 @@ def launch(
         used = [tiles for _, _, tiles in cases] + [cases[-1][2]] * (MOST_CASES - len(cases))
         blocks = [_blocks(x, tiles.rows, tiles.depth) for tiles in used]
         blocks += [_blocks(weight, tiles.columns, tiles.depth, pair) for tiles in used]
-    choices = tuple(
+    ranges = tuple(
         (above, up_to, t.rows, t.columns, t.depth, t.stages, t.weight_first) for above, up_to, t in cases
     )  # fmt: skip
-    sizes = choices, plan.group, programs, plan.splits, bias is not None, pair
+    sizes = ranges, plan.group, programs, plan.splits, bias is not None, pair
     b, given = cu_rows.shape[0] - 1, bias if bias is not None else weight
     _multiply[(programs,)](
         x, weight, given, out, part, cu_rows, *blocks, b, n, d_out, d_in, x.stride(0), weight.stride(0),

@@ -19,17 +19,17 @@ pytest.importorskip("triton", reason="needs Triton")
 
 @pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
 def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool) -> None:
-    from dgraph.ops.triton import product_roles as roles
+    from dgraph.ops.triton import product_cases as of
 
-    for rows in (1, 15, 16, 17, 64, 65, 128, 5000, roles.ANY):
-        fitting = [case for case in roles.cases(pair) if case.above < rows <= case.up_to]
+    for rows in (1, 15, 16, 17, 64, 65, 128, 5000, of.ANY):
+        fitting = [case for case in of.cases(pair) if case.above < rows <= case.up_to]
         assert len({case.columns for case in fitting}) == len(fitting) > 1
         assert all(case.rows == 128 or rows <= case.rows for case in fitting)
-    for case in roles.cases(pair):
-        stages, units = (int(f(case.rows, case.columns)) for f in (roles._stages, roles._units))
-        assert 4 <= stages <= roles.MOST_STAGES.value
-        assert stages * units * (case.rows + case.columns) <= 64 * roles.BOXES.value
-        parts = [[int(size) for size in part] for part in roles._parts(case.rows, case.columns, pair)]
+    for case in of.cases(pair):
+        stages, units = (int(f(case.rows, case.columns)) for f in (of._stages, of._units))
+        assert 4 <= stages <= of.MOST_STAGES.value
+        assert stages * units * (case.rows + case.columns) <= 64 * of.BOXES.value
+        parts = [[int(size) for size in part] for part in of._parts(case.rows, case.columns, pair)]
         assert sum(high * wide for high, wide in parts if wide) == case.rows * case.columns
 
 
@@ -110,10 +110,11 @@ def test_it_on_a_gpu(size: str, name: str, bias: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
 def test_every_case_on_a_gpu(name: str) -> None:
     """Also where another would have been faster."""
+    from dgraph.ops.triton import product_cases
     from dgraph.ops.triton import product_roles as roles
 
     pair = name == "rows_glu"
-    for case in roles.cases(pair):
+    for case in product_cases.cases(pair):
         for d_in, d_out in ((1024, 1536), (4096, 256)):
             for rows in {case.above + 1, min(case.up_to, 700)}:
                 args = product(rows, 700, d_in, d_out, bias=True)
