@@ -15,6 +15,8 @@ from torch import Tensor
 
 CHUNK = 1 << 16
 """Counters that are set to zero at a time."""
+ALIGNED = 4
+"""A call's begin at a multiple: 16 bytes, which Triton tells from less, and compiles a kernel for either."""
 _SHARED: ContextVar[dict[torch.device, list[Tensor]] | None] = ContextVar("dgraph counters", default=None)
 
 
@@ -36,10 +38,9 @@ def zeros(n: int, device: torch.device) -> Tensor:
     chunks = _SHARED.get()
     if chunks is None or n > CHUNK:
         return torch.zeros(n, dtype=torch.int32, device=device)
-    left = chunks.get(device)
-    if left is None or n > len(left[-1]):
+    left = chunks.setdefault(device, [])
+    if not left or n > len(left[-1]):
         # What was taken before stays held as well: its memory must not become another tensor's within the graph.
-        left = chunks.setdefault(device, [])
         left.append(torch.zeros(CHUNK, dtype=torch.int32, device=device))
-    taken, left[-1] = left[-1][:n], left[-1][n:]
+    taken, left[-1] = left[-1][:n], left[-1][-(-n // ALIGNED) * ALIGNED :]
     return taken

@@ -24,6 +24,9 @@ def test_within_a_graph_calls_share_what_one_kernel_clears() -> None:
         for i, t in enumerate(taken):
             t.fill_(i)
         assert [t.unique().tolist() for t in taken] == [[0], [1], [2]]
+        odd, after = counters.zeros(7, CPU), counters.zeros(7, CPU)
+        assert len(odd) == 7
+        assert (after.data_ptr() - taken[0].data_ptr()) % 16 == 0, "as a kernel's pointers that need no other code"
     assert counters.zeros(1, CPU).untyped_storage().data_ptr() != taken[0].untyped_storage().data_ptr()
 
 

@@ -10,10 +10,8 @@ A block is handed over by barriers in shared memory: `full` says that it came, `
 
 from __future__ import annotations
 
-import functools
 import math
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as Blocks
 
+from dgraph.ops.triton.hopper import LAYOUT, understood
 from dgraph.ops.triton.rows import offsets_block
 
 ROWS, KEYS, STAGES = 128, 128, 2
@@ -37,14 +36,6 @@ HEAD_DIM = 128
 """Values of a head that the kernel is made and measured for."""
 MULTIPLYING, LOADING = gl.constexpr(240), gl.constexpr(24)
 """Registers of a thread in either role."""
-
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-@functools.cache
-def understood(device: torch.device) -> bool:
-    """Whether a device has the matrix instructions that the kernel is made of: compute capability 9.0 alone has."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fits(q: Tensor, cache: Tensor) -> bool:

@@ -14,8 +14,9 @@ import torch
 
 from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear, trials
 from dgraph.ops.triton.attention_plan import Plan as AttentionPlan
+from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.triton.rows import power_of_two
-from dgraph.ops.triton.rows_linear import ANY, Tiles
+from dgraph.ops.triton.rows_linear import Tiles
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, attention_shape, dtype_name
 
 MOST = 12

@@ -29,9 +29,9 @@ def _quotient(a, b):
 @triton.jit
 def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
               PROGRAMS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Tiles over rows and over columns, iterations of each, how many are whole, shares of each other, and of a share.
+    """Tiles over rows and over columns, iterations of each, and how many are whole: the first ones.
 
-    Whole tiles are the first ones; the second and the last number are of iterations.
+    Of the others, shares of each and iterations of a share.
     """
     across, along = tl.cdiv(rows, ROWS), tl.cdiv(d_out, COLUMNS)
     tiles, deep = across * along, tl.maximum(tl.cdiv(d_in, DEPTH), 1)
@@ -51,6 +51,32 @@ def _place(tile, across, along, GROUP: tl.constexpr):
     high = tl.maximum(tl.minimum(across - first, GROUP), 1)
     c = _quotient(inside, high)
     return first + inside - c * high, c
+
+
+@triton.jit
+def _pieces(division, PROGRAMS: tl.constexpr):
+    """Of a program: whole tiles, and those and its share of another."""
+    across, along, _, whole, shares, _ = division
+    program = tl.program_id(0)
+    mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
+    return mine, mine + (program < (across * along - whole) * shares).to(tl.int32)
+
+
+@triton.jit
+def _piece(i, mine, division, PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
+    """Where a program's i-th piece lies, its first iteration and its end, and, where it is a share, of which tile.
+
+    That is the tile's number among those shared, the share's, and how many there are.
+    """
+    across, along, deep, whole, shares, share = division
+    program = tl.program_id(0)
+    place = _quotient(program, shares)
+    own = program - place * shares
+    tile = tl.where(i < mine, program + i * PROGRAMS, whole + place)
+    first = tl.where(i < mine, 0, own * share)
+    last = tl.where(i < mine, deep, tl.minimum(first + share, deep))
+    r, c = _place(tile, across, along, GROUP)
+    return r, c, first, last, (place, own, shares)
 
 
 @triton.jit
@@ -104,14 +130,10 @@ def _tiles(
 ):  # fmt: skip
     """The tiles of one program: its whole ones, and then its share of another."""
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
-    across, along, deep, whole, shares, share = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
-    program = tl.program_id(0)
-    mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
-    for i in tl.range(0, mine + (program < (across * along - whole) * shares).to(tl.int32)):
-        tile = tl.where(i < mine, program + i * PROGRAMS, whole + program // shares)
-        first = tl.where(i < mine, 0, program % shares * share)
-        last = tl.where(i < mine, deep, tl.minimum(first + share, deep))
-        r, c = _place(tile, across, along, GROUP)
+    division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
+    mine, pieces = _pieces(division, PROGRAMS)
+    for i in tl.range(0, pieces):
+        r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, GROUP)
         acc = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
         for k in tl.range(first * DEPTH, last * DEPTH, DEPTH, num_stages=STAGES):
             x = _load(x_blocks, x_ptr, r * ROWS, n, x_row, k, d_in, ROWS, DEPTH, BULK, False)
@@ -122,10 +144,10 @@ def _tiles(
                 acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
         found = acc.T if SWAP else acc
         row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-        if last - first == deep:
+        if last - first == division[2]:
             _store(out_ptr, bias_ptr, found, r * ROWS + row, c * WIDE, rows, d_out, ROWS, COLUMNS, BIAS, PAIR)
         else:
-            at = program.to(tl.int64) * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+            at = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
             tl.store(part_ptr + at, found, mask=(r * ROWS + row < rows)[:, None])
 
 

@@ -27,8 +27,8 @@ class Case:
 
     Attributes:
         above, up_to: the range, without and with its end.
-        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16, 32 or 64, of which the range has no more, by 64,
-            128, 192 or 256. In a pair (see product.py) by 128 or 256.
+        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16 or 64, of which the range has no more, by 64 or 128.
+            In a pair (see product.py) by 128 or 256.
         splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
     """
 
@@ -70,6 +70,17 @@ def _parts(rows, columns, pair):
         high = 64 if columns == 64 or (pair and columns == 128) else 128
         found = (high, rows), (columns - high, rows if columns > high else 0)
     return found
+
+
+@gluon.constexpr_function
+def _ring(rows, columns, pair):
+    """Where in the ring, in rows of 64 values, x begins and what either accumulator takes of the weight.
+
+    Each holds all stages. In this order each begins at a multiple of what an instruction reads of it.
+    """
+    high, wide = _parts(rows, columns, pair)[0]
+    deep = _stages(rows, columns) * _units(rows, columns)
+    return (0, deep * rows, deep * (rows + wide)) if rows == 128 else (deep * columns, 0, deep * high)
 
 
 @gluon.jit

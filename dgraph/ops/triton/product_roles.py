@@ -12,8 +12,6 @@ end adds up what the others wrote; none waits for another, which might not run y
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,8 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgraph.ops.counters import zeros
-from dgraph.ops.triton.product import _division, _place, _quotient
-from dgraph.ops.triton.product_cases import BOX, BOXES, MOST_STAGES, Case, _choose, _parts, _stages, _units
+from dgraph.ops.triton.hopper import LAYOUT, understood
+from dgraph.ops.triton.product import _division, _live_rows, _piece, _pieces
+from dgraph.ops.triton.product_cases import BOX, BOXES, MOST_STAGES, Case, _choose, _parts, _ring, _stages, _units
 
 WARPS = gl.constexpr(8)
 """That multiply."""
@@ -37,14 +36,7 @@ LOW = gl.constexpr(16)
 """Rows of a box of few rows."""
 LOADING = gl.constexpr(24)
 """Registers of a thread that loads."""
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as it is called before Triton 3.7
-
-
-@functools.cache
-def understood(device: torch.device) -> bool:
-    """Whether a device has the matrix instructions that the kernel is made of: compute capability 9.0 alone has."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -90,7 +82,7 @@ def _multiply_in_roles(
     x_boxes, x_low, w_boxes, bias_ptr, out_ptr, part_ptr, ended_ptr, cu_ptr, b, n, d_out, d_in,
     CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    rows = gl.minimum(gl.load(cu_ptr + b), n).to(gl.int32)
+    rows = _live_rows(cu_ptr, b, n)
     held = gl.allocate_shared_memory(x_boxes.dtype, [BOXES, BOX, BOX], x_boxes.layout)
     full = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
@@ -135,29 +127,16 @@ def _multiply_boxes(
 
 
 @gluon.jit
-def _pieces(division, PROGRAMS: gl.constexpr):
-    """Of a program: whole tiles, and those and its share of another."""
-    across, along, _, whole, shares, _ = division
-    program = gl.program_id(0)
-    mine = gl.cdiv(gl.maximum(whole - program, 0), PROGRAMS)
-    return mine, mine + (program < (across * along - whole) * shares).to(gl.int32)
+def _next(stage, turn, STAGES: gl.constexpr):
+    """The stage that follows in the ring, and the phase of its barriers."""
+    stage += 1
+    turn = gl.where(stage == STAGES, turn ^ 1, turn)
+    return gl.where(stage == STAGES, 0, stage), turn
 
 
 @gluon.jit
-def _piece(i, mine, division, PROGRAMS: gl.constexpr, GROUP: gl.constexpr):
-    """Where a program's i-th piece lies, its first iteration and its end, and, where it is a share, of which tile.
-
-    That is the tile's number among those shared, the share's, and how many there are.
-    """
-    across, along, deep, whole, shares, share = division
-    program = gl.program_id(0)
-    place = _quotient(program, shares)
-    own = program - place * shares
-    tile = gl.where(i < mine, program + i * PROGRAMS, whole + place)
-    first = gl.where(i < mine, 0, own * share)
-    last = gl.where(i < mine, deep, gl.minimum(first + share, deep))
-    r, c = _place(tile, across, along, GROUP)
-    return r, c, first, last, (place, own, shares)
+def _before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES, stage) - 1
 
 
 @gluon.jit
@@ -165,10 +144,7 @@ def _load_tiles(
     x_boxes, w_boxes, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """The ring holds what the first accumulator takes of the weight, of all stages, then the second; x stands in front.
-
-    Behind, where its rows are few: so all lie where multiples of their size do.
-    """
+    """Boxes of a program's pieces into the ring, as `_ring` lays them out."""
     held, full, empty = ring
     rows, d_out, d_in, splits = sizes
     HIGH: gl.constexpr = x_boxes.block_shape[0]
@@ -179,8 +155,7 @@ def _load_tiles(
     ACROSS: gl.constexpr = COLUMNS // BOX
     PARTS: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)
     FIRST: gl.constexpr = PARTS[0][0 if ROWS < 128 else 1] // BOX
-    W: gl.constexpr = 0 if ROWS < 128 else STAGES * UNITS * (ROWS // BOX)
-    X: gl.constexpr = STAGES * UNITS * COLUMNS // HIGH if ROWS < 128 else 0
+    RING: gl.constexpr = _ring(ROWS, COLUMNS, PAIR)
     x_held = held._reinterpret(held.dtype, [BOXES * BOX // HIGH, HIGH, BOX], held.layout)
     division = _division(rows, d_out, d_in, ROWS, WIDE, BOX * UNITS, PROGRAMS, splits)
     mine, pieces = _pieces(division, PROGRAMS)
@@ -198,16 +173,14 @@ def _load_tiles(
                     if PAIR and j >= ACROSS // 2:
                         at += d_out - WIDE
                     if j < FIRST:
-                        place = W + unit * FIRST + j
+                        place = RING[1] // BOX + unit * FIRST + j
                     else:
-                        place = W + STAGES * UNITS * FIRST + unit * (ACROSS - FIRST) + j - FIRST
+                        place = RING[2] // BOX + unit * (ACROSS - FIRST) + j - FIRST
                     tma.async_copy_global_to_shared(w_boxes, [at, depth], came, held.index(place))
                 for j in gl.static_range(ROWS // HIGH):
-                    box = x_held.index(X + unit * (ROWS // HIGH) + j)
+                    box = x_held.index(RING[0] // HIGH + unit * (ROWS // HIGH) + j)
                     tma.async_copy_global_to_shared(x_boxes, [r * ROWS + j * HIGH, depth], came, box)
-            stage += 1
-            turn = gl.where(stage == STAGES, turn ^ 1, turn)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, turn = _next(stage, turn, STAGES)
 
 
 @gluon.jit
@@ -226,7 +199,7 @@ def _multiply_tiles(
     TWO: gl.constexpr = OTHER[1] > 0
     SIZE: gl.constexpr = ROWS * COLUMNS
     UNITS: gl.constexpr = _units(ROWS, COLUMNS)
-    DEEP: gl.constexpr = STAGES * UNITS  # boxes along the inner dimension in the ring
+    RING: gl.constexpr = _ring(ROWS, COLUMNS, PAIR)
     OFFSET: gl.constexpr = ONE[0] * ONE[1]
     BESIDE: gl.constexpr = ONE[0] if FEW else ONE[1]  # where the other's columns lie in the tile
     left = held._reinterpret(held.dtype, [BOXES * BOX // ONE[0], ONE[0], BOX], held.layout)
@@ -247,29 +220,27 @@ def _multiply_tiles(
             mbarrier.wait(full.index(stage), turn)
             for u in gl.static_range(UNITS):
                 unit = stage * UNITS + u
-                a = left.index(unit)
-                b = right.index(DEEP * (COLUMNS if FEW else ROWS) // ONE[1] + unit).permute((1, 0))
+                a = left.index(RING[1 if FEW else 0] // ONE[0] + unit)
+                b = right.index(RING[0 if FEW else 1] // ONE[1] + unit).permute((1, 0))
                 acc = warpgroup_mma(a, b, acc, is_async=True)
                 if TWO:
                     if FEW:
-                        a = beside.index(DEEP * ONE[0] // NEXT + unit)
+                        a = beside.index(RING[2] // NEXT + unit)
                     else:
-                        b = beside.index(DEEP * (ROWS + ONE[1]) // NEXT + unit).permute((1, 0))
+                        b = beside.index(RING[2] // NEXT + unit).permute((1, 0))
                     rest = warpgroup_mma(a, b, rest, is_async=True)
             # What may go on is this iteration's; so the one before is done with its stage.
             if TWO:
                 acc, rest = warpgroup_mma_wait(2 * UNITS, deps=(acc, rest))
             else:
                 acc = warpgroup_mma_wait(UNITS, deps=(acc,))
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=k > first)
-            stage += 1
-            turn = gl.where(stage == STAGES, turn ^ 1, turn)
-            stage = gl.where(stage == STAGES, 0, stage)
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=k > first)
+            stage, turn = _next(stage, turn, STAGES)
         if TWO:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=last > first)
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=last > first)
 
         complete = last - first == deep
         if SPLITS > 1:  # noqa: SIM102 (known when it is compiled)

@@ -26,10 +26,8 @@ from dgraph.ops.rows_linear import check_sizes
 from dgraph.ops.triton import product_cases, product_roles
 from dgraph.ops.triton.attention_plan import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
+from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
-
-ANY = 2**31 - 1
-"""A largest row count that is none."""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgraph.ops.triton import product_cases, product_roles
+from dgraph.ops.triton import hopper, product_cases, product_roles
 from tests.ops.triton.compiled import source_of
 
 
 def source(pair: bool) -> Any:
     """Factors in bf16, all cases."""
-    boxes = {rows: f"tensordesc<bf16[{rows}, 64],{product_roles.LAYOUT!r}>" for rows in (16, 64)}
+    boxes = {rows: f"tensordesc<bf16[{rows}, 64],{hopper.LAYOUT!r}>" for rows in (16, 64)}
     types = {"x_boxes": boxes[64], "x_low": boxes[16], "w_boxes": boxes[64], "part_ptr": "*fp32"}
     types |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("ended_ptr", "cu_ptr"), "*i32")
     sizes = tuple((c.above, c.up_to, c.rows, c.columns, c.splits) for c in product_cases.cases(pair))

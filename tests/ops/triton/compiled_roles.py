@@ -12,14 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgraph.ops.triton import attention_roles
+from dgraph.ops.triton import attention_roles, hopper
 from tests.ops.triton.compiled import source_of
 
 
 def source() -> Any:
     """Queries in bf16 that are rotated, four heads on one of K and V."""
     function = attention_roles._attend_in_roles
-    blocks = f"tensordesc<bf16[{attention_roles.KEYS}, 128],{attention_roles.LAYOUT!r}>"
+    blocks = f"tensordesc<bf16[{attention_roles.KEYS}, 128],{hopper.LAYOUT!r}>"
     pointers = dict.fromkeys(("q_ptr", "cos_ptr", "sin_ptr", "out_ptr"), "*bf16")
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32")
     constants = {

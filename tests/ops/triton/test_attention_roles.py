@@ -70,7 +70,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     """Rows see all keys or a part of them, unwritten slots and padding rows hold NaN (`problems.attention`)."""
-    from dgraph.ops.triton import attention_roles
+    from dgraph.ops.triton import attention_roles, hopper
     from dgraph.ops.triton.attention_plan import Plan
     from dgraph.ops.triton.paged_attention import blocks_of, kernel
 
@@ -82,7 +82,7 @@ def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     turned = OPS["rope"].reference(q, *rotation) if rotated else q
     want = expected("paged_attention", moved((turned, *rest, scale), "cpu", torch.float32))
     there, cos_sin = moved((q, *rest, scale), "cuda"), moved(rotation, "cuda") if rotated else None
-    if not attention_roles.understood(there[0].device):
+    if not hopper.understood(there[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
     assert attention_roles.fits(there[0], there[1])
     assert blocks_of(there[1], there[2], attention_roles.KEYS) is not None

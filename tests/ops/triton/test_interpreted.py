@@ -307,7 +307,8 @@ def test_gates_of_any_size_are_finite(interpreted: Interpreter) -> None:
 
 
 def test_the_cases_of_a_product_follow_each_other() -> None:
-    from dgraph.ops.triton.rows_linear import ANY, Plan, Tiles
+    from dgraph.ops.triton.product_cases import ANY
+    from dgraph.ops.triton.rows_linear import Plan, Tiles
 
     cases = [(above, up_to, tiles.rows, tiles.columns) for above, up_to, tiles in Plan().cases()]
     assert cases == [(0, 16, 16, 128), (16, 32, 32, 128), (32, 64, 64, 128), (64, 768, 128, 128), (768, ANY, 128, 256)]

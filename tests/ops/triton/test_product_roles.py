@@ -31,6 +31,9 @@ def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool) -> None:
         assert stages * units * (case.rows + case.columns) <= 64 * of.BOXES.value
         parts = [[int(size) for size in part] for part in of._parts(case.rows, case.columns, pair)]
         assert sum(high * wide for high, wide in parts if wide) == case.rows * case.columns
+        read = [case.rows, *(part[0 if case.rows < 128 else 1] for part in parts)]
+        begins = [int(place) for place in of._ring(case.rows, case.columns, pair)]
+        assert [place % size for place, size in zip(begins, read, strict=True) if size] == [0] * sum(map(bool, read))
 
 
 def test_division_in_floating_point_is_that_of_integers() -> None:
@@ -78,9 +81,9 @@ SIZES = {
 
 
 def on_a_gpu(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    from dgraph.ops.triton import product_roles
+    from dgraph.ops.triton import hopper
 
-    if not product_roles.understood(torch.device("cuda", 0)):
+    if not hopper.understood(torch.device("cuda", 0)):
         pytest.skip("needs a GPU of compute capability 9.0")
     return tuple(None if t is None else t.to("cuda", dtype if t.is_floating_point() else t.dtype) for t in args)
 
