@@ -31,7 +31,7 @@ from dgraph.api import Optimized
 from dgraph.families import Model
 from dgraph.lowering.program import Program, ProgramResult
 from dgraph.models.shapes import random_model
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 
 PROMPT_ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "maskkv": ("maskkv", {"pairs": 256}),

@@ -7,12 +7,12 @@ print(opt.generate("Sort these words: river stone cloud maple").texts[0])
 from __future__ import annotations
 
 from dgraph.api import Optimized, Result, adopt, capture, load, optimize, recipe
-from dgraph.calibrate import calibrate
-from dgraph.calibration import Calibration
 from dgraph.errors import DgraphError, DgraphWarning
+from dgraph.evaluate.calibrate import calibrate
 from dgraph.families import Embedded, Family, Model
 from dgraph.graph import Graph
 from dgraph.phases import rewrite
+from dgraph.plans.calibration import Calibration
 from dgraph.recipes import RECIPES, Phase, Recipe
 from dgraph.spec import ModelSpec
 from dgraph.views import diff, dump, explain

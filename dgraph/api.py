@@ -14,7 +14,7 @@ from torch import Tensor
 from dgraph.cache.store import open_store
 from dgraph.errors import InputError, UnknownName
 from dgraph.families import Model, resolve
-from dgraph.frozen import captured
+from dgraph.frontend.frozen import captured
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
@@ -26,6 +26,7 @@ from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.passes.base import Report
 from dgraph.phases import graph_of_phase, rewrite
+from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import Policy, chosen_policy
@@ -34,7 +35,6 @@ from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import check_stops, trim
 from dgraph.spec import ModelSpec
-from dgraph.triton_private import target_of
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:

@@ -37,8 +37,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dgraph.calibration import FILE, apply_calibration
 from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
+from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.spec import ModelSpec
 
 GROUP = "dgraph.models"

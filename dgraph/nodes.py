@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from dgraph.torch_private import OpOverload
+from dgraph.private.torch import OpOverload
 
 VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
 """Names of ops that allocate nothing."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dgraph.errors import VerifyError
 from dgraph.nodes import args_of, op_name, where
-from dgraph.torch_private import fake_mode, new_symbol, typing
+from dgraph.private.torch import fake_mode, new_symbol, typing
 
 Dim = int | str
 """A size in a declaration: an integer, a symbol ("N") or a symbol plus an integer ("b+1")."""

@@ -17,8 +17,8 @@ from dgraph.errors import VerifyError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import op_of
+from dgraph.private.torch import OpOverload
 from dgraph.shapes import Evaluator, InputSpec
-from dgraph.torch_private import OpOverload
 
 _READ = {"paged_attention": (1, 2), "partial_attention": (1, 2), "feature_read": (0,), "feature_take": (0,)}
 """Caches that an op reads, as numbers of its arguments."""

@@ -253,7 +253,7 @@ class LLaDA2(nn.Module):
 
     @property
     def identity(self) -> str:
-        """What the forward depends on besides tensors: the config and the layers (`dgraph.frozen`)."""
+        """What the forward depends on besides tensors: the config and the layers (`dgraph.frontend.frozen`)."""
         return identity_of(repr(self.config))
 
     def tie_weights(self) -> None:

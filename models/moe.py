@@ -69,7 +69,7 @@ class Router(nn.Module):
 
 
 def identity_of(forward: str) -> str:
-    """What a forward with this file's layers depends on besides tensors (`dgraph.frozen`), given what else it does."""
+    """What a forward with this file's layers depends on besides tensors (`dgraph.frontend.frozen`), beside the rest."""
     sources = b"".join(Path(file).read_bytes() for file in (__file__, inspect.getfile(native_spec)))
     return f"{forward} {hashlib.sha256(sources).hexdigest()}"
 

@@ -16,38 +16,31 @@ SOURCES = sorted(p for folder in ("dgraph", "models") for p in (ROOT / folder).r
 LONGEST = 500
 """Lines of a file that can be read in one sitting."""
 
-CORE = {"early", "errors", "graph", "nodes", "shapes", "spec", "torch_private", "verify"}
+CORE = {"early", "errors", "graph", "nodes", "private", "shapes", "spec", "verify"}
 
 # Package or file -> what of dgraph it may import. A package may import itself.
 ALLOWED: dict[str, set[str]] = {
     "early": set(),
     "errors": set(),
-    "torch_private": {"early", "errors"},
-    "triton_private": set(),
-    "nodes": {"torch_private"},
+    "private": {"early", "errors"},
+    "nodes": {"private"},
     "spec": {"errors"},
-    "shapes": {"errors", "nodes", "torch_private"},
-    "ops": {"early", "errors", "nodes", "shapes", "spec", "torch_private"},
+    "shapes": {"errors", "nodes", "private"},
+    "ops": {"early", "errors", "nodes", "private", "shapes", "spec"},
     "graph": {"errors", "nodes", "ops", "shapes", "spec"},
-    "verify": {"errors", "graph", "nodes", "ops", "shapes", "torch_private"},
-    "canonicalise": {"errors", "graph", "nodes", "ops", "shapes"},
-    "capture": CORE | {"canonicalise", "ops"},
-    "frozen": CORE | {"cache", "capture"},
-    "calibration": {"errors", "spec"},
-    "families": {"calibration", "errors", "spec"},
-    "passes": {"errors", "graph", "kvplan", "nodes", "ops", "shapes", "spec", "verify"},
-    "rowplan": {"errors"},
-    "kvplan": {"errors"},
-    "budgets": {"errors"},
-    "recipes": {"budgets", "errors", "kvplan", "passes", "rowplan", "spec"},
+    "verify": {"errors", "graph", "nodes", "ops", "private", "shapes"},
+    "frontend": CORE | {"cache", "ops"},
+    "plans": {"errors", "spec"},
+    "families": {"errors", "plans", "spec"},
+    "passes": {"errors", "graph", "nodes", "ops", "plans", "shapes", "spec", "verify"},
+    "recipes": {"errors", "passes", "plans", "spec"},
     "phases": {"errors", "graph", "passes", "recipes"},
-    "cache": {"errors", "torch_private"},
-    "lowering": CORE | {"cache", "ops", "triton_private"},
-    "text": CORE | {"capture", "lowering", "ops", "passes", "recipes"},
-    "runtime": {"errors", "kvplan", "lowering", "ops", "rowplan", "spec", "torch_private"},
+    "cache": {"errors", "private"},
+    "lowering": CORE | {"cache", "ops"},
+    "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
+    "runtime": {"errors", "lowering", "ops", "plans", "private", "spec"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
-    "calibrate": CORE | {"calibration", "families", "frozen", "lowering", "passes", "runtime"},
-    "evaluate": {"api", "bench", "errors", "families", "recipes", "runtime", "spec"},
+    "evaluate": CORE | {"api", "bench", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
 }
 
 
@@ -142,12 +135,15 @@ def test_nothing_above_the_runtime_is_imported_below_it() -> None:
     assert offenders(found) == []
 
 
-def test_only_torch_private_uses_private_parts_of_torch() -> None:
-    assert offenders(i for i in IMPORTS if _private(i.module) and part_of(i.path) != "torch_private") == []
-    assert any(_private(i.module) for i in within("torch_private"))
+PRIVATE_TORCH, PRIVATE_TRITON = (ROOT / "dgraph" / "private" / name for name in ("torch.py", "triton.py"))
+
+
+def test_only_one_file_uses_private_parts_of_torch() -> None:
+    assert offenders(i for i in IMPORTS if _private(i.module) and i.path != PRIVATE_TORCH) == []
+    assert any(_private(i.module) for i in IMPORTS if i.path == PRIVATE_TORCH)
     reached = []
     for path in SOURCES:
-        if part_of(path) == "torch_private":
+        if path == PRIVATE_TORCH:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and _private(ast.unparse(node)):
@@ -163,22 +159,21 @@ def _private(dotted: str) -> bool:
     return any(n.startswith("_") and not n.startswith("__") for n in names[1:])
 
 
-def test_only_triton_private_uses_the_inside_of_triton() -> None:
+def test_only_one_file_uses_the_inside_of_triton() -> None:
     """Its runtime, its settings and its compiler; kernels are written in `triton`, `triton.language` and its tools."""
     inside = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime")
     found = [i for i in IMPORTS if i.module.startswith(inside)]
-    assert offenders(i for i in found if part_of(i.path) != "triton_private") == []
+    assert offenders(i for i in found if i.path != PRIVATE_TRITON) == []
     assert found
-    reached = {p.relative_to(ROOT) for p in SOURCES if "device_caches" in p.read_text(encoding="utf-8")}
-    assert reached == {Path("dgraph", "triton_private.py")}
+    assert {p for p in SOURCES if "device_caches" in p.read_text(encoding="utf-8")} == {PRIVATE_TRITON}
 
 
 @pytest.mark.parametrize(
     ("file", "versions"),
-    [("torch_private.py", "Checked on 2.11 and 2.13"), ("triton_private.py", "Checked on 3.6 and 3.7")],
+    [(PRIVATE_TORCH, "Checked on 2.11 and 2.13"), (PRIVATE_TRITON, "Checked on 3.6 and 3.7")],
 )
-def test_every_private_use_says_on_which_versions_it_was_checked(file: str, versions: str) -> None:
-    tree = ast.parse((ROOT / "dgraph" / file).read_text(encoding="utf-8"))
+def test_every_private_use_says_on_which_versions_it_was_checked(file: Path, versions: str) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(
             isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(node)
@@ -195,7 +190,8 @@ def test_transformers_is_imported_late_and_only_by_models() -> None:
 
 def test_triton_is_imported_late_and_only_by_its_kernels() -> None:
     found = [i for i in IMPORTS if i.module.split(".")[0] == "triton"]
-    assert offenders(i for i in found if "triton" not in i.path.parts and not i.late) == []
+    kernels = ROOT / "dgraph" / "ops" / "triton"
+    assert offenders(i for i in found if i.path.parent != kernels and not i.late) == []
 
 
 def test_models_are_found_by_entry_point_and_never_by_name() -> None:

@@ -23,14 +23,21 @@ from typing import Any
 import torch
 
 from dgraph.cache.artifact import FORMAT
-from dgraph.torch_private import inductor_config
+from dgraph.private.torch import inductor_config
 
 PACKAGE = Path(__file__).parents[1]
-MAKERS = ("early.py", "lowering/inductor.py", "lowering/regions.py", "shapes.py", "torch_private.py")
+MAKERS = ("early.py", "lowering/inductor.py", "lowering/regions.py", "shapes.py", "private/torch.py")
 """Sources of dgraph that turn a region's text into what Inductor compiles."""
 CAPTURERS = (
-    "capture.py", "canonicalise.py", "frozen.py", "graph.py", "nodes.py", "shapes.py", "spec.py", "torch_private.py",
-)  # fmt: skip
+    "frontend/capture.py",
+    "frontend/canonicalise.py",
+    "frontend/frozen.py",
+    "graph.py",
+    "nodes.py",
+    "shapes.py",
+    "spec.py",
+    "private/torch.py",
+)
 """Sources of dgraph that turn a module into a captured graph."""
 TUNERS = ("lowering/timing.py", "lowering/tuning.py", "ops/tuning.py")
 """Sources of dgraph, besides the kernels, that say which plans are timed and how."""

@@ -18,7 +18,7 @@ from dgraph.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dgraph.calibration import Calibration
+    from dgraph.plans.calibration import Calibration
 
 OWN_SEEDS = 1_000_000
 """Added to a seed, so that no `dgraph eval --seed` draws the prompts of a calibration."""
@@ -89,7 +89,7 @@ def _writable(folder: Path, out: Path | None) -> Path:
     Raises:
         InputError: that cannot be written.
     """
-    from dgraph.calibration import FILE
+    from dgraph.plans.calibration import FILE
 
     path = folder / FILE if out is None else out
     if out is not None and (out.is_dir() or not out.resolve().parent.is_dir()):

@@ -119,8 +119,8 @@ def _compiler() -> Iterator[Check]:
 def _compile_something() -> None:
     import torch
 
+    from dgraph.private.torch import compile_region
     from dgraph.shapes import Symbols
-    from dgraph.torch_private import compile_region
 
     factor = random.uniform(1, 2)  # a text that no cache knows
     graph = torch.fx.Graph()

@@ -15,7 +15,7 @@ from dgraph.cache.key import Key, region_key, sources_of
 from dgraph.cache.store import Store
 from dgraph.early import hasty_kernels
 from dgraph.errors import LoweringError
-from dgraph.torch_private import (
+from dgraph.private.torch import (
     EARLY,
     compile_region,
     inductor_settings,

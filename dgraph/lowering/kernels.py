@@ -20,8 +20,8 @@ from pathlib import Path, PurePath
 
 from dgraph.cache.key import LAUNCHERS, Key, kernel_keys
 from dgraph.cache.store import Store
-from dgraph.torch_private import launched_by_triton, settle_kernels
-from dgraph.triton_private import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
+from dgraph.private.torch import launched_by_triton, settle_kernels
+from dgraph.private.triton import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
 
 PACKAGE = "dgraph.ops.triton"
 FILE = "kernels.zip"
@@ -36,7 +36,7 @@ class Kernels:
     """The compiled kernels of this process, for the programs of one model.
 
     Args:
-        target: what kernels are compiled for (`dgraph.triton_private.target_of`); None where there are none.
+        target: what kernels are compiled for (`dgraph.private.triton.target_of`); None where there are none.
         store: where they are kept; None for nowhere.
         tell: called with what is being done, for display.
 

@@ -17,8 +17,8 @@ from dgraph.lowering.inductor import RegionFunction, Source, compiled
 from dgraph.lowering.schedule import Region
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
+from dgraph.private.torch import typing
 from dgraph.shapes import DTYPES, Symbols
-from dgraph.torch_private import typing
 
 BACKENDS = ("inductor", "eager")
 

@@ -19,8 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from dgraph.cache.store import Store
 from dgraph.errors import LoweringError, warn
 from dgraph.lowering.inductor import RegionFunction, Source, compiled, known
+from dgraph.private.torch import copy_all
 from dgraph.shapes import DTYPES, Symbols
-from dgraph.torch_private import copy_all
 
 Update = tuple[int, Tensor]
 """The number of an input, and the value that is written into it."""

@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.kvplan import check_budget, pairs_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.kv import check_budget, pairs_of
 from dgraph.shapes import InputSpec
 
 WINDOW = InputSpec("window", torch.int32, ("b", 2))

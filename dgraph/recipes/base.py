@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.kvplan import KVPlan
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.passes.chunk_lm_head import ChunkLMHead
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 
 BLOCK_CACHES = ("off", "dc", "dc+")
 

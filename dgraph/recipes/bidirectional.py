@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import ENDING, ending, phases_of
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 CACHES = {"prefix": "suffix", "dual": "block"}

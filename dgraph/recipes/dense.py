@@ -11,8 +11,8 @@ from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Phase, Recipe
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())

@@ -6,9 +6,9 @@ from dgraph.errors import InputError
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import GATED, phases_of
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 

@@ -10,9 +10,9 @@ from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.partial_attention import PartialAttention
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import ENDING, phases_of
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 

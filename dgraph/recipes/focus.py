@@ -8,9 +8,9 @@ from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import BOUNDED, ENDING, ending, phases_of
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 COUNTS = ("host", "device")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dgraph.errors import InputError
-from dgraph.kvplan import KVPlan
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.sparse_kv import SparseKV
+from dgraph.plans.kv import KVPlan
 from dgraph.recipes.base import Phase, Recipe
 
 

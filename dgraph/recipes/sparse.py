@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dgraph import budgets
 from dgraph.errors import InputError, UnknownName
-from dgraph.kvplan import KVPlan
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.sparse_kv import SparseKV
+from dgraph.plans import budgets
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
-from dgraph.rowplan import RowPlan
 from dgraph.spec import ModelSpec
 
 DEFAULT_RATIO = 0.5

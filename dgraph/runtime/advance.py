@@ -22,13 +22,13 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.sparse import REUSE
+from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Replay
 from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.policies import Policy, edits, needs_of
 from dgraph.runtime.rows import RowResults, StepRows, row_results
 from dgraph.runtime.script import Script
 from dgraph.runtime.seeds import policy_noise, row_seeds, sequence_keys, uniform
-from dgraph.torch_private import copy_all
 
 FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, "margin": -math.inf, "entropy": math.inf}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgraph.kvplan import KVPlan
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BlockCache, DecodeState, full_step, ready_columns
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows, packed

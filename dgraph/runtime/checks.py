@@ -9,9 +9,9 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from dgraph.errors import InputError, LoweringError, UnknownName, warn
-from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees
 from dgraph.runtime.sampling import Sampler

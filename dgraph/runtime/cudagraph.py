@@ -24,7 +24,7 @@ from torch import Tensor
 from dgraph.lowering.plan import Runner, StagePlan
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
-from dgraph.torch_private import copy_all
+from dgraph.private.torch import copy_all
 
 
 class Replay(Protocol):

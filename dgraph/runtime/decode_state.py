@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
 from dgraph.runtime.rows import RowResults, StepRows, inverse, read
 from dgraph.runtime.seeds import policy_order

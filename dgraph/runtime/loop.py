@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, LoweringError
-from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decode_state import DecodeState

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dgraph.kvplan import KVPlan
+from dgraph.plans.kv import KVPlan
 from dgraph.spec import ModelSpec
 
 

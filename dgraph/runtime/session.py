@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.kvplan import KVPlan
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.advance import Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool

@@ -15,7 +15,7 @@ import torch._inductor.config as inductor
 from dgraph.cache import key as keys
 from dgraph.cache.key import Difference, Key, differences, region_key, sources_of
 from dgraph.ops import OPS
-from dgraph.torch_private import inductor_config, inductor_settings
+from dgraph.private.torch import inductor_config, inductor_settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TEXT = "device cpu\n%0 = input: f32[s0, 4]\n\n  %1 = odd: line\nreturn %0"
@@ -128,7 +128,7 @@ def test_sources_of_inlined_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         "dgraph/lowering/inductor.py",
         "dgraph/lowering/regions.py",
         "dgraph/shapes.py",
-        "dgraph/torch_private.py",
+        "dgraph/private/torch.py",
         "dgraph/ops/registry.py",  # rms_norm calls a function of it
         "dgraph/ops/rms_norm.py",
     }

@@ -16,7 +16,7 @@ import torch
 
 from dgraph.cache.store import Store
 from dgraph.lowering.kernels import Kernels
-from dgraph.triton_private import LoadedKernel
+from dgraph.private.triton import LoadedKernel
 
 TARGET = "cuda 90"
 HASH = "ab" * 32

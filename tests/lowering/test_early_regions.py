@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph import torch_private
 from dgraph.cache.store import Store
 from dgraph.early import regions_start_early
 from dgraph.errors import LoweringError
 from dgraph.lowering import inductor
 from dgraph.lowering.inductor import Source, compiled
 from dgraph.lowering.traced import trace
-from dgraph.torch_private import EARLY, inductor_settings, launched_by_triton, settle_kernels, wait_first
+from dgraph.private import torch as torch_private
+from dgraph.private.torch import EARLY, inductor_settings, launched_by_triton, settle_kernels, wait_first
 from tests.test_early import GOOD, LOAD, WAIT, kernel, module
 
 HASTY = module(GOOD, kernel("second", LOAD, WAIT))
@@ -140,7 +140,7 @@ def test_triton_keeps_kernels_where_inductor_would(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", "undone")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     settle_kernels()
-    cache_folder = pytest.importorskip("dgraph.triton_private").cache_folder
+    cache_folder = pytest.importorskip("dgraph.private.triton").cache_folder
     pytest.importorskip("triton")
     assert cache_folder() == str(tmp_path / "triton" / "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))

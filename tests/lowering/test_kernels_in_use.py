@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import dgraph
-from dgraph import triton_private
 from dgraph.cache import upkeep
 from dgraph.cache.store import Store
 from dgraph.lowering import kernels
 from dgraph.lowering.kernels import Kernels
+from dgraph.private import triton as triton_private
 from tests.lowering.one_kernel import HASH, TARGET, Binary, files_below
 
 pytest.importorskip("triton")

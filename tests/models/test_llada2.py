@@ -14,7 +14,7 @@ import dgraph
 from dgraph.cache.store import open_store
 from dgraph.errors import CheckpointError
 from dgraph.families import families
-from dgraph.frozen import captured
+from dgraph.frontend.frozen import captured
 from dgraph.models.llada2 import FACTS, Config
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows

@@ -12,8 +12,8 @@ import torch
 from dgraph.api import Result
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import BoundRows, CacheKV, ChunkLMHead, FuseGLU, FuseProjections, OnlyMasked, PackRows
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.rowplan import RowPlan
 from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
 from tests.tiny import tiny_spec
 

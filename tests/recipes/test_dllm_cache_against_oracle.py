@@ -12,8 +12,8 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.ops import references
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.rowplan import RowPlan
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import canvas, dllm_cache
 from tests.oracle.dllm_cache import Memory, Method, Step

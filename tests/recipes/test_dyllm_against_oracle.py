@@ -11,8 +11,8 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.graph import Graph
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.rowplan import RowPlan
 from tests.oracle import canvas, dyllm
 from tests.oracle.dyllm import Memory, Method, Step
 from tests.passes.sparse_step import memory_of, run, step_of

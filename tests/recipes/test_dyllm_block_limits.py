@@ -14,8 +14,8 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.rowplan import RowPlan
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.sampling import Sampler

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from dgraph.api import Optimized, Result
 from dgraph.cli import app
 from dgraph.errors import InputError, UnknownName
-from dgraph.kvplan import KVPlan
 from dgraph.passes import (
     CacheKV,
     ChunkLMHead,
@@ -28,9 +27,10 @@ from dgraph.passes import (
     ReuseRows,
     SparseKV,
 )
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
-from dgraph.rowplan import RowPlan
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import prompts_for, setup_of
 from tests.recipes.test_against_oracle import optimized

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of

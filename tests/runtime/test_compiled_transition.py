@@ -12,7 +12,7 @@ from torch import Tensor
 import dgraph
 from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.cudagraph import GraphPool

@@ -10,7 +10,7 @@ import torch
 
 from dgraph.errors import DgraphError, InputError, LoweringError, UnknownName
 from dgraph.lowering.program import ProgramResult
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
 from tests.runtime.fake import MASK, FakeProgram, fake_spec
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dgraph.kvplan import KVPlan
 from dgraph.ops.sparse import REPACK, REUSE, SELECT
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.canvas import CanvasState

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.kvplan import KVPlan
+from dgraph.plans.kv import KVPlan
 from dgraph.runtime.pack import PackedKV
 from tests.runtime.fake import fake_spec
 

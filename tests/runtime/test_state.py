@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dgraph.rowplan import RowPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform

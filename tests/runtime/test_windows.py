@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dgraph.kvplan import KVPlan
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.rowplan import RowPlan
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.state import StepState
 from tests.runtime.test_canvas import MASK, step

@@ -18,7 +18,7 @@ from triton.compiler import compile as compiled
 
 from dgraph.ops.triton.kv_write import _write
 from dgraph.ops.triton.paged_attention import _add_up, _attend
-from dgraph.triton_private import LoadedKernel, compilations, put
+from dgraph.private.triton import LoadedKernel, compilations, put
 from tests.ops.triton.compiled import source_of
 
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")

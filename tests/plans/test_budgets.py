@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from dgraph.budgets import maskkv, pyramid, squeeze, uniform
 from dgraph.errors import InputError
+from dgraph.plans.budgets import maskkv, pyramid, squeeze, uniform
 
 AVERAGES = (0, 1, 7, 32, 256, 511)
 

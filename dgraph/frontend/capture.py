@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from dgraph.canonicalise import canonicalise
 from dgraph.errors import CaptureError, VerifyError
+from dgraph.frontend.canonicalise import canonicalise
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
+from dgraph.private.torch import OpOverload
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
-from dgraph.torch_private import OpOverload
 from dgraph.verify import reads_host
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))

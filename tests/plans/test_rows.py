@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.rowplan import REGIONS, RowPlan
+from dgraph.plans.rows import REGIONS, RowPlan
 
 APART = RowPlan("response", full_steps=0, prompt_every=5, response_every=3)
 

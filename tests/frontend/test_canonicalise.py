@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.canonicalise import canonicalise
 from dgraph.errors import CaptureError
+from dgraph.frontend.canonicalise import canonicalise
 from dgraph.graph import Graph
 from tests.tiny import Hand, interpret, ops_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.kvplan import WINDOWS, KVPlan, check_budget
+from dgraph.plans.kv import WINDOWS, KVPlan, check_budget
 
 
 def test_a_plan_is_a_value() -> None:

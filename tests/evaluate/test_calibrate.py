@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import dgraph
 from dgraph.cache.store import Store
-from dgraph.calibration import FILE, Calibration, read_calibration
 from dgraph.errors import CaptureError, CheckpointError, InputError
-from dgraph.frozen import captured, key_of
+from dgraph.frontend.frozen import captured, key_of
+from dgraph.plans.calibration import FILE, Calibration, read_calibration
 from tests.cli.folders import write_checkpoint
 from tests.models import test_llada2, test_sdar_moe
 from tests.oracle import canvas, llada2, qwen3

@@ -20,13 +20,13 @@ from torch.fx import Node
 
 from dgraph.cache.key import Key, graph_key
 from dgraph.cache.store import Store
-from dgraph.capture import capture_module
 from dgraph.errors import DgraphError
+from dgraph.frontend.capture import capture_module
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
+from dgraph.private.torch import OpOverload
 from dgraph.shapes import DTYPES, InputSpec
 from dgraph.spec import ModelSpec
-from dgraph.torch_private import OpOverload
 from dgraph.verify import verify
 
 FILE = "graph.json"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import dgraph
-from dgraph import frozen
 from dgraph.cache.store import Store
-from dgraph.frozen import FILE, NotPlain, captured, from_data, key_of, to_data, weights_of
+from dgraph.frontend import frozen
+from dgraph.frontend.frozen import FILE, NotPlain, captured, from_data, key_of, to_data, weights_of
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 
 

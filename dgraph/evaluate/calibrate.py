@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.calibration import Calibration
 from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
-from dgraph.frozen import captured
+from dgraph.frontend.frozen import captured
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
+from dgraph.plans.calibration import Calibration
 from dgraph.runtime.checks import check_request
 from dgraph.spec import ModelSpec
 from dgraph.verify import verify

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.capture import split_layer
 from dgraph.errors import CaptureError
+from dgraph.frontend.capture import split_layer
 from dgraph.graph import Graph
 from tests.plain import Block, Plain, capture_plain
 from tests.tiny import MASK, VOCAB, interpret, ops_of
