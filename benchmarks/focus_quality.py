@@ -45,11 +45,11 @@ ARMS = (
     Arm("dense", "dense", {}),
     Arm("DC", "dense", {"block_cache": "dc"}),
     Arm("DC+", "dense", {"block_cache": "dc+"}),
-    Arm("DC+, no refresh", "dense", {"block_cache": "dc+", "refresh": False}),
+    Arm("DC+, no recommit", "dense", {"block_cache": "dc+", "recommit": False}),
     Arm("focus, alpha 1.2", "focus", {"alpha": 1.2}),
     Arm("focus, alpha 1.5", "focus", {"alpha": 1.5}),
     Arm("focus, alpha 1.8", "focus", {"alpha": 1.8}),
-    Arm("focus, alpha 1.5, no refresh", "focus", {"alpha": 1.5, "refresh": False}),
+    Arm("focus, alpha 1.5, no recommit", "focus", {"alpha": 1.5, "recommit": False}),
     Arm("focus, alpha 1.5, importance", "focus", {"alpha": 1.5, "signal": "importance"}),
 )
 

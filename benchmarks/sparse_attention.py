@@ -237,11 +237,11 @@ def select(report: Report, late: Callable[[], bool]) -> None:
     lines: list[list[Cell]] = []
     voters = 256
     positions, cu_rows = torch.arange(LONG, device="cuda"), offsets(1, LONG)
-    window, phase = ints([[LONG - voters, LONG]]), ints([SELECT])
+    window, action = ints([[LONG - voters, LONG]]), ints([SELECT])
     for kv_heads in (32, 8):
         q, (k, v) = random(LONG, HEADS, D), (random(LONG, kv_heads, D) for _ in range(2))
         limit = torch.full((LONG,), LONG, dtype=torch.int32, device="cuda")
-        where = (positions, positions, cu_rows, cu_rows, limit, window, phase, D**-0.5, 0, voters)
+        where = (positions, positions, cu_rows, cu_rows, limit, window, action, D**-0.5, 0, voters)
         votes = partial(OPS["kv_votes"].overload, q, k, *where)
         score, voting = votes(), milliseconds([votes] * 3, 7)
         for ratio, pairs in ((0.0, 256), (0.5, 1)):
@@ -250,7 +250,7 @@ def select(report: Report, late: Callable[[], bool]) -> None:
             results = (torch.zeros(1, kv_heads).int().cuda(), torch.zeros(kv_heads * budget).int().cuda())
             sizes = (ints([[0]]), 0, ratio, pairs, "mass", 0.1, 1, "max", 0)
             pack = partial(
-                OPS["kv_pack"].overload, score, k, v, positions, cu_rows, window, phase, *packs, *results, *sizes
+                OPS["kv_pack"].overload, score, k, v, positions, cu_rows, window, action, *packs, *results, *sizes
             )
             packing = milliseconds([pack] * 3, 7)
             parts: list[Cell] = [voting, packing, voting + packing, 100 * (voting + packing) / FORWARD_MS]

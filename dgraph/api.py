@@ -147,7 +147,7 @@ class Optimized:
             self.spec,
             self.programs,
             block_cache=recipe.block_cache,  # type: ignore[arg-type]
-            refresh=recipe.refresh,
+            recommit=recipe.recommit,
             plan=recipe.plan,
             kv=recipe.kv,
             device=captured.device,
@@ -260,8 +260,8 @@ class Optimized:
             return
         phases = rewrite(self.captured, self.recipe.keeping_logits())
         self._session.programs["logits"] = self._lower(phases["step"].graph)
-        if "refresh" in phases:
-            self._session.programs["refresh_logits"] = self._lower(phases["refresh"].graph, captured=False)
+        if "select" in phases:
+            self._session.programs["select_logits"] = self._lower(phases["select"].graph, captured=False)
 
     def warm_up(
         self,

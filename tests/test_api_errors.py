@@ -45,7 +45,7 @@ def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"after": 4}, InputError, r"EvictTokens: after=4 is not a layer of this model, which has 0\.\.3"),
         ({"after": 0}, InputError, r"after must be a layer of at least 1 for signal='delta', got 0"),
         ({"block_cache": "on"}, InputError, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'on'"),
-        ({"refresh": "no"}, InputError, r"refresh must be True or False, got 'no'"),
+        ({"recommit": "no"}, InputError, r"recommit must be True or False, got 'no'"),
         ({"max_num_logits": 0}, InputError, r"max_num_logits .* at least 1, got 0"),
         ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', got 'indcutor'"),
         ({"buckets": "big"}, InputError, r"buckets must be 'exact', 'hybrid', .* or a list of row counts .*got 'big'"),

@@ -45,7 +45,7 @@ def ablation(arm: Arm, on_gpu: bool) -> Iterator[Arm]:
     for kind in BLOCK_CACHES:
         if kind != arm.recipe.block_cache:
             yield replace(arm, label=f"block_cache={kind}", recipe=replace(arm.recipe, block_cache=kind))
-    other = replace(arm.recipe, refresh=not arm.recipe.refresh)
-    yield replace(arm, label=f"refresh={str(other.refresh).lower()}", recipe=other)
+    other = replace(arm.recipe, recommit=not arm.recipe.recommit)
+    yield replace(arm, label=f"recommit={str(other.recommit).lower()}", recipe=other)
     if on_gpu and arm.graphs:
         yield replace(arm, label="without graphs", graphs=False)

@@ -151,7 +151,7 @@ def report(recorded: Recorded) -> dict[str, Any]:
         "steps_per_block": trace.steps,
         "dense_rows_per_token": rows.dense,
         "kept_rows_per_token": rows.kept,
-        "kept_rows_per_token_with_refresh": rows.refreshed,
+        "kept_rows_per_token_with_recommit": rows.recommitted,
         "measured_rows_per_token": recorded.stats.rows_per_token,
         "torch": torch.__version__,
     }

@@ -31,14 +31,14 @@ class Redundancy:
     Attributes:
         dense: every row of the block in every step, and once more to commit the block.
         kept: rows that are not evicted, with decoded rows cached as "dc+" does; a block is committed by the rows that
-            are not cached yet (refresh=False, as the engine does whose speed the paper reports). None without kept
+            are not cached yet (recommit=False, as the engine does whose speed the paper reports). None without kept
             columns.
-        refreshed: the same, but all rows of a block are forwarded once more to commit it (refresh=True).
+        recommitted: the same, but all rows of a block are forwarded once more to commit it (recommit=True).
     """
 
     dense: float
     kept: float | None
-    refreshed: float | None
+    recommitted: float | None
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,12 @@ def _keep_one_more(history: History, block: int, draw: random.Random) -> History
 
 def _closed(history: Sequence[BlockStep], block: int) -> History:
     """With every column kept that the selection rules add."""
-    masked, progress, found = set(range(block)), -1, []
+    masked, reached, found = set(range(block)), -1, []
     for step in history:
         kept = set(step.kept or ())
-        while (more := closure(kept, masked, progress)) != kept:
+        while (more := closure(kept, masked, reached)) != kept:
             kept = more
         found.append(BlockStep(step.committed, tuple(sorted(kept))))
-        progress = max(progress, *kept)
+        reached = max(reached, *kept)
         masked -= set(step.committed)
     return tuple(found)

@@ -315,8 +315,8 @@ def _show(done: Sequence[Measured], failed: dict[str, str], load: Load, title: s
             print_text(
                 f"trace: {load.trace.source}; rows per token of its blocks: {rows.dense:.2f} dense"
                 + (
-                    f", {rows.kept:.2f} kept ({rows.refreshed:.2f} with refresh)"
-                    if rows.kept and rows.refreshed
+                    f", {rows.kept:.2f} kept ({rows.recommitted:.2f} with recommit)"
+                    if rows.kept and rows.recommitted
                     else ""
                 )
             )

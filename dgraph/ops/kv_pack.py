@@ -15,7 +15,7 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_
 CONTRACT = """\
 Head h of sequence s owns the entries [pack_start[layer, s] + sum(pack_count[s, :h]), + pack_count[s, h]) of k_pack and
 v_pack [entries, D]; pack_index[e] is the position of entry e. What it writes lies there; nothing else changes.
-A sequence in phase SELECT chooses anew. Its candidates are the n key rows outside its window [lo, hi). Budget, in
+A sequence with action SELECT chooses anew. Its candidates are the n key rows outside its window [lo, hi). Budget, in
 entries per head on average: B = min(n, int(ratio * n)) with ratio > 0, else min(n, pairs). B = n keeps everything.
 score is pooled along the candidates in order of position, over a width of `pool` (odd, stride 1, truncated at both
 ends; 1: not at all), by the maximum or the mean as `pooling` says. The window is cut out: its neighbours are adjacent.
@@ -29,10 +29,10 @@ k_h candidates that rank first, ties: the lower position; they are packed in asc
    rank first are of h, ties: the lower head, then the lower position.
 So sum(k_h) <= B * Hkv. Budgets in double precision; (B - base) * Hkv * P_h is (B - base) * Hkv times the head's sum,
 divided by the sum over heads.
-In phase REPACK entry e takes key and value of the key row at position pack_index[e], which must be one of the
-sequence's; counts and positions stay. Sequences in other phases: untouched.
+with action REPACK entry e takes key and value of the key row at position pack_index[e], which must be one of the
+sequence's; counts and positions stay. Sequences with other actions: untouched.
 score f32[M, Hkv], finite; k, v [M, Hkv, D] and k_pack, v_pack of one dtype; key_positions i64[M], ascending in each
-sequence; cu_keys i32[b+1]; window i32[b, 2]; phase i32[b]; pack_count i32[b, Hkv]; pack_index i32[entries], or i32[0]:
+sequence; cu_keys i32[b+1]; window i32[b, 2]; action i32[b]; pack_count i32[b, Hkv]; pack_index i32[entries], or i32[0]:
 positions are not kept, and no sequence may be in REPACK; pack_start i32[L, b]. Sequences may have no rows; pack_count
 may have more than b.
 Padding rows may hold anything. Too few entries for a sequence, or a position without a row, is an error in the
@@ -64,7 +64,7 @@ def reference(
     key_positions: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     k_pack: Tensor,
     v_pack: Tensor,
     pack_count: Tensor,
@@ -82,7 +82,7 @@ def reference(
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
     starts, entries = pack_start[layer].tolist(), k_pack.shape[0]
     chosen: list[tuple[int, list[Tensor]]] = []
-    for s, _, rows in spans_of(phase, SELECT, cu_keys, cu_keys):
+    for s, _, rows in spans_of(action, SELECT, cu_keys, cu_keys):
         lo, hi = window[s].tolist()
         position = key_positions[rows]
         outside = rows.start + ((position < lo) | (position >= hi)).nonzero().squeeze(1)
@@ -100,7 +100,7 @@ def reference(
                 f"only {entries}. Make room for its budget on every KV head before running the step."
             )
         chosen.append((s, kept))
-    for s, _, rows in spans_of(phase, REPACK, cu_keys, cu_keys):
+    for s, _, rows in spans_of(action, REPACK, cu_keys, cu_keys):
         counts = pack_count[s].tolist()
         wanted = pack_index[starts[s] : starts[s] + sum(counts)].long()
         position = key_positions[rows].contiguous()
@@ -165,7 +165,7 @@ def fake(
     key_positions: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     k_pack: Tensor,
     v_pack: Tensor,
     pack_count: Tensor,
@@ -185,10 +185,10 @@ def fake(
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     every = (SELECT, DENSE, REUSE, SELECT)
-    for name, phases, counts, windows, levels, settings in (
+    for name, actions, counts, windows, levels, settings in (
         ("some pairs, the response", (SELECT,), (12,), ((8, 12),), 0, (0.0, 3, "uniform", 0.0, 1, "max", 0)),
         (
-            "a share, maximum across the window, other phases",
+            "a share, maximum across the window, other actions",
             every, (11, 7, 6, 14), ((4, 8), (2, 5), (2, 5), (0, 4)), 0, (0.5, 0, "uniform", 0.0, 3, "max", 0),
         ),
         (
@@ -204,13 +204,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("nothing", (SELECT, SELECT), (9, 2), ((3, 4), (0, 1)), 0, (0.1, 0, "adaptive", 0.2, 1, "max", 3)),
         ("no rows", (SELECT, REUSE), (0, 0), ((0, 4), (0, 4)), 0, (0.0, 3, "uniform", 0.0, 1, "max", 0)),
     ):  # fmt: skip
-        call = draw(generator, phases, counts, windows, settings, levels=levels)
+        call = draw(generator, actions, counts, windows, settings, levels=levels)
         yield Sample(name, call, padded(call))
 
 
 def draw(
     generator: torch.Generator,
-    phases: tuple[int, ...],
+    actions: tuple[int, ...],
     counts: tuple[int, ...],
     windows: tuple[tuple[int, int], ...],
     settings: tuple[float, int, str, float, int, str, int],
@@ -237,7 +237,7 @@ def draw(
         index[start[s] : start[s] + sum(map(len, held))] = torch.cat(held)
     starts = torch.stack([start + 10**6, start]).int()
     into = (k_pack, v_pack, had, index if keep_index else index[:0], starts)
-    return score, *kv, positions, cu_keys, per_sequence(windows).view(-1, 2), per_sequence(phases), *into, 1, *settings
+    return score, *kv, positions, cu_keys, per_sequence(windows).view(-1, 2), per_sequence(actions), *into, 1, *settings
 
 
 def padded(call: tuple[object, ...]) -> tuple[object, ...]:
@@ -254,7 +254,7 @@ OP = register(
         name="kv_pack",
         overload=define(
             "kv_pack",
-            "(Tensor score, Tensor k, Tensor v, Tensor key_positions, Tensor cu_keys, Tensor window, Tensor phase, "
+            "(Tensor score, Tensor k, Tensor v, Tensor key_positions, Tensor cu_keys, Tensor window, Tensor action, "
             "Tensor(a!) k_pack, Tensor(b!) v_pack, Tensor(c!) pack_count, Tensor(d!) pack_index, Tensor pack_start, "
             "int layer, float ratio, int pairs, str heads, float floor, int pool, str pooling, int recent) -> ()",
             reference,

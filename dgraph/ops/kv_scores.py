@@ -13,14 +13,15 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
-The score of key row j of a sequence in phase SELECT: s_h(j) = scale * mean(q)_h . k_j for query head h, the mean over
+The score of key row j of a sequence with action SELECT: s_h(j) = scale * mean(q)_h . k_j for query head h, the mean
+over
 the query rows of the sequence whose position is inside its window [lo, hi). No such row: 0.
 shared=False: for each KV head the maximum of s_h(j) over the query heads of its group (dLLM-Serve Eq. 6);
 shared=True: the mean over all query heads, the same for every KV head (Sparse-dLLM).
 q [N, Hq, D] and positions i64[N] by cu_rows i32[b+1], positions ascending in a sequence; k [M, Hkv, D] by
-cu_keys i32[b+1]; window i32[b, 2]; phase i32[b]
+cu_keys i32[b+1]; window i32[b, 2]; action i32[b]
 -> f32[M, Hkv] (float64 for float64). Query head h reads KV head h // (Hq / Hkv). Means, scores and sums in fp32 at
-least. Sequences in other phases, and padding rows, give 0. Padding rows, and query rows outside of the window, may
+least. Sequences with other actions, and padding rows, give 0. Padding rows, and query rows outside of the window, may
 hold anything. Deterministic; a sequence gives the same bits alone and in any batch of the reference."""
 
 
@@ -31,7 +32,7 @@ def reference(
     cu_rows: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     shared: bool,
 ) -> Tensor:
@@ -39,7 +40,7 @@ def reference(
     out = k.new_zeros(k.shape[:2], dtype=numeric(k.dtype))
     kv_heads = k.shape[1]
     bounds = window.tolist()
-    for s, rows, keys in spans_of(phase, SELECT, cu_rows, cu_keys):
+    for s, rows, keys in spans_of(action, SELECT, cu_rows, cu_keys):
         low, high = bounds[s]
         inside = (positions[rows] >= low) & (positions[rows] < high)
         found = q[rows][inside].to(out.dtype)
@@ -58,7 +59,7 @@ def fake(
     cu_rows: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     shared: bool,
 ) -> Tensor:
@@ -66,11 +67,11 @@ def fake(
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
-    for name, counts, windows, phases, heads, d, shared in (
+    for name, counts, windows, actions, heads, d, shared in (
         ("by head", (20, 17), ((8, 16), (9, 17)), (SELECT, SELECT), (4, 2), 16, False),
         ("shared", (20, 17), ((8, 16), (9, 17)), (SELECT, SELECT), (4, 2), 16, True),
         (
-            "every phase, an empty sequence",
+            "every action, an empty sequence",
             (9, 12, 0, 14, 5),
             ((6, 9), (8, 12), (3, 5), (10, 14), (2, 5)),
             (DENSE, SELECT, SELECT, REUSE, REPACK),
@@ -86,7 +87,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         n = sum(counts)
         q, k = (torch.randn(n, h, d, generator=generator) for h in heads)
         cu, positions = cu_rows_of(counts), positions_of(counts, [0] * len(counts))
-        rest = (cu, cu.clone(), per_sequence(windows), per_sequence(phases), d**-0.5, shared)
+        rest = (cu, cu.clone(), per_sequence(windows), per_sequence(actions), d**-0.5, shared)
         yield Sample(name, (q, k, positions, *rest), (*(pad_rows(x, 3) for x in (q, k, positions)), *rest))
     q, k = torch.randn(7, 4, 8, generator=generator), torch.randn(19, 2, 8, generator=generator)
     positions, cu_rows, cu_keys = torch.tensor([4, 5, 8, 9, 2, 3, 6]), cu_rows_of((4, 3)), cu_rows_of((12, 7))
@@ -103,7 +104,7 @@ OP = register(
         name="kv_scores",
         overload=define(
             "kv_scores",
-            "(Tensor q, Tensor k, Tensor positions, Tensor cu_rows, Tensor cu_keys, Tensor window, Tensor phase, "
+            "(Tensor q, Tensor k, Tensor positions, Tensor cu_rows, Tensor cu_keys, Tensor window, Tensor action, "
             "float scale, bool shared) -> Tensor",
             reference,
             fake,

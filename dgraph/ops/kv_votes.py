@@ -13,16 +13,17 @@ from dgraph.ops.rows import GROUP_ELEMENTS, check_heads
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
-The votes for key row j of a sequence in phase SELECT, and for KV head h: the mean over the query heads of h's group of
+The votes for key row j of a sequence with action SELECT, and for KV head h: the mean over the query heads of h's group
+of
 the sum over voters i of softmax_j(scale * q_i . k_j), the softmax over the key rows of the sequence whose position is
 below limit[i]. Voters: the query rows of the sequence with lo + first <= position < lo + last, for its window [lo, hi).
 MaskKV Eq. 6 has first=0, last=2**31-1 (the response votes); SnapKV first=-32, last=0 (the last rows of the prompt);
 H2O first=-2**31, last=2**31-1 (all rows).
 q [N, Hq, D], positions i64[N] and limit i32[N] by cu_rows i32[b+1]; k [M, Hkv, D] and key_positions i64[M] by
-cu_keys i32[b+1]; positions ascend in a sequence; window i32[b, 2]; phase i32[b]; first and last fit in i32
+cu_keys i32[b+1]; positions ascend in a sequence; window i32[b, 2]; action i32[b]; first and last fit in i32
 -> f32[M, Hkv] (float64 for float64). Query head h reads KV head h // (Hq / Hkv). Scores and sums in fp32 at least.
 Over the keys of a sequence a head's votes sum to the number of voters that see a key; one that sees none votes for
-none. Sequences in other phases, and padding rows, give 0. Padding rows, and query rows that do not vote, may hold
+none. Sequences with other actions, and padding rows, give 0. Padding rows, and query rows that do not vote, may hold
 anything. Deterministic, without atomics; a sequence gives the same bits alone and in any batch of the reference."""
 
 
@@ -35,7 +36,7 @@ def reference(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     first: int,
     last: int,
@@ -43,7 +44,7 @@ def reference(
     check_heads("kv_votes", q, k, 1)
     out = k.new_zeros(k.shape[:2], dtype=numeric(k.dtype))
     lows = window[:, 0].tolist()
-    for s, rows, keys in spans_of(phase, SELECT, cu_rows, cu_keys):
+    for s, rows, keys in spans_of(action, SELECT, cu_rows, cu_keys):
         position = positions[rows]
         chosen = (position >= lows[s] + first) & (position < lows[s] + last)
         voters = rows.start + chosen.nonzero().squeeze(1)
@@ -73,7 +74,7 @@ def fake(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     first: int,
     last: int,
@@ -85,10 +86,10 @@ ALL = 2**31 - 1
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
-    for name, counts, windows, phases, heads, d, first, last in (
+    for name, counts, windows, actions, heads, d, first, last in (
         ("the response votes", (20, 17), ((12, 20), (9, 17)), (SELECT, SELECT), (4, 2), 16, 0, ALL),
         (
-            "every phase, an empty sequence, the prompt's last rows vote",
+            "every action, an empty sequence, the prompt's last rows vote",
             (9, 12, 0, 14, 5),
             ((6, 9), (8, 12), (3, 5), (10, 14), (2, 5)),
             (DENSE, SELECT, SELECT, REUSE, REPACK),
@@ -101,7 +102,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("no voters", (7, 4), ((7, 9), (2, 4)), (SELECT, DENSE), (2, 1), 8, 0, ALL),
         ("no rows", (0, 0), ((0, 4), (0, 4)), (SELECT, SELECT), (2, 1), 8, 0, ALL),
     ):
-        yield sample(name, counts, windows, phases, heads, d, first, last, generator)
+        yield sample(name, counts, windows, actions, heads, d, first, last, generator)
     # Every second query row is there, and limits below the last key: some rows see few keys, some see none.
     whole = sample("", (16, 10), ((8, 12), (4, 8)), (SELECT, SELECT), (4, 2), 8, 0, ALL, generator).args
     q, k, positions, key_positions, _, cu_keys, limit, *rest = whole
@@ -115,7 +116,7 @@ def sample(
     name: str,
     counts: Sequence[int],
     windows: Sequence[Sequence[int]],
-    phases: Sequence[int],
+    actions: Sequence[int],
     heads: tuple[int, int],
     d: int,
     first: int,
@@ -126,7 +127,7 @@ def sample(
     q, k = (torch.randn(sum(counts), h, d, generator=generator) * 2 for h in heads)
     cu, positions = cu_rows_of(counts), positions_of(counts, [0] * len(counts))
     limit = torch.tensor(counts).repeat_interleave(torch.tensor(counts)).int()
-    rest = (per_sequence(windows), per_sequence(phases), d**-0.5, first, last)
+    rest = (per_sequence(windows), per_sequence(actions), d**-0.5, first, last)
     padded = [pad_rows(x, 3) for x in (q, k, positions, positions, limit)]
     return Sample(
         name,
@@ -141,7 +142,7 @@ OP = register(
         overload=define(
             "kv_votes",
             "(Tensor q, Tensor k, Tensor positions, Tensor key_positions, Tensor cu_rows, Tensor cu_keys, "
-            "Tensor limit, Tensor window, Tensor phase, float scale, int first, int last) -> Tensor",
+            "Tensor limit, Tensor window, Tensor action, float scale, int first, int last) -> Tensor",
             reference,
             fake,
         ),

@@ -24,13 +24,13 @@ and population standard deviation over M are accumulated in float64 in row order
 added
  - AR context: of list neighbours i, i + 1 whose positions differ by exactly 1: i, if the base selection
    has i + 1 (one hop);
- - placeholder integrity: every m of M with progress < position(m) < r, where r is the largest kept
-   position of M, and progress the absolute position of the rightmost row retained so far in this block
+ - placeholder integrity: every m of M with reached < position(m) < r, where r is the largest kept
+   position of M, and reached the absolute position of the rightmost row retained so far in this block
    (block start - 1 before its first step).
 r(S) = position of the last kept row of the sequence. New limit = min(limit, r(S) + 1) for every row of the
-sequence; new progress = max(progress, r(S)), unchanged for a sequence without rows.
+sequence; new reached = max(reached, r(S)), unchanged for a sequence without rows.
 score f32[N], finite; masked bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];
-progress i32[b] -> keep bool[N], limit i32[N], progress i32[b].
+reached i32[b] -> keep bool[N], limit i32[N], reached i32[b].
 Scores of rows that are not masked are not read. Padding rows give keep False and limit 0; they may hold
 anything.
 Deterministic; the result of a sequence is the same alone and in any batch."""
@@ -43,7 +43,7 @@ def reference(
     cu_rows: Tensor,
     limit: Tensor,
     average: Tensor,
-    progress: Tensor,
+    reached: Tensor,
     alpha: float,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,13 +62,13 @@ def reference(
         valid = column < count[:, None]
         rows = index[torch.where(valid, offsets[:-1, None] + column, 0)]
         budget = _budget(count, average, alpha, keep)
-        chosen = _choose(score[rows], positions[rows], valid, count, budget, progress, by_spread=keep <= 0)
+        chosen = _choose(score[rows], positions[rows], valid, count, budget, reached, by_spread=keep <= 0)
         kept[rows[valid]] = chosen[valid]
     at = torch.where(kept[:live], positions[:live], -1)
     last = at.new_full((cu_rows.shape[0] - 1,), -1).scatter_reduce_(0, sequence, at, "amax")
     new_limit = limit.new_zeros(n)
     new_limit[:live] = torch.minimum(limit[:live], last[sequence].to(limit.dtype) + 1)
-    return kept, new_limit, torch.maximum(progress, last.to(progress.dtype))
+    return kept, new_limit, torch.maximum(reached, last.to(reached.dtype))
 
 
 def _budget(count: Tensor, average: Tensor, alpha: float, keep: int) -> Tensor:
@@ -85,7 +85,7 @@ def _choose(
     valid: Tensor,
     count: Tensor,
     budget: Tensor,
-    progress: Tensor,
+    reached: Tensor,
     by_spread: bool,
 ) -> Tensor:
     """bool[b, m]: which slots of the masked lists are kept."""
@@ -99,7 +99,7 @@ def _choose(
     follows = F.pad(position[:, 1:] - position[:, :-1] == 1, (0, 1))
     chosen = valid & (base | (follows & F.pad(base[:, 1:], (0, 1))))
     rightmost = torch.where(chosen, position, -1).amax(1, keepdim=True)
-    chosen |= valid & (position > progress[:, None]) & (position < rightmost)
+    chosen |= valid & (position > reached[:, None]) & (position < rightmost)
     evict = (budget > 0) & (count > budget)
     return torch.where(evict[:, None], chosen, valid)
 
@@ -122,11 +122,11 @@ def fake(
     cu_rows: Tensor,
     limit: Tensor,
     average: Tensor,
-    progress: Tensor,
+    reached: Tensor,
     alpha: float,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(masked), torch.empty_like(limit), torch.empty_like(progress)
+    return torch.empty_like(masked), torch.empty_like(limit), torch.empty_like(reached)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -153,8 +153,8 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         positions, cu_rows = torch.cat(parts), cu_rows_of(counts)
         limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()
         average = torch.rand(b, generator=generator) * 3 + 0.5
-        progress = torch.tensor([32 * s - 1 + s * 3 for s in range(b)]).int()
-        rest = (average, progress, alpha, keep)
+        reached = torch.tensor([32 * s - 1 + s * 3 for s in range(b)]).int()
+        rest = (average, reached, alpha, keep)
         yield Sample(
             name,
             (score, masked, positions, cu_rows, limit, *rest),
@@ -168,7 +168,7 @@ OP = register(
         overload=define(
             "select_tokens",
             "(Tensor score, Tensor masked, Tensor positions, Tensor cu_rows, Tensor limit, Tensor average, "
-            "Tensor progress, float alpha, int keep) -> (Tensor, Tensor, Tensor)",
+            "Tensor reached, float alpha, int keep) -> (Tensor, Tensor, Tensor)",
             reference,
             fake,
         ),

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 REUSE, DENSE, SELECT, REPACK = range(4)
-"""What a sequence does in a step, as `phase` says it.
+"""What a sequence does in a step, as `action` says it.
 
 DENSE and SELECT: rows see the key rows of the step; SELECT also chooses what to keep. REUSE and REPACK: rows
 see what was kept, and the window; REPACK first renews the keys and values that were kept.
 """
 
 
-def spans_of(phase: Tensor, wanted: int, *offsets: Tensor) -> Iterator[tuple[Any, ...]]:
-    """The sequences in phase `wanted`: each one's index, and a slice of its rows for each of the i32[b+1] offsets."""
+def spans_of(action: Tensor, wanted: int, *offsets: Tensor) -> Iterator[tuple[Any, ...]]:
+    """The sequences with action `wanted`: their indices, and a slice of their rows for each of the i32[b+1] offsets."""
     starts = [offset.tolist() for offset in offsets]
-    for s, found in enumerate(phase.tolist()):
+    for s, found in enumerate(action.tolist()):
         if found == wanted:
             yield s, *(slice(start[s], start[s + 1]) for start in starts)
 

@@ -15,7 +15,7 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw
 
 CONTRACT = """\
-Attention of packed rows; what a row sees depends on the phase of its sequence (dgraph/ops/sparse.py).
+Attention of packed rows; what a row sees depends on the action of its sequence (dgraph/ops/sparse.py).
 DENSE, SELECT: row i sees the key rows j of its sequence with key_positions[j] < limit[i].
 REUSE, REPACK: row i sees the entries that its KV head keeps, whatever its limit, and the positions p of the cache
 with window[s, 0] <= p < min(window[s, 1], limit[i]); p lives at cache[page_table[s, p // page], p % page].
@@ -24,7 +24,7 @@ pack_start[layer, s] + sum(pack_count[s, :h]) on.
 q [N, Hq, D]; k, v [M, Hkv, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P];
 k_pack, v_pack [entries, D]; pack_count i32[b, Hkv]; pack_start i32[L, b]; key_positions i64[M], ascending in a
 sequence; cu_rows i32[b+1], of the N rows; cu_keys i32[b+1], of the M key rows; limit i32[N]; window i32[b, 2];
-phase i32[b] -> [N, Hq, D] in the dtype of q.
+action i32[b] -> [N, Hq, D] in the dtype of q.
 Query head h reads KV head h // (Hq / Hkv). Scores q.k * scale and sums in fp32 at least.
 dense=False: no sequence is DENSE or SELECT; k, v and key_positions are not read, and may have no rows.
 A row that sees nothing, and a padding row, gives zeros. Padding rows and key rows may hold anything, NaN included;
@@ -48,19 +48,19 @@ def reference(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     layer: int,
     dense: bool,
 ) -> Tensor:
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
     out = q.new_zeros(q.shape)
-    fresh = ((phase == DENSE) | (phase == SELECT)).tolist()
+    fresh = ((action == DENSE) | (action == SELECT)).tolist()
     if any(fresh):
         if not dense:
             raise InputError(
                 f"dgraph::sparse_attention: sequence {fresh.index(True)} is to see the key rows of the step, but the "
-                "call says dense=False. Pass dense=True, or set its phase to REUSE or REPACK."
+                "call says dense=False. Pass dense=True, or set its action to REUSE or REPACK."
             )
         _over_key_rows(out, q, k, v, key_positions, cu_rows, cu_keys, limit, scale, fresh)
     starts, ends = cu_rows.tolist(), window.tolist()
@@ -162,7 +162,7 @@ def fake(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     layer: int,
     dense: bool,
@@ -174,11 +174,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     mixed = (SELECT, REUSE, DENSE, REPACK, REUSE, DENSE)
     for name, call in {
         "one sequence, equal heads": partial(
-            draw, phases=[REUSE], rows=[4], windows=[(8, 12)], counts=[[6, 6]], group=1, sees_all=True
+            draw, actions=[REUSE], rows=[4], windows=[(8, 12)], counts=[[6, 6]], group=1, sees_all=True
         ),
         "ragged heads, some keep nothing, a sequence without a window": partial(
             draw,
-            phases=[REUSE, REPACK, REUSE],
+            actions=[REUSE, REPACK, REUSE],
             rows=[3, 5, 1],
             windows=[(5, 21), (0, 0), (16, 19)],
             counts=[[0, 70, 3], [9, 1, 0], [0, 0, 40]],
@@ -186,7 +186,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ),
         "limits inside of a window that is most of the keys": partial(
             draw,
-            phases=[REUSE] * 2,
+            actions=[REUSE] * 2,
             rows=[9, 17],
             windows=[(3, 150), (64, 96)],
             counts=[[2, 1], [33, 0]],
@@ -194,11 +194,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
             group=1,
         ),
         "nothing to see": partial(
-            draw, phases=[REUSE, DENSE], rows=[3, 2], windows=[(4, 4), (0, 0)], counts=[[0], [0]], keys=[3, 0]
+            draw, actions=[REUSE, DENSE], rows=[3, 2], windows=[(4, 4), (0, 0)], counts=[[0], [0]], keys=[3, 0]
         ),
-        "every phase, a sequence without rows": partial(
+        "every action, a sequence without rows": partial(
             draw,
-            phases=mixed,
+            actions=mixed,
             rows=[5, 4, 33, 6, 0, 2],
             windows=[(0, 4), (8, 12), (2, 9), (7, 20), (0, 4), (1, 2)],
             counts=[[3, 8]] * 6,
@@ -206,14 +206,14 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ),
         "rows are a subset of the key rows": partial(
             draw,
-            phases=[DENSE, REUSE, SELECT],
+            actions=[DENSE, REUSE, SELECT],
             rows=[7, 2, 1],
             windows=[(0, 8)] * 3,
             counts=[[4, 5]] * 3,
             keys=[40, 0, 70],
             page=8,
         ),
-        "no rows": partial(draw, phases=[REUSE, DENSE], rows=[0, 0], windows=[(0, 2)] * 2, counts=[[1]] * 2),
+        "no rows": partial(draw, actions=[REUSE, DENSE], rows=[0, 0], windows=[(0, 2)] * 2, counts=[[1]] * 2),
     }.items():
         seed = int(torch.randint(1 << 30, (1,), generator=generator))
         plain, padded = (call(generator=torch.Generator().manual_seed(seed), padding=p) for p in (0, 5))
@@ -227,7 +227,7 @@ OP = register(
             "sparse_attention",
             "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_pack, "
             "Tensor v_pack, Tensor pack_count, Tensor pack_start, Tensor key_positions, Tensor cu_rows, "
-            "Tensor cu_keys, Tensor limit, Tensor window, Tensor phase, float scale, int layer, bool dense) -> Tensor",
+            "Tensor cu_keys, Tensor limit, Tensor window, Tensor action, float scale, int layer, bool dense) -> Tensor",
             reference,
             fake,
         ),

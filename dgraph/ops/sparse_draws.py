@@ -14,7 +14,7 @@ from dgraph.ops.sparse import DENSE, SELECT
 
 def draw(
     generator: torch.Generator,
-    phases: Sequence[int],
+    actions: Sequence[int],
     rows: Sequence[int],
     windows: Sequence[tuple[int, int]],
     counts: Sequence[Sequence[int]],
@@ -28,7 +28,7 @@ def draw(
     """A random call: what nothing sees is NaN, or a page that does not exist.
 
     Args:
-        phases, rows, windows, counts: of each sequence its phase, number of rows, window, and entries per KV head.
+        actions, rows, windows, counts: of each sequence its action, number of rows, window, and entries per KV head.
         keys: number of key rows; None: the rows themselves.
         group: query heads per KV head.
         padding: padding rows, and padding key rows.
@@ -41,8 +41,8 @@ def draw(
     def empty(*shape: int) -> Tensor:
         return torch.full(shape, float("nan"))
 
-    b, heads, keys = len(phases), len(counts[0]), rows if keys is None else keys
-    fresh = [phase in (DENSE, SELECT) for phase in phases]
+    b, heads, keys = len(actions), len(counts[0]), rows if keys is None else keys
+    fresh = [action in (DENSE, SELECT) for action in actions]
     positions = [draw_int(0, 2, n).cumsum(0) + torch.arange(n) for n in keys]
     ends = [int(at[-1]) + 1 if new and len(at) else w[1] for at, w, new in zip(positions, windows, fresh, strict=True)]
     lows = [0 if new else w[0] for w, new in zip(windows, fresh, strict=True)]
@@ -70,7 +70,7 @@ def draw(
     k, v = (torch.randn(sum(keys), heads, d, generator=generator) for _ in range(2))
     values = [q, k, v, torch.cat(positions), torch.cat(limits).int()]
     q, k, v, at_keys, limit = (pad_rows(x, padding) for x in values) if padding else values
-    of_sequences = (torch.tensor(value, dtype=torch.int32) for value in (windows, phases))
+    of_sequences = (torch.tensor(value, dtype=torch.int32) for value in (windows, actions))
     where = (at_keys, cu_rows_of(rows), cu_rows_of(keys), limit, *of_sequences)
     packed = (k_pack, v_pack, count, torch.stack([start + 10**6, start]).int())
     return q, k, v, k_cache, v_cache, table, *packed, *where, d**-0.5, 1, any(fresh)

@@ -20,7 +20,7 @@ from dgraph.shapes import InputSpec
 aten = torch.ops.aten
 
 AVERAGE = InputSpec("average", torch.float32, ("b",))
-PROGRESS = InputSpec("progress", torch.int32, ("b",))
+REACHED = InputSpec("reached", torch.int32, ("b",))
 NOISE = InputSpec("noise", torch.float32, ("N",))
 SCRIPT = InputSpec("script", torch.float32, ("N",))
 
@@ -47,7 +47,7 @@ class EvictTokens(Pass):
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.importance(%6, %7, masked, cu_rows, 0.18, 3)                        f32[N]
                 %10 = sub(%9, layers[0]...)                                                     f32[N]
-                %11 = dgraph.select_tokens(%10, masked, positions, cu_rows, limit, average, progress, 1.5, 0)
+                %11 = dgraph.select_tokens(%10, masked, positions, cu_rows, limit, average, reached, 1.5, 0)
                 %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
                 %18 = dgraph.compact([...every value that lives on...], %16)
                 %26 = dgraph.paged_attention(%19, ...)                                          f32[K, 8, 32]
@@ -75,7 +75,7 @@ class EvictTokens(Pass):
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"masked", "average", "progress", "noise", "script", "kept", "score"}
+        {"masked", "average", "reached", "noise", "script", "kept", "score"}
     )
 
     def __post_init__(self) -> None:
@@ -120,15 +120,15 @@ class EvictTokens(Pass):
             return
         score = self._score(graph, anchor, write, report.name)
         masked, positions, cu_rows, limit = (graph.input(n) for n in ("masked", "positions", "cu_rows", "limit"))
-        average, progress = graph.add_input(AVERAGE), graph.add_input(PROGRESS)
+        average, reached = graph.add_input(AVERAGE), graph.add_input(REACHED)
         alpha = 1.0 if self.select == "scripted" else float(self.alpha)
         chosen = graph.call(
             OPS["select_tokens"],
-            (score, masked, positions, cu_rows, limit, average, progress, alpha, self.keep),
+            (score, masked, positions, cu_rows, limit, average, reached, alpha, self.keep),
             before=anchor,
             by=report.name,
         )
-        keep, new_limit, new_progress = graph.parts(chosen, 3, report.name)
+        keep, new_limit, new_reached = graph.parts(chosen, 3, report.name)
         cut = graph.call(
             OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set()
         )
@@ -137,7 +137,7 @@ class EvictTokens(Pass):
         instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
         carried = graph.gather("N", index, anchor, report.name, instead)
         graph.redirect(cu_rows, new_cu_rows, behind=cut)
-        graph.set_outputs({**graph.results(), "kept": index, "progress": new_progress, "score": score})
+        graph.set_outputs({**graph.results(), "kept": index, "reached": new_reached, "score": score})
         graph.sweep()
         graph.propagate()
         report.did(f"{self.select} of {self.signal}; {carried} values carried across the cut", self.after)

@@ -17,7 +17,7 @@ from dgraph.plans.kv import check_budget, pairs_of
 from dgraph.shapes import InputSpec
 
 WINDOW = InputSpec("window", torch.int32, ("b", 2))
-PHASE = InputSpec("phase", torch.int32, ("b",))
+ACTION = InputSpec("action", torch.int32, ("b",))
 
 KEY_POSITIONS = InputSpec("key_positions", torch.int64, ("M",))
 CU_KEYS = InputSpec("cu_keys", torch.int32, ("b+1",))
@@ -39,18 +39,18 @@ POOLINGS = ("max", "mean")
 class SparseKV(Pass):
     """Keep, of the keys outside of each sequence's window, those that a selector ranks highest; packed per KV head.
 
-    A step that selects (phase 2 of a sequence) sees all keys of its rows, ranks those outside of the window, and copies
-    the best of each head together with their values. Steps that reuse (phase 0) see the packed entries and the window
-    in the dense cache. Nothing else is stored: positions outside of the window have no pages. New inputs: `window`
-    i32[b, 2], `phase` i32[b], `pack_start` i32[layers, b], and per layer l `k_pack_l`, `v_pack_l` [entries, head_dim],
-    `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
+    A step that selects (action SELECT of a sequence) sees all keys of its rows, ranks those outside of the window, and
+    copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries and the
+    window in the dense cache. Nothing else is stored: positions outside of the window have no pages. New inputs:
+    `window` i32[b, 2], `action` i32[b], `pack_start` i32[layers, b], and per layer l `k_pack_l`, `v_pack_l`
+    [entries, head_dim], `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
 
         before  %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)   f32[N, 8, 32]
-        after   %9 = dgraph.kv_votes(%6, %7, positions, positions, cu_rows, cu_rows, limit, window, phase, 0.18, ...)
-                dgraph.kv_pack(%9, %7, %8, positions, cu_rows, window, phase, k_pack, v_pack, pack_count, pack_index,
+        after   %9 = dgraph.kv_votes(%6, %7, positions, positions, cu_rows, cu_rows, limit, window, action, 0.18, ...)
+                dgraph.kv_pack(%9, %7, %8, positions, cu_rows, window, action, k_pack, v_pack, pack_count, pack_index,
                                pack_start, 0, ...)
                 %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
-                                              pack_start, positions, cu_rows, cu_rows, limit, window, phase, 0.18, 0)
+                                              pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0)
 
     Run it behind passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
     dense program of the same rows.
@@ -87,7 +87,7 @@ class SparseKV(Pass):
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "attention over a window and the packed keys that matter (MaskKV, dLLM-Serve, Sparse-dLLM)"
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"window", "phase", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}
+        {"window", "action", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}
         | {"key_positions", "cu_keys"}
     )
 
@@ -138,7 +138,7 @@ class SparseKV(Pass):
         by, layer = report.name, attention.meta["layer"]
         q, k_cache, v_cache, page_table, cu_rows, limit, scale = args_of(attention)
         k, v, _, _, key_positions, _, cu_keys = args_of(write)
-        window, phase = graph.add_input(WINDOW), graph.add_input(PHASE)
+        window, action = graph.add_input(WINDOW), graph.add_input(ACTION)
         start = graph.add_input(InputSpec("pack_start", torch.int32, (graph.spec.layers, "b")))
         dtype, width = k.meta["val"].dtype, int(k.meta["val"].shape[2])
         heads = int(k.meta["val"].shape[1])
@@ -154,14 +154,14 @@ class SparseKV(Pass):
         keys = (key_positions, cu_keys)
         if not self.reuse:
             index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",)))
-            score = self._score(graph, attention, k, keys, (window, phase), by)
+            score = self._score(graph, attention, k, keys, (window, action), by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
             packed = (k_pack, v_pack, count, index, start, layer)
-            args = (score, k, v, *keys, window, phase, *packed, *settings)
+            args = (score, k, v, *keys, window, action, *packed, *settings)
             graph.call(OPS["kv_pack"], args, before=attention, by=by)
         caches = (k_cache, v_cache, page_table, k_pack, v_pack, count, start)
-        seen = (key_positions, cu_rows, cu_keys, limit, window, phase, scale, layer, not self.reuse)
+        seen = (key_positions, cu_rows, cu_keys, limit, window, action, scale, layer, not self.reuse)
         graph.replace(
             attention, graph.call(OPS["sparse_attention"], (q, k, v, *caches, *seen), before=attention, by=by)
         )

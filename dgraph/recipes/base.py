@@ -22,7 +22,7 @@ class Phase:
     """A program to derive from the captured graph.
 
     Attributes:
-        name: "prefill", "step", or "refresh": the step in which some sequence chooses what it keeps.
+        name: "prefill", "step", or "select": the step in which some sequence chooses what it keeps.
         passes: applied in this order. Phases share the work of a common beginning.
         optional: names of passes that may apply nowhere.
     """
@@ -46,7 +46,7 @@ class Recipe:
         phases: the programs, by phase.
         block_cache: which rows of the current block stay cached between its steps: "off" (none), "dc" (decoded rows),
             "dc+" (decoded rows whose right neighbour is decoded too: FOCUS, section 4.3).
-        refresh: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
+        recommit: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
         plan: which rows a step of a bidirectional model forwards; which steps of a block-causal one are full, None
             where its programs do not ask.
         kv: which keys and values stay; None for all of them.
@@ -56,7 +56,7 @@ class Recipe:
     version: int
     phases: tuple[Phase, ...]
     block_cache: str = "off"
-    refresh: bool = True
+    recommit: bool = True
     plan: RowPlan | None = None
     kv: KVPlan | None = None
 
@@ -65,8 +65,8 @@ class Recipe:
             raise InputError(
                 f"block_cache must be one of {', '.join(map(repr, BLOCK_CACHES))}, got {self.block_cache!r}."
             )
-        if not isinstance(self.refresh, bool):
-            raise InputError(f"refresh must be True or False, got {self.refresh!r}.")
+        if not isinstance(self.recommit, bool):
+            raise InputError(f"recommit must be True or False, got {self.recommit!r}.")
 
     def phase(self, name: str) -> Phase:
         """The phase of that name.
@@ -93,7 +93,7 @@ class Recipe:
             "recipe": self.name,
             "version": self.version,
             "block_cache": self.block_cache,
-            "refresh": self.refresh,
+            "recommit": self.recommit,
             **({} if self.plan is None else {"plan": self.plan.to_json()}),
             **({} if self.kv is None else {"kv": self.kv.to_json()}),
             "phases": [p.to_json() for p in self.phases],
@@ -118,7 +118,7 @@ class Recipe:
             )
             plan = RowPlan.from_json(value["plan"]) if "plan" in value else None
             kv = KVPlan.from_json(value["kv"]) if "kv" in value else None
-            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["refresh"], plan, kv)
+            return cls(value["recipe"], value["version"], phases, value["block_cache"], value["recommit"], plan, kv)
         except UnknownName:  # a KeyError, too
             raise
         except KeyError as error:

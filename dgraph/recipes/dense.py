@@ -48,7 +48,7 @@ def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
     return (head, OnlyMasked(), FuseGLU(), BoundRows()) if spec.attention == "bidirectional" else (head,)
 
 
-def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_num_logits: int = 2048) -> Recipe:
+def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_num_logits: int = 2048) -> Recipe:
     """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
 
     A block-causal model keeps the keys and values of earlier blocks, which is exact. A bidirectional one recomputes the
@@ -57,9 +57,9 @@ def dense(spec: ModelSpec, block_cache: str = "off", refresh: bool = True, max_n
     Args:
         spec: the model.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
-        refresh: forward a finished block once more before it is committed (block-causal models).
+        recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
     plan = RowPlan("all") if spec.attention == "bidirectional" else None
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
-    return Recipe("dense", 2, phases, block_cache, refresh, plan)
+    return Recipe("dense", 2, phases, block_cache, recommit, plan)

@@ -26,7 +26,7 @@ def dyllm(
     partial: bool = True,
     update: bool = True,
     block_cache: str = "off",
-    refresh: bool = True,
+    recommit: bool = True,
     max_num_logits: int = 2048,
 ) -> Recipe:
     """DyLLM: feed-forward, keys and values of rows whose attention context turned; the others' are kept.
@@ -61,7 +61,7 @@ def dyllm(
             exact, and at 1280 keys on an H200 faster, too (benchmarks/RESULTS.md). On a bidirectional model the last
             layer then runs on masked rows alone, and keeps nothing of them.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
-        refresh: forward a finished block once more before it is committed (block-causal models).
+        recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
     for name, given in (("gate", gate), ("partial", partial), ("update", update)):
@@ -99,4 +99,4 @@ def dyllm(
     passes += (GateFFN(tau),) if gate else ()
     passes += (PartialAttention(tau, update),) if partial else ()
     phases = phases_of(spec, *passes, FuseGLU(), BoundRows(), optional=ENDING)
-    return Recipe("dyllm", 2, phases, block_cache, refresh, plan)
+    return Recipe("dyllm", 2, phases, block_cache, recommit, plan)

@@ -24,7 +24,7 @@ def focus(
     select: str = "top",
     keep: int = 0,
     block_cache: str = "dc+",
-    refresh: bool = True,
+    recommit: bool = True,
     max_num_logits: int = 2048,
     count: str = "host",
 ) -> Recipe:
@@ -42,7 +42,7 @@ def focus(
             measure speed (see `EvictTokens`).
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
-        refresh: forward a finished block once more before it is committed (as the paper's quality figures do).
+        recommit: forward a finished block once more before it is committed (as the paper's quality figures do).
         max_num_logits: rows whose logits exist at a time.
         count: who counts the kept rows: the "host", which reads their number and runs a bucket of them, or the
             "device", which runs a step without that read (see `CountRows`).
@@ -55,4 +55,4 @@ def focus(
         passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())
     phases = phases_of(spec, *passes, optional=ENDING)
     plan = RowPlan("block") if spec.attention == "bidirectional" else None
-    return Recipe("focus", 2, phases, block_cache, refresh, plan)
+    return Recipe("focus", 2, phases, block_cache, recommit, plan)

@@ -61,5 +61,5 @@ class Kept:
         front, behind = step.passes[:at], step.passes[at:]
         return tuple(
             Phase(phase, (*front, replace(select, reuse=reuse), *behind), step.optional)
-            for phase, reuse in (("refresh", False), ("step", True))
+            for phase, reuse in (("select", False), ("step", True))
         )

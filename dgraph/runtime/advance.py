@@ -40,14 +40,14 @@ class Rule:
 
     policy: Policy
     block_cache: BlockCache
-    refresh: bool
+    recommit: bool
     select_noise: bool
     temperature: float
     seed: int
     scripted: bool = False
 
 
-Update = tuple[Tensor, Tensor]
+Assignment = tuple[Tensor, Tensor]
 """A tensor that stays where it is, and what it becomes."""
 
 
@@ -104,7 +104,7 @@ class Advance:
         """Take the results of a step to the next one.
 
         Args:
-            outputs: of the step program, with token and confidence; kept and progress if it evicts.
+            outputs: of the step program, with token and confidence; kept and reached if it evicts.
             observed: run op by op and return the decision.
         """
         self._take(outputs)
@@ -131,7 +131,7 @@ class Advance:
     def _take(self, outputs: Mapping[str, Tensor]) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name in (*FILLERS, "progress"):
+        for name in (*FILLERS, "reached"):
             if name not in outputs:
                 continue
             value = outputs[name][: self.capacity] if name in FILLERS else outputs[name]
@@ -149,14 +149,14 @@ class Advance:
         _write(updates)
         return decision
 
-    def _next(self) -> tuple[list[Update], Decision]:
+    def _next(self) -> tuple[list[Assignment], Decision]:
         """What every tensor here becomes, and why; nothing is written."""
         rule, given = self.rule, self._given
         optional = {name: given.get(name) for name in ("kept", "margin", "entropy")}
         results = row_results(self.rows, given["token"], given["confidence"], **optional)
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
         committed = after.apply(
-            self.rows, results, rule.policy, rule.block_cache, rule.refresh, given.get("progress"), self._noise()
+            self.rows, results, rule.policy, rule.block_cache, rule.recommit, given.get("reached"), self._noise()
         )
         return self._packed(after), Decision(results, committed)
 
@@ -166,7 +166,7 @@ class Advance:
         columns = torch.arange(self.state.block, device=self.state.start.device)
         return policy_noise(self.state.keys, self.state.start[:, None] + columns, self.state.counter)
 
-    def _packed(self, state: DecodeState) -> list[Update]:
+    def _packed(self, state: DecodeState) -> list[Assignment]:
         """What every tensor here becomes where the next step finds that state."""
         rows = state.rows(self.capacity, self._editing)
         inputs = inputs_of(rows, state, self.rule, state.keys, constants=False)
@@ -262,14 +262,14 @@ def inputs_of(
         "cu_rows": rows.cu_rows,
         "masked": rows.masked,
         "average": state.average,
-        "progress": state.progress,
+        "reached": state.reached,
     }
     if rows.full is not None and rows.changed is not None:
         inputs |= {"full": rows.full, "changed": rows.changed}
-    window, phase = state.window, state.phase
-    if window is not None and phase is not None:
-        # Where a prompt is refreshed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
-        inputs |= {"window": window, "phase": phase, "adapt": phase[rows.sequence] == REUSE}
+    window, action = state.window, state.action
+    if window is not None and action is not None:
+        # Where a prompt is recomputed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
+        inputs |= {"window": window, "action": action, "adapt": action[rows.sequence] == REUSE}
     if constants:
         inputs["temperature"] = torch.full((n,), rule.temperature, dtype=torch.float32, device=device)
     if keys is not None and (rule.temperature > 0 or rule.select_noise):
@@ -295,10 +295,10 @@ def _tensors(holder: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _pairs(target: Any, source: Any) -> list[Update]:
+def _pairs(target: Any, source: Any) -> list[Assignment]:
     """Every tensor of a dataclass with the same field of another."""
     return list(zip(_tensors(target), _tensors(source), strict=True))
 
 
-def _write(updates: Sequence[Update]) -> None:
+def _write(updates: Sequence[Assignment]) -> None:
     copy_all([old for old, _ in updates], [new for _, new in updates])

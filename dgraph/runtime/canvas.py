@@ -118,7 +118,7 @@ class CanvasState(DecodeState):
         return torch.stack(bounds, dim=1).int()
 
     @property
-    def phase(self) -> Tensor | None:
+    def action(self) -> Tensor | None:
         if self.kv is None:
             return None
         if self.kv.window == "block":
@@ -171,7 +171,7 @@ class CanvasState(DecodeState):
         self.changed = self._on_canvas(written, False)
 
     def _advance(
-        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
         before = self._on_canvas(masked, self.masked)

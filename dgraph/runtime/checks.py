@@ -20,9 +20,9 @@ from dgraph.spec import ModelSpec
 ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperature", "seed"})
 PLAN_INPUTS = frozenset({"full", "changed"})
 """Row inputs that only a loop with a plan has; that of a bidirectional model always has one."""
-KEPT_INPUTS = frozenset({"window", "phase", "pack_start", "key_positions", "cu_keys", "adapt"})
+KEPT_INPUTS = frozenset({"window", "action", "pack_start", "key_positions", "cu_keys", "adapt"})
 """Inputs that only a loop has that keeps few keys."""
-SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "progress"})
+SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "reached"})
 
 
 def check_session(
@@ -55,7 +55,7 @@ def check_session(
     if kv is not None:
         known |= KEPT_INPUTS | {f"{kind}_pack_{layer}" for kind in "kv" for layer in range(spec.layers)}
         known |= {f"pack_{kind}_{layer}" for kind in ("count", "index") for layer in range(spec.layers)}
-    needed = (*(("prefill",) if causal else ()), *(("refresh",) if kv is not None else ()), "step")
+    needed = (*(("prefill",) if causal else ()), *(("select",) if kv is not None else ()), "step")
     for name in needed:
         if name not in programs:
             raise InputError(

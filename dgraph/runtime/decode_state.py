@@ -1,8 +1,8 @@
 """What the decode loop knows of a batch, and its transition from step to step, as tensors on the device.
 
-Two kinds of state share it: `StepState` for block-causal models and `CanvasState` for bidirectional ones. They differ
-in which rows they forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and
-only `summary` is meant to be read by the host.
+Two kinds of state share it: `BlockCausalState` for block-causal models and `CanvasState` for bidirectional ones. They
+differ in which rows they forward; what a step commits and how it counts is the same. Nothing here loops over
+sequences, and only `summary` is meant to be read by the host.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def full_step(plan: RowPlan, forwards: Tensor, counter: Tensor) -> Tensor:
 class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
-    start i64[b]: position of the current block's first row; progress i32[b]: rightmost position kept in this block so
+    start i64[b]: position of the current block's first row; reached i32[b]: rightmost position kept in this block so
     far, start - 1 before its first step; decoded, steps i64[b]: tokens of this block, and its steps that decoded some;
     counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that reached
-    the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to refresh
+    the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to renew
     what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left;
     active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
     decoded so far, mask tokens elsewhere.
@@ -68,7 +68,7 @@ class DecodeState(ABC):
     """
 
     start: Tensor
-    progress: Tensor
+    reached: Tensor
     decoded: Tensor
     steps: Tensor
     counter: Tensor
@@ -97,7 +97,7 @@ class DecodeState(ABC):
 
         return {
             "start": start,
-            "progress": (start - 1).int(),
+            "reached": (start - 1).int(),
             **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "kept_rows", "forwards", "passes")},
             "commit_rows": zeros(),
             "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
@@ -147,7 +147,7 @@ class DecodeState(ABC):
 
     @abstractmethod
     def _advance(
-        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         """Finish sequences, move on to the next block, and decide which rows the next step forwards.
 
@@ -168,7 +168,7 @@ class DecodeState(ABC):
         return None
 
     @property
-    def phase(self) -> Tensor | None:
+    def action(self) -> Tensor | None:
         """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`."""
         return None
 
@@ -199,9 +199,9 @@ class DecodeState(ABC):
         """i64[5]: rows of the next step, active sequences, tokens decoded so far, broken sequences, and sequences
         whose next step does not reuse what is packed (0 where nothing is).
         """
-        phase = self.phase
+        action = self.action
         counts = [self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()]
-        return torch.stack([*counts, torch.zeros_like(counts[0]) if phase is None else (phase != REUSE).sum()])
+        return torch.stack([*counts, torch.zeros_like(counts[0]) if action is None else (action != REUSE).sum()])
 
     def apply(
         self,
@@ -209,13 +209,13 @@ class DecodeState(ABC):
         results: RowResults,
         policy: Policy,
         block_cache: BlockCache,
-        refresh: bool,
-        progress: Tensor | None = None,
+        recommit: bool,
+        reached: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
         """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
 
-        progress i32[b]: as the program updated it; None where it does not evict (nobody reads it then). noise
+        reached i32[b]: as the program updated it; None where it does not evict (nobody reads it then). noise
         f32[b, B]: uniform, for policies that draw.
         """
         editing, masked = edits(policy), self.block_masked
@@ -252,8 +252,8 @@ class DecodeState(ABC):
         self.forwards = self.forwards + self.active
         self.passes = self.passes + (self.active & ~masks_left)
         self.counter = self.counter + self.active
-        if progress is not None:
-            self.progress = torch.where(self.active, progress, self.progress)
+        if reached is not None:
+            self.reached = torch.where(self.active, reached, self.reached)
         written, left = commit, masked & ~commit
         if remasks(policy):
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ class DecodeState(ABC):
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
         self._write(written, token, left)
-        self._advance(masked, policy, block_cache, refresh, settled)
+        self._advance(masked, policy, block_cache, recommit, settled)
         return commit
 
     def _block_rows(self, rows: StepRows) -> Tensor:
@@ -298,6 +298,6 @@ class DecodeState(ABC):
     def _next_block(self, moved: Tensor) -> None:
         """Move sequences bool[b] on by one block."""
         self.start = torch.where(moved, self.start + self.block, self.start)
-        self.progress = torch.where(moved, (self.start - 1).int(), self.progress)
+        self.reached = torch.where(moved, (self.start - 1).int(), self.reached)
         for name in ("decoded", "steps", "forwards", "passes"):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))

@@ -19,11 +19,11 @@ from dgraph.lowering.program import Program
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
 from dgraph.runtime.sampling import LogitsDecoder, RowContext
-from dgraph.runtime.state import StepState
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
@@ -37,7 +37,7 @@ PREFILL_ROWS = 32768
 class BlockLoop:
     """How to decode one batch; see `BlockSession` and its `generate` for what the fields mean.
 
-    refresh: instead of `step` where some sequence chooses which keys it keeps; None if all are.
+    select: instead of `step` where some sequence chooses which keys it keeps; None if all are.
     kv: which keys are kept; None for all.
     release: gives back what no step behind the first reads; None if there is nothing.
     advance: makes the transition of a batch from its state in front of the first step.
@@ -51,7 +51,7 @@ class BlockLoop:
     spec: ModelSpec
     prefill: Program | None
     step: Program
-    refresh: Program | None
+    select: Program | None
     rule: Rule
     plan: RowPlan | None
     kv: KVPlan | None
@@ -91,7 +91,7 @@ class BlockLoop:
             if unread:
                 unread -= 1
                 rows = self._most_rows(step, prompts, running)
-                program = self.refresh if self.plan is not None and self.plan.forwards_prompt(step) else None
+                program = self.select if self.plan is not None and self.plan.forwards_prompt(step) else None
                 self._step(program or self.step, step, rows, advance, caches, stats, salient, unconditional)
                 step += 1
                 continue
@@ -103,7 +103,7 @@ class BlockLoop:
                 report((len(prompts) - active, decoded))
             if count == 0:  # no active sequence: an active one has masked rows, and these are always pending
                 break
-            program = self.refresh if choosing else None
+            program = self.select if choosing else None
             self._step(program or self.step, step, count, advance, caches, stats, salient, unconditional)
             if step == 0 and self.release is not None:
                 self.release()
@@ -157,7 +157,7 @@ class BlockLoop:
             "kv": self.kv,
         }
         if causal:
-            return StepState.begin(*tensors, **settings)
+            return BlockCausalState.begin(*tensors, **settings)
         return CanvasState.begin(*tensors, **settings, shift=self.spec.logit_shift)
 
     def _prefill(
@@ -204,7 +204,7 @@ class BlockLoop:
         unconditional: Tensor | None,
     ) -> None:
         inputs = {**caches, **advance.inputs}
-        if program is self.refresh and isinstance(advance.state, StepState):
+        if program is self.select and isinstance(advance.state, BlockCausalState):
             inputs |= advance.state.key_rows()
         result, other = program(inputs, count), None
         if unconditional is not None:

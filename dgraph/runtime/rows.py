@@ -194,7 +194,7 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
         "changed": torch.ones(rows, dtype=torch.bool, device=device),
         "adapt": torch.ones(rows, dtype=torch.bool, device=device),
         "average": torch.ones(sequences, device=device),
-        "progress": torch.full((sequences,), -1, dtype=torch.int32, device=device),
+        "reached": torch.full((sequences,), -1, dtype=torch.int32, device=device),
         "window": torch.tensor([0, 2 * block], dtype=torch.int32, device=device).repeat(sequences, 1),
-        "phase": torch.zeros(sequences, dtype=torch.int32, device=device),
+        "action": torch.zeros(sequences, dtype=torch.int32, device=device),
     }

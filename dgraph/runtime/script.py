@@ -202,25 +202,25 @@ def selections(history: Sequence[BlockStep], block: int) -> list[tuple[set[int],
     The second is what `step.kept` says where that is closed under the rules of `select_tokens` (as what FOCUS kept
     always is), and what these rules make of it elsewhere.
     """
-    masked, progress, found = set(range(block)), -1, []
+    masked, reached, found = set(range(block)), -1, []
     for step in history:
         wanted = set(step.kept if step.kept is not None else masked)
         # A kept column whose masked left neighbour is not kept was added itself: selected, it would bring that one.
         scored = {c for c in wanted if c - 1 not in masked or c - 1 in wanted}
-        if closure(scored, masked, progress) != wanted:
+        if closure(scored, masked, reached) != wanted:
             scored = wanted
-        kept = closure(scored, masked, progress)
+        kept = closure(scored, masked, reached)
         found.append((scored, kept))
-        progress = max(progress, *kept)
+        reached = max(reached, *kept)
         masked -= set(step.committed)
     return found
 
 
-def closure(scored: Iterable[int], masked: set[int], progress: int) -> set[int]:
-    """What `select_tokens` keeps of the masked columns if its base selection is `scored`; progress: the rightmost
+def closure(scored: Iterable[int], masked: set[int], reached: int) -> set[int]:
+    """What `select_tokens` keeps of the masked columns if its base selection is `scored`; reached: the rightmost
     column kept so far in the block, -1 before its first step.
     """
     base = set(scored)
     kept = base | {c - 1 for c in base if c - 1 in masked}
     right = max(kept, default=-1)
-    return kept | {c for c in masked if progress < c < right}
+    return kept | {c for c in masked if reached < c < right}

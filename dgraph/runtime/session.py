@@ -73,18 +73,18 @@ class BlockSession:
     """Decodes block by block.
 
     Block-causal models: full prompt blocks go through the program "prefill" once; then every step runs the program
-    "step" on the rows that are pending (see `StepState`), decides what to commit and moves finished blocks on.
+    "step" on the rows that are pending (see `BlockCausalState`), decides what to commit and moves finished blocks on.
     Bidirectional models: every step runs "step" on the rows of the canvas that the plan names (see `CanvasState`).
     The caches are kept between calls and grow by need; a call that fails gives its pages back.
 
     Args:
         spec: the model; a block-causal one has logit_shift 0.
         programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
-            entropy for policies that read them), or logits; and kept, progress and score if it evicts rows. "logits",
+            entropy for policies that read them), or logits; and kept, reached and score if it evicts rows. "logits",
             optional: the step for samplers that need logits, where "step" keeps none.
         block_cache: which decoded rows of the current block are not recomputed: "off" (none is spared), "dc"
             or "dc+" (see `ready_columns`).
-        refresh: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
+        recommit: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
         plan: which rows a step of a bidirectional model forwards, None for all of them; or which steps of a
             block-causal one are full (region "block"), for programs that ask.
@@ -94,7 +94,7 @@ class BlockSession:
         kv_dtype: dtype of the caches; default the model's.
         page_size: positions per page; default the block length.
         kv: which keys and values stay, for programs that read packed ones; None for all. It needs the program
-            "refresh", for steps in which some sequence chooses.
+            "select", for steps in which some sequence chooses.
         pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With one,
             batches are padded to a power of two of sequences, the canvas to few widths and the page table to the
             model's longest sequence, so that what was captured serves later calls.
@@ -110,7 +110,7 @@ class BlockSession:
         programs: Mapping[str, Program],
         *,
         block_cache: BlockCache = "off",
-        refresh: bool = True,
+        recommit: bool = True,
         plan: RowPlan | None = None,
         kv: KVPlan | None = None,
         select_noise: bool | None = None,
@@ -126,7 +126,7 @@ class BlockSession:
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
         self.block_cache: BlockCache = block_cache
-        self.refresh, self.select_noise = refresh, select_noise
+        self.recommit, self.select_noise = recommit, select_noise
         self.device = torch.device(device)
         self.pool = pool
         self._transitions = Transitions(pool, compiler)
@@ -174,15 +174,15 @@ class BlockSession:
             max_batch=max_batch,
         )
         sampler = Sampler(temperature) if sampler is None else sampler
-        step, refresh = self.programs["step"], self.programs.get("refresh")
+        step, select = self.programs["step"], self.programs.get("select")
         if sampler.needs_logits and "logits" not in step.output_names:
             step = self.programs.get("logits", step)
-            refresh = self.programs.get("refresh_logits", refresh)
+            select = self.programs.get("select_logits", select)
         check_rule(policy, sampler, step, self.block_cache, self.plan)
         scripted = "script" in step.input_names
         check_script(policy, block, scripted)
         temperature = float(sampler.temperature)
-        rule = Rule(policy, self.block_cache, self.refresh, self.select_noise, temperature, seed, scripted)
+        rule = Rule(policy, self.block_cache, self.recommit, self.select_noise, temperature, seed, scripted)
         fixed = self.pool is not None and observer is None
         guided = sampler.cfg_scale > 0
         if guided and self.packed is not None:
@@ -190,7 +190,7 @@ class BlockSession:
                 f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
                 f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
             )
-        loop = self._loop(rule, step, refresh, max_new_tokens, block, sampler, fixed)
+        loop = self._loop(rule, step, select, max_new_tokens, block, sampler, fixed)
         loop = replace(loop, unread=UNREAD_STEPS if fixed and progress is None else 0, observer=observer)
         began = time.perf_counter()
         stats = GenerationStats()
@@ -284,7 +284,7 @@ class BlockSession:
             known = "token" in result.outputs and (not scripted or isinstance(policy, Script))
             if self._transitions.compiles and known:
                 chosen = ConfidenceThreshold(THRESHOLD) if policy is None else policy
-                rule = Rule(chosen, self.block_cache, self.refresh, self.select_noise, temperature, 0, scripted)
+                rule = Rule(chosen, self.block_cache, self.recommit, self.select_noise, temperature, 0, scripted)
                 self._compile_transition(rule, result.outputs, batch, tokens, caches["page_table"])
         finally:
             self.pool.preparing = False
@@ -320,7 +320,7 @@ class BlockSession:
         self,
         rule: Rule,
         step: Program,
-        refresh: Program | None,
+        select: Program | None,
         max_new_tokens: int,
         block: int,
         sampler: Sampler,
@@ -331,7 +331,7 @@ class BlockSession:
             spec=self.spec,
             prefill=self.programs["prefill"] if self.spec.attention == "block_causal" else None,
             step=step,
-            refresh=refresh,
+            select=select,
             rule=rule,
             plan=self.plan,
             kv=None if self.packed is None else self.packed.plan,

@@ -123,8 +123,8 @@ class StepRecord:
         score: f32[N] as the program selected by it, None where it has no such output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
         committed: bool[N], rows whose token was committed.
-        average, progress: f32[b], i32[b] as the program got them.
-        progress_after: i32[b] as the program returned it (unchanged where it does not evict).
+        average, reached: f32[b], i32[b] as the program got them.
+        reached_after: i32[b] as the program returned it (unchanged where it does not evict).
     """
 
     step: int
@@ -140,8 +140,8 @@ class StepRecord:
     confidence: Tensor
     committed: Tensor
     average: Tensor
-    progress: Tensor
-    progress_after: Tensor
+    reached: Tensor
+    reached_after: Tensor
 
     @property
     def committed_positions(self) -> Tensor:
@@ -188,6 +188,6 @@ class StepRecord:
             confidence=copy(results.confidence[:n]),
             committed=copy(window[rows.sequence, rows.column]),
             average=copy(state.average),
-            progress=copy(state.progress),
-            progress_after=copy(outputs.get("progress", state.progress)),
+            reached=copy(state.reached),
+            reached_after=copy(outputs.get("reached", state.reached)),
         )

@@ -106,7 +106,7 @@ class Explanation:
 
     def __str__(self) -> str:
         out = [
-            f"recipe    {self.recipe.name}, block_cache={self.recipe.block_cache!r}, refresh={self.recipe.refresh}",
+            f"recipe    {self.recipe.name}, block_cache={self.recipe.block_cache!r}, recommit={self.recipe.recommit}",
             f"buckets   {_buckets_text(self.buckets)}",
         ]
         for name, reports in self.reports.items():

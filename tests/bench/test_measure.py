@@ -77,10 +77,10 @@ def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: 
         assert all(c.head <= c.rows[-1] for c in measured.counts)
 
 
-@pytest.mark.parametrize("refresh", [False, True])
-def test_the_rows_are_those_of_the_trace(model: Model, refresh: bool) -> None:
+@pytest.mark.parametrize("recommit", [False, True])
+def test_the_rows_are_those_of_the_trace(model: Model, recommit: bool) -> None:
     """Whole blocks of one prompt, from the trace's first history on."""
-    program = optimize(model, "focus", backend="eager", select="scripted", refresh=refresh)
+    program = optimize(model, "focus", backend="eager", select="scripted", recommit=recommit)
     counter = Counter(evicts=True)
     blocks = len(TRACE.histories)
     prompt = [[3] * (BLOCK * blocks)]  # its decoded blocks have the numbers blocks, blocks + 1, ...
@@ -88,7 +88,7 @@ def test_the_rows_are_those_of_the_trace(model: Model, refresh: bool) -> None:
         input_ids=prompt, max_new_tokens=BLOCK * blocks, policy=TRACE.script(), observer=counter
     ).stats
     counts = [kept_rows(h, BLOCK) for h in TRACE.histories]
-    commits = [BLOCK if refresh else late for _, late in counts][:-1]  # nobody reads the last block's
+    commits = [BLOCK if recommit else late for _, late in counts][:-1]  # nobody reads the last block's
     assert stats.rows["suffix"] == sum(behind for behind, _ in counts) + sum(commits)
     assert counter.committed == [len(s.committed) for h in TRACE.histories for s in h]
     assert [c.head for c in counter.counts] == [len(s.kept or ()) for h in TRACE.histories for s in h]
@@ -214,7 +214,7 @@ def test_an_ablation_lacks_one_thing_at_a_time(model: Model) -> None:
         "without ChunkLMHead",
         "block_cache=off",
         "block_cache=dc",
-        "refresh=false",
+        "recommit=false",
         "without graphs",
     ]
     assert [a.label for a in ablation(arm, on_gpu=False)] == labels[:-1]

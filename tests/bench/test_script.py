@@ -13,10 +13,10 @@ from torch import Tensor
 from dgraph.bench.traces import Trace, read_trace, synthesise
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.policies import Candidates, FixedSteps
 from dgraph.runtime.rows import RowResults
 from dgraph.runtime.script import SPREAD, BlockStep, Script, check_script, closure, selections
-from dgraph.runtime.state import StepState
 from tests.bench.test_traces import FOLDER, HISTORY
 
 BLOCK = 8
@@ -24,9 +24,9 @@ TRACE = synthesise(BLOCK, 5.0, 3.0, histories=6)
 SCRIPT = TRACE.script()
 
 
-def begin(lengths: list[int], tokens: int = 16) -> StepState:
+def begin(lengths: list[int], tokens: int = 16) -> BlockCausalState:
     width = -(-(max(lengths) + tokens) // BLOCK) * BLOCK
-    return StepState.begin(
+    return BlockCausalState.begin(
         torch.zeros(len(lengths), width, dtype=torch.int64),
         torch.arange(len(lengths)),
         torch.tensor(lengths),
@@ -53,18 +53,18 @@ class Decode:
         state = self.state
         rows = state.rows(int(state.summary()[0]))
         n = len(rows.masked)
-        kept, progress = torch.ones(n, dtype=torch.bool), None
+        kept, reached = torch.ones(n, dtype=torch.bool), None
         if self.evict:
             score, budget = SCRIPT.scores(rows, state), SCRIPT.budget(state)
-            args = (score, rows.masked, rows.positions, rows.cu_rows, rows.limit, budget, state.progress, 1.0, 0)
-            kept, _, progress = OPS["select_tokens"].reference(*args)
+            args = (score, rows.masked, rows.positions, rows.cu_rows, rows.limit, budget, state.reached, 1.0, 0)
+            kept, _, reached = OPS["select_tokens"].reference(*args)
         chosen = kept & rows.masked
         self.kept = [
             set((rows.column[chosen & (rows.sequence == s)] - BLOCK).tolist()) for s in range(len(state.start))
         ]
         confidence = torch.where(chosen, torch.rand(n, generator=self.draw), -math.inf)
         results = RowResults(torch.where(chosen, 5, -1), confidence, kept)
-        return state.apply(rows, results, SCRIPT, "dc+", True, progress)
+        return state.apply(rows, results, SCRIPT, "dc+", True, reached)
 
 
 def test_whole_blocks_follow_their_histories() -> None:
@@ -162,7 +162,7 @@ def test_the_closure_is_what_the_op_does() -> None:
     for _ in range(50):
         masked = {c for c in range(16) if draw.random() < 0.7} or {3}
         base = set(draw.sample(sorted(masked), draw.randint(1, len(masked))))
-        progress = draw.randint(-1, 15)
+        reached = draw.randint(-1, 15)
         rows = torch.tensor(sorted(masked))
         score = torch.tensor([1.0 if c in base else 0.0 for c in sorted(masked)])
         keep, _, _ = OPS["select_tokens"].reference(
@@ -172,8 +172,8 @@ def test_the_closure_is_what_the_op_does() -> None:
             torch.tensor([0, len(rows)]).int(),
             torch.full((len(rows),), 16).int(),
             torch.tensor([float(len(base))]),
-            torch.tensor([progress]).int(),
+            torch.tensor([reached]).int(),
             1.0,
             0,
         )
-        assert set(rows[keep].tolist()) == closure(base, masked, progress)
+        assert set(rows[keep].tolist()) == closure(base, masked, reached)

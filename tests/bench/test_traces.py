@@ -32,7 +32,7 @@ def test_rows_are_those_of_a_decode_by_hand() -> None:
     # step 1: 0 1 2; step 2: 1 3 and 0 2, decoded in step 1; step 3: 3 and 0 1 2, of which 0 and 1 had neighbours
     assert kept_rows(HISTORY, 4) == (3 + 4 + 4, 2)
     rows = Trace(4, (HISTORY,)).redundancy()
-    assert (rows.dense, rows.kept, rows.refreshed) == (3 * 4 / 4 + 1, 13 / 4, 11 / 4 + 1)
+    assert (rows.dense, rows.kept, rows.recommitted) == (3 * 4 / 4 + 1, 13 / 4, 11 / 4 + 1)
     bare = Trace(4, (tuple(BlockStep(s.committed) for s in HISTORY),))
     assert bare.redundancy().kept is None
     assert not bare.keeps

@@ -77,7 +77,7 @@ def test_an_ablation_has_a_row_per_part(run: Run, folder: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.stderr
     labels = [arm["label"] for arm in json.loads((tmp_path / "a.json").read_text())["arms"]]
     assert labels[0] == "focus"
-    assert {"without FuseProjections", "without EvictTokens", "block_cache=off", "refresh=false"} <= set(labels)
+    assert {"without FuseProjections", "without EvictTokens", "block_cache=off", "recommit=false"} <= set(labels)
     for label in labels:
         assert any(line.startswith(f"{label}  ") for line in result.stdout.splitlines()), label
 

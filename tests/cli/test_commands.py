@@ -244,16 +244,16 @@ def test_no_command_is_a_request_for_help(run: Run) -> None:
 
 
 def test_options_are_read_as_the_type_of_their_default() -> None:
-    defaults = {"alpha": 1.5, "keep": 0, "refresh": True, "signal": "delta", "window": None}
-    given = ["alpha=inf", "keep=4", "refresh=false", "signal=importance", "window=3"]
+    defaults = {"alpha": 1.5, "keep": 0, "recommit": True, "signal": "delta", "window": None}
+    given = ["alpha=inf", "keep=4", "recommit=false", "signal=importance", "window=3"]
     options = read_options("option", defaults, given)
-    assert options == {"alpha": math.inf, "keep": 4, "refresh": False, "signal": "importance", "window": 3}
+    assert options == {"alpha": math.inf, "keep": 4, "recommit": False, "signal": "importance", "window": 3}
     assert [type(v) for v in options.values()] == [float, int, bool, str, int]
     for text, message in (
         ("alpha=much", "option alpha is a number .inf allowed., got 'much'"),
         ("keep=1.5", "option keep is a whole number, got '1.5'"),
         ("window=wide", "option window is a whole number, got 'wide'"),
-        ("refresh=perhaps", "option refresh is true or false"),
+        ("recommit=perhaps", "option recommit is true or false"),
         ("alpha", "--option takes KEY=VALUE, got 'alpha'"),
     ):
         with pytest.raises(InputError, match=message):

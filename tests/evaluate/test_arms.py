@@ -63,8 +63,8 @@ def test_named_rules_keep_their_other_options() -> None:
 
 
 def test_equal_arms_are_run_once() -> None:
-    assert labels(arms_of([DENSE, Choice("dense", {"refresh": True})], [Choice("")], {})) == [
-        "dense, refresh=true; threshold=0.9"
+    assert labels(arms_of([DENSE, Choice("dense", {"recommit": True})], [Choice("")], {})) == [
+        "dense, recommit=true; threshold=0.9"
     ]
     rules = [Choice(""), Choice("confidence_threshold", {"threshold": 0.9})]
     assert labels(arms_of([FOCUS], rules, {})) == ["focus; confidence_threshold, threshold=0.9"]

@@ -70,7 +70,7 @@ def decode(made: Optimized, chunk_rows: int | None) -> tuple[list[list[int]], li
         made.spec,
         programs,
         block_cache=recipe.block_cache,  # type: ignore[arg-type]
-        refresh=recipe.refresh,
+        recommit=recipe.recommit,
         plan=recipe.plan,
         kv=recipe.kv,
     )

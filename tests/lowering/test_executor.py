@@ -122,7 +122,7 @@ def test_padded_programs_give_the_same_tokens_and_caches(
         assert len(value) == got.padded[-1]
         torch.testing.assert_close(value[:live], expected.outputs[name], atol=1e-6, rtol=1e-5)
         assert (value[live:] == fillers[name]).all()
-    assert torch.equal(got.outputs["progress"], expected.outputs["progress"])
+    assert torch.equal(got.outputs["reached"], expected.outputs["reached"])
     torch.testing.assert_close(got.outputs["score"][:ROWS], expected.outputs["score"], atol=1e-5, rtol=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_it_says_what_it_reads(dense: dict[str, Graph], focus: dict[str, Graph])
     head = {"masked", "temperature", "seed"}
     assert lower(dense["prefill"]).input_names == always | caches
     assert lower(dense["step"]).input_names == always | caches | head
-    assert lower(focus["step"]).input_names == always | caches | head | {"average", "progress"}
+    assert lower(focus["step"]).input_names == always | caches | head | {"average", "reached"}
     assert lower(dense["step"]).stage_names == ("step",)
 
 
@@ -266,7 +266,7 @@ def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step:
     assert {names[s] for s in prefix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (0, 1)}
     assert {names[s] for s in suffix.in_place} == {f"{n}_cache_{i}" for n in "kv" for i in (1, 2, 3)}
     outputs = {slot: name for name, slot in program._outputs.items()}
-    assert {outputs[s] for s in prefix.outputs if s in outputs} == {"progress", "score", "kept"}
+    assert {outputs[s] for s in prefix.outputs if s in outputs} == {"reached", "score", "kept"}
     assert {cut.index, cut.offsets} <= set(prefix.outputs)
     assert {outputs[s] for s in suffix.outputs} == {"token", "confidence", "margin", "entropy"}
     assert (prefix.last, suffix.last) == (False, True)

@@ -151,7 +151,7 @@ ORACLE = {"forward": oracle.forward}
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_dense_is_the_oracle(setup: Setup, backend: str) -> None:
     run = optimized(setup, "dense", backend)
-    check(setup, 16, run, {"threshold": 0.7}, {"evict": False, "block_cache": "off", "refresh": True, **ORACLE})
+    check(setup, 16, run, {"threshold": 0.7}, {"evict": False, "block_cache": "off", "recommit": True, **ORACLE})
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -164,7 +164,7 @@ def test_what_the_graph_says(setup: Setup) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_dense_is_the_oracle(setup: Setup, backend: str) -> None:
-    options = {"evict": False, "block_cache": "off", "refresh": True, "forward": FORWARD}
+    options = {"evict": False, "block_cache": "off", "recommit": True, "forward": FORWARD}
     check(setup, 16, optimized(setup, "dense", backend), {"threshold": 0.7}, options)
 
 

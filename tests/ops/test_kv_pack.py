@@ -39,7 +39,7 @@ def packed(
     windows: list[tuple[int, int]],
     *,
     interpreter: Interpreter | None = None,
-    phases: list[int] | None = None,
+    actions: list[int] | None = None,
     had: Tensor | None = None,
     index: Tensor | None = None,
     room: int = 64,
@@ -54,7 +54,7 @@ def packed(
     """A call on key rows at positions 0, 1, ... of each sequence; entries that it leaves alone are checked."""
     m, kv_heads = score.shape
     b = len(counts)
-    phases = phases or [SELECT] * b
+    actions = actions or [SELECT] * b
     k, v = torch.randn(2, m, kv_heads, D, generator=torch.Generator().manual_seed(m))
     positions = torch.cat([torch.arange(n) for n in counts])
     cu_keys = cu_rows_of(counts)
@@ -63,7 +63,7 @@ def packed(
     k_pack, v_pack = torch.full((2, b * room, D), 7.5)
     index = torch.full((b * room,), -5, dtype=torch.int32) if index is None else index.clone()
     before, index_before = count.clone(), index.clone()
-    where = (positions, cu_keys, torch.tensor(windows).int().view(b, 2), torch.tensor(phases).int())
+    where = (positions, cu_keys, torch.tensor(windows).int().view(b, 2), torch.tensor(actions).int())
     settings = (LAYER, ratio, pairs, heads, floor, pool, pooling, recent)
     starts = torch.stack([start + 999, start])
     args = (score, k, v, *where, k_pack, v_pack, count, index, starts, *settings)
@@ -74,7 +74,7 @@ def packed(
         k_pack, v_pack, count, index = args[7:11]
     kept: list[list[list[int]]] = []
     for s in range(b):
-        used = int(count[s].sum()) if phases[s] in (SELECT, REPACK) else 0
+        used = int(count[s].sum()) if actions[s] in (SELECT, REPACK) else 0
         runs = index[s * room : s * room + used].split(count[s].tolist()) if used else [index[:0]] * kv_heads
         for head, run in enumerate(runs):
             at = s * room + int(count[s, :head].sum()) + torch.arange(len(run))
@@ -85,7 +85,7 @@ def packed(
         assert (k_pack[rest] == 7.5).all()
         assert (v_pack[rest] == 7.5).all()
         assert torch.equal(index[rest], index_before[rest])
-        if phases[s] != SELECT:
+        if actions[s] != SELECT:
             assert torch.equal(count[s], before[s])
         kept.append([run.tolist() for run in runs])
     return Packed(kept, count, index, k_pack, v_pack)
@@ -251,8 +251,8 @@ def test_sequences_without_rows_or_candidates_keep_nothing(runner: Interpreter |
 
 @BOTH
 def test_sequences_that_do_not_select_stay_as_they_are(runner: Interpreter | None) -> None:
-    phases, score = [REUSE, SELECT, DENSE], draw(8, 8, 8)
-    found = packed(score, [8] * 3, [(6, 8)] * 3, phases=phases, pairs=3, heads="mass", interpreter=runner)
+    actions, score = [REUSE, SELECT, DENSE], draw(8, 8, 8)
+    found = packed(score, [8] * 3, [(6, 8)] * 3, actions=actions, pairs=3, heads="mass", interpreter=runner)
     assert found.count[1].sum() > 0
     assert found.kept[1] == naive(score[8:16], (6, 8), found.count[1].tolist())
 
@@ -263,7 +263,14 @@ def test_repacking_renews_what_was_kept(runner: Interpreter | None) -> None:
     index = torch.full((128,), -5).int()
     index[:5] = torch.tensor([0, 4, 1, 2, 5])
     found = packed(
-        draw(8, 5), [8, 5], [(6, 8), (3, 5)], phases=[REPACK, SELECT], had=had, index=index, pairs=1, interpreter=runner
+        draw(8, 5),
+        [8, 5],
+        [(6, 8), (3, 5)],
+        actions=[REPACK, SELECT],
+        had=had,
+        index=index,
+        pairs=1,
+        interpreter=runner,
     )
     assert found.kept[0] == [[0, 4], [], [1, 2, 5]]
     assert found.count[1].tolist() == [1] * 3
@@ -335,11 +342,11 @@ def test_too_little_room_is_an_error_that_changes_nothing() -> None:
 def test_a_packed_position_without_a_row_is_an_error() -> None:
     index = torch.full((64,), 9).int()
     with pytest.raises(InputError, match="sequence 0 has packed positions that are unknown"):
-        packed(draw(8), [8], [(6, 8)], phases=[REPACK], index=index)
+        packed(draw(8), [8], [(6, 8)], actions=[REPACK], index=index)
     with pytest.raises(InputError, match="sequence 0 has packed positions that are unknown"):
-        packed(draw(8), [8], [(6, 8)], phases=[REPACK], index=index[:0])
+        packed(draw(8), [8], [(6, 8)], actions=[REPACK], index=index[:0])
     with pytest.raises(InputError, match="sequence 0 has packed positions that are unknown"):
-        packed(draw(0), [0], [(6, 8)], phases=[REPACK], index=index)
+        packed(draw(0), [0], [(6, 8)], actions=[REPACK], index=index)
 
 
 @BOTH

@@ -28,13 +28,13 @@ def select_slowly(
     positions: list[int],
     limit: list[int],
     average: float,
-    progress: int,
+    reached: int,
     alpha: float,
     keep: int,
 ) -> Result:
     """The rules for one sequence, on Python values."""
     if not positions:
-        return [], [], progress
+        return [], [], reached
     candidates = [i for i, flag in enumerate(masked) if flag]
     size = len(candidates)
     budget = min(size, keep) if keep > 0 else min(size, ceil_fp32(alpha, average))
@@ -50,10 +50,10 @@ def select_slowly(
             if j in base and positions[j] - positions[i] == 1:
                 kept.add(i)
         rightmost = max(positions[i] for i in kept)
-        kept |= {i for i in candidates if progress < positions[i] < rightmost}
+        kept |= {i for i in candidates if reached < positions[i] < rightmost}
     flags = [i in kept or not masked[i] for i in range(len(masked))]
     last = max(position for position, flag in zip(positions, flags, strict=True) if flag)
-    return flags, [min(x, last + 1) for x in limit], max(progress, last)
+    return flags, [min(x, last + 1) for x in limit], max(reached, last)
 
 
 def random_sequence(rng: random.Random, block: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def random_sequence(rng: random.Random, block: int) -> dict[str, Any]:
         "positions": earlier + positions,
         "limit": [start] * len(earlier) + [start + block] * len(positions),
         "average": rng.choice([0.0, 1.0, 1.5, rng.uniform(1, 4)]),
-        "progress": start - 1 + rng.choice([0, 0, rng.randint(0, block)]),
+        "reached": start - 1 + rng.choice([0, 0, rng.randint(0, block)]),
     }
 
 
@@ -84,7 +84,7 @@ def call(batch: list[dict[str, Any]], alpha: float, keep: int) -> tuple[Tensor, 
         cu_rows_of([len(s["positions"]) for s in batch]),
         torch.tensor(rows["limit"], dtype=torch.int32),
         torch.tensor([s["average"] for s in batch], dtype=torch.float32),
-        torch.tensor([s["progress"] for s in batch], dtype=torch.int32),
+        torch.tensor([s["reached"] for s in batch], dtype=torch.int32),
         alpha,
         keep,
     )
@@ -99,11 +99,11 @@ def one(score: list[float], alpha: float = 1.5, keep: int = 0, **changes: Any) -
         "positions": list(range(n)),
         "limit": [n] * n,
         "average": 1.0,
-        "progress": n,  # no placeholder is missing, so that the other rules show
+        "reached": n,  # no placeholder is missing, so that the other rules show
         **changes,
     }
-    kept, limit, progress = call([sequence], alpha, keep)
-    return kept.tolist(), limit.tolist(), int(progress)
+    kept, limit, reached = call([sequence], alpha, keep)
+    return kept.tolist(), limit.tolist(), int(reached)
 
 
 def kept_rows(result: Result) -> list[int]:
@@ -116,12 +116,12 @@ def test_against_the_loop_on_random_batches(seed: int) -> None:
     for _ in range(10):
         batch = [random_sequence(rng, rng.choice([4, 16, 32])) for _ in range(rng.randint(1, 6))]
         alpha, keep = rng.choice([1.0, 1.2, 1.5, 3.0, math.inf]), rng.choice([0, 0, 0, 1, 5])
-        kept, limit, progress = call(batch, alpha, keep)
+        kept, limit, reached = call(batch, alpha, keep)
         at = 0
         for i, sequence in enumerate(batch):
             end = at + len(sequence["positions"])
             expected = select_slowly(**sequence, alpha=alpha, keep=keep)
-            assert (kept[at:end].tolist(), limit[at:end].tolist(), int(progress[i])) == expected, sequence
+            assert (kept[at:end].tolist(), limit[at:end].tolist(), int(reached[i])) == expected, sequence
             at = end
 
 
@@ -160,17 +160,17 @@ def test_context_is_one_hop_from_the_base_selection() -> None:
 
 def test_placeholders_left_of_the_rightmost_kept_row_are_kept() -> None:
     score = [0.0, 0, 0, 0, 0, 9, 0, 0]
-    assert kept_rows(one(score, alpha=1.0, progress=-1)) == [0, 1, 2, 3, 4, 5]
-    assert kept_rows(one(score, alpha=1.0, progress=2)) == [3, 4, 5]
-    assert kept_rows(one(score, alpha=1.0, progress=4)) == [4, 5]
+    assert kept_rows(one(score, alpha=1.0, reached=-1)) == [0, 1, 2, 3, 4, 5]
+    assert kept_rows(one(score, alpha=1.0, reached=2)) == [3, 4, 5]
+    assert kept_rows(one(score, alpha=1.0, reached=4)) == [4, 5]
 
 
 def test_limit_and_progress_follow_the_last_kept_row() -> None:
     score = [0.0, 0, 9, 0, 0, 0]
-    assert one(score, alpha=1.0, progress=3)[1:] == ([3] * 6, 3)
-    assert one(score, alpha=1.0, progress=-1, limit=[2] * 6)[1:] == ([2] * 6, 2)
+    assert one(score, alpha=1.0, reached=3)[1:] == ([3] * 6, 3)
+    assert one(score, alpha=1.0, reached=-1, limit=[2] * 6)[1:] == ([2] * 6, 2)
     decoded_tail = [True] * 5 + [False]
-    assert one(score, alpha=1.0, progress=1, masked=decoded_tail)[1:] == ([6] * 6, 5)
+    assert one(score, alpha=1.0, reached=1, masked=decoded_tail)[1:] == ([6] * 6, 5)
 
 
 def test_budget_is_computed_in_fp32() -> None:
@@ -181,13 +181,13 @@ def test_budget_is_computed_in_fp32() -> None:
 
 
 def test_an_infinite_alpha_keeps_everything() -> None:
-    assert one([3.0, 1.0, 2.0], alpha=math.inf, average=0.0, progress=-1) == ([True] * 3, [3] * 3, 2)
+    assert one([3.0, 1.0, 2.0], alpha=math.inf, average=0.0, reached=-1) == ([True] * 3, [3] * 3, 2)
 
 
 def test_a_sequence_without_rows_keeps_its_progress() -> None:
-    empty = {"score": [], "masked": [], "positions": [], "limit": [], "average": 1.0, "progress": 7}
-    kept, limit, progress = call([empty, empty], 1.5, 0)
-    assert (len(kept), len(limit), progress.tolist()) == (0, 0, [7, 7])
+    empty = {"score": [], "masked": [], "positions": [], "limit": [], "average": 1.0, "reached": 7}
+    kept, limit, reached = call([empty, empty], 1.5, 0)
+    assert (len(kept), len(limit), reached.tolist()) == (0, 0, [7, 7])
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan])

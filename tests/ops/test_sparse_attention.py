@@ -22,15 +22,15 @@ op = torch.ops.dgraph.sparse_attention
 packed_attention, paged_attention = torch.ops.dgraph.packed_attention, torch.ops.dgraph.paged_attention
 
 
-def random_call(seed: int, phases: tuple[int, ...] = (REUSE, DENSE, SELECT, REPACK)) -> dict[str, Any]:
-    """A ragged batch of the given phases."""
+def random_call(seed: int, actions: tuple[int, ...] = (REUSE, DENSE, SELECT, REPACK)) -> dict[str, Any]:
+    """A ragged batch of the given actions."""
     rng = random.Random(seed)
     b, heads = rng.randint(1, 5), rng.choice([1, 2, 3])
     lows = [rng.choice([0, 3, 16, 29]) for _ in range(b)]
     rows = [rng.choice([0, 1, 4, 9, 17]) for _ in range(b)]
     args = draw(
         torch.Generator().manual_seed(seed),
-        [rng.choice(phases) for _ in range(b)],
+        [rng.choice(actions) for _ in range(b)],
         rows,
         [(low, low + rng.choice([0, 1, 8, 40])) for low in lows],
         [[rng.choice([0, 1, 7, 20]) for _ in range(heads)] for _ in range(b)],
@@ -53,7 +53,7 @@ def softmax_over(q: Tensor, pairs: list[tuple[Tensor, Tensor]], scale: float) ->
 def pairs_of(call: dict[str, Any], s: int, i: int, head: int) -> list[tuple[Tensor, Tensor]]:
     """What row i of sequence s sees with a KV head, one key at a time."""
     limit = int(call["limit"][i])
-    if int(call["phase"][s]) in (DENSE, SELECT):
+    if int(call["action"][s]) in (DENSE, SELECT):
         rows = range(int(call["cu_keys"][s]), int(call["cu_keys"][s + 1]))
         return [(call["k"][j, head], call["v"][j, head]) for j in rows if int(call["key_positions"][j]) < limit]
     counts = call["pack_count"][s].tolist()
@@ -111,16 +111,16 @@ def test_packing_everything_outside_of_the_window_is_paged_attention(share: floa
     assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("phase", [DENSE, SELECT])
-def test_dense_sequences_give_the_bits_of_packed_attention(phase: int) -> None:
+@pytest.mark.parametrize("action", [DENSE, SELECT])
+def test_dense_sequences_give_the_bits_of_packed_attention(action: int) -> None:
     call = random_call(3) | {"dense": True}
-    b = len(call["phase"])
+    b = len(call["action"])
     counts = (5, 33, 0, 1, 12)[:b]
     q, k, v = (torch.randn(sum(counts), h, 8) for h in (call["q"].shape[1], *[call["k"].shape[1]] * 2))
     at, cu_rows = positions_of(counts, [0] * b), cu_rows_of(counts)
     limit = (at // 4 * 4 + 4).int()
     call |= {"q": q, "k": k, "v": v, "key_positions": at, "cu_rows": cu_rows, "cu_keys": cu_rows, "limit": limit}
-    call["phase"] = torch.full_like(call["phase"], phase)
+    call["action"] = torch.full_like(call["action"], action)
     want = packed_attention(q, k, v, at, cu_rows, limit, call["scale"])
     assert_close(op(**call), want, rtol=0, atol=0)
 
@@ -133,7 +133,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
         keys = slice(*call["cu_keys"][s : s + 2].tolist())
         alone = call | {name: call[name][start:end] for name in ("q", "limit")}
         alone |= {name: call[name][keys] for name in ("k", "v", "key_positions")}
-        alone |= {name: call[name][s : s + 1] for name in ("page_table", "pack_count", "window", "phase")}
+        alone |= {name: call[name][s : s + 1] for name in ("page_table", "pack_count", "window", "action")}
         alone |= {"pack_start": call["pack_start"][:, s : s + 1], "cu_rows": cu_rows_of([end - start])}
         alone["cu_keys"] = cu_rows_of([keys.stop - keys.start])
         assert_close(op(**alone), got[start:end], rtol=0, atol=0)

@@ -25,14 +25,14 @@ Call = dict[str, Any]
 
 def call_of(
     seed: int,
-    phases: Sequence[int] | None = None,
+    actions: Sequence[int] | None = None,
     heads: tuple[int, int] = (4, 2),
     rows: Sequence[int] | None = None,
     cuts: bool = True,
 ) -> Call:
     """Query rows at some of the positions of the keys; limits anywhere among these if `cuts`, else above them."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    counts = [rng.choice([0, 1, 4, 9, 15]) for _ in phases or range(3)] if rows is None else list(rows)
+    counts = [rng.choice([0, 1, 4, 9, 15]) for _ in actions or range(3)] if rows is None else list(rows)
     at = [torch.randint(1, 4, (count,), generator=generator).cumsum(0) for count in counts]
     few = [torch.rand(count, generator=generator) < (0.7 if cuts else 1.1) for count in counts]
     windows = [sorted(rng.sample(range(3 * count + 4), 2)) for count in counts]
@@ -49,7 +49,7 @@ def call_of(
         "cu_keys": cu_rows_of(counts),
         "limit": torch.cat(limits).int(),
         "window": per_sequence(windows),
-        "phase": per_sequence(phases or [SELECT] * len(counts)),
+        "action": per_sequence(actions or [SELECT] * len(counts)),
     }
 
 
@@ -58,7 +58,7 @@ def votes(call: Call, scale: float = 0.5, first: int = 0, last: int = ALL) -> Te
 
 
 def scores(call: Call, scale: float = 0.5, shared: bool = False) -> Tensor:
-    names = ("q", "k", "positions", "cu_rows", "cu_keys", "window", "phase")
+    names = ("q", "k", "positions", "cu_rows", "cu_keys", "window", "action")
     return kv_scores(*(call[name] for name in names), scale, shared)
 
 
@@ -84,8 +84,8 @@ def slow_votes(call: Call, scale: float, first: int, last: int) -> Tensor:
     q, k = call["q"].double(), call["k"].double()
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(k.shape[:2], dtype=torch.float64)
-    for s in range(len(call["phase"])):
-        if call["phase"][s] != SELECT:
+    for s in range(len(call["action"])):
+        if call["action"][s] != SELECT:
             continue
         for i, head in itertools.product(voters_of(call, s, first, last), range(q.shape[1])):
             seen = [j for j in bounds(call["cu_keys"], s) if call["key_positions"][j] < call["limit"][i]]
@@ -101,7 +101,7 @@ def slow_scores(call: Call, scale: float, shared: bool) -> Tensor:
     out = torch.zeros(k.shape[:2], dtype=torch.float64)
     for s, (low, high) in enumerate(call["window"].tolist()):
         rows = [i for i in bounds(call["cu_rows"], s) if low <= call["positions"][i] < high]
-        if call["phase"][s] != SELECT or not rows:
+        if call["action"][s] != SELECT or not rows:
             continue
         for j in bounds(call["cu_keys"], s):
             found = [
@@ -147,13 +147,13 @@ def test_a_voter_gives_nothing_to_keys_from_its_limit_on() -> None:
 
 @each_op
 def test_only_sequences_that_select_get_values(op: Callable[[Call], Tensor]) -> None:
-    phases = [DENSE, SELECT, REUSE, SELECT, REPACK]
-    call = call_of(5, phases, rows=(6, 9, 4, 12, 7), cuts=False)
+    actions = [DENSE, SELECT, REUSE, SELECT, REPACK]
+    call = call_of(5, actions, rows=(6, 9, 4, 12, 7), cuts=False)
     call["window"] = per_sequence([(2, 99)] * 5)
     got = op(call)
-    for s, phase in enumerate(phases):
+    for s, action in enumerate(actions):
         keys = list(bounds(call["cu_keys"], s))
-        assert (got[keys] != 0).all() if phase == SELECT else (got[keys] == 0).all()
+        assert (got[keys] != 0).all() if action == SELECT else (got[keys] == 0).all()
 
 
 @each_op
@@ -166,10 +166,10 @@ def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_padded(op: Callable
     got = op(padded)
     assert got[:-4].equal(whole)
     assert (got[-4:] == 0).all()
-    for s, of_rows, of_keys in spans_of(call["phase"], SELECT, call["cu_rows"], call["cu_keys"]):
+    for s, of_rows, of_keys in spans_of(call["action"], SELECT, call["cu_rows"], call["cu_keys"]):
         alone = call | {name: call[name][of_rows] for name in rows} | {name: call[name][of_keys] for name in keys}
         alone |= {"cu_rows": cu_rows_of([len(alone["q"])]), "cu_keys": cu_rows_of([len(alone["k"])])}
-        alone |= {name: call[name][s : s + 1] for name in ("window", "phase")}
+        alone |= {name: call[name][s : s + 1] for name in ("window", "action")}
         assert op(alone).equal(whole[of_keys])
 
 

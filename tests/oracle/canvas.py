@@ -204,7 +204,7 @@ class Step:
     kept: list[int]
     committed: list[tuple[int, int]]  # (position, token)
     average: float
-    progress: int  # after the step
+    reached: int  # after the step
     score: list[float]  # per row; empty where nothing is evicted
 
 
@@ -262,7 +262,7 @@ def generate(
         stop = min(start + size, end)
         decoded: list[set[int]] = []
         yields: list[int] = []
-        progress = start - 1
+        reached = start - 1
         total = size if schedule == "block" else stop - start
         while mask_id in canvas[start:stop] and not finished:
             decoded.append({p for p in range(end) if canvas[p] != mask_id})
@@ -280,10 +280,10 @@ def generate(
             if eviction is not None and chosen is not None:
                 # Every row has keys in every layer since the block's first step, so no placeholder lacks them.
                 limits = [end] * len(positions)
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, progress)
+                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached)
             logits = forward(weights, config, [canvas[p] for p in positions], positions, end, trace.cache, hook)
             kept = positions if hook is None else [positions[i] for i in hook.kept]
-            progress = max(progress, kept[-1])
+            reached = max(reached, kept[-1])
 
             logits[:, mask_id] = -math.inf
             found = {
@@ -308,7 +308,7 @@ def generate(
                     kept=kept,
                     committed=committed,
                     average=average,
-                    progress=progress,
+                    reached=reached,
                     score=[] if hook is None else hook.score,
                 )
             )

@@ -36,7 +36,7 @@ class Step:
     kept: list[int]  # S
     limit: int  # what rows of the current block attend to in the last layer: positions < limit
     average: float  # the N_decoded that gave the budget
-    progress: int  # after the step
+    reached: int  # after the step
     confidence: dict[int, tuple[int, float]]  # masked kept position -> (best token, its probability)
     committed: list[tuple[int, int]]  # (position, token)
 
@@ -114,10 +114,10 @@ def generate(
     pool: int = 3,
     noise: Noise | None = None,
     block_cache: BlockCache = "dc+",
-    refresh: bool = True,
+    recommit: bool = True,
     forward: Callable[..., Tensor] = qwen3_forward,
 ) -> Trace:
-    """Decode greedily. Dense block diffusion is evict=False, block_cache="off", refresh=True.
+    """Decode greedily. Dense block diffusion is evict=False, block_cache="off", recommit=True.
 
     threshold: commit every row more confident than it, at least the best one; or steps: a fixed schedule:
     step i of a block commits block_length // steps rows, one more in the first block_length % steps, at
@@ -126,7 +126,7 @@ def generate(
     that of the layer before it, or its importance alone. select: keep the rows with the highest scores, the
     lowest, or those with the highest `noise(step, positions)`; steps count from 0. block_cache: when a
     decoded row is no longer recomputed within its block ("dc+": once its right neighbour is decoded too).
-    refresh: commit recomputes the whole block, or only the rows that were not cached yet. forward: the
+    recommit: commit recomputes the whole block, or only the rows that were not cached yet. forward: the
     model, if it is another than Qwen3.
     """
     if (threshold is None) == (steps is None):
@@ -152,7 +152,7 @@ def generate(
     while start < end and max_new_tokens > 0:  # one block per turn
         stop = start + size
         canvas += [mask_id] * (stop - len(canvas))
-        uncached, progress = set(range(start, stop)), start - 1
+        uncached, reached = set(range(start, stop)), start - 1
         yields: list[int] = []  # commits of each step of the block
         while mask_id in canvas[start:stop]:  # one step per turn
             positions = sorted(commit | uncached)
@@ -161,12 +161,12 @@ def generate(
             average = mean_yield(yields)
             hook = None
             if eviction is not None:
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, progress)
+                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached)
             h = forward(weights, config, [canvas[p] for p in positions], positions, limits, cache, hook)
             kept = hook.kept if hook is not None else list(range(len(positions)))
-            progress = max(progress, positions[kept[-1]])
+            reached = max(reached, positions[kept[-1]])
             for layer in range(config.layers):  # no position up to here lacks keys in any layer
-                cache.read(layer, progress + 1)
+                cache.read(layer, reached + 1)
 
             probability = project(weights, h).softmax(dim=-1)
             confidence = {
@@ -195,7 +195,7 @@ def generate(
                     kept=[positions[i] for i in kept],
                     limit=hook.kept_limits[-1] if hook is not None else limits[-1],
                     average=average,
-                    progress=progress,
+                    reached=reached,
                     confidence=confidence,
                     committed=committed,
                 )
@@ -203,7 +203,7 @@ def generate(
             if stopped(canvas, max(start, prompt), stop, mask_id, eos_ids):
                 end = 0
                 break
-        commit = set(range(start, stop)) if refresh else uncached
+        commit = set(range(start, stop)) if recommit else uncached
         start = stop
 
     output = canvas[prompt : prompt + max_new_tokens]

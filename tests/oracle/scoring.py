@@ -1,7 +1,7 @@
 """FOCUS, sections 3 and 4.1-4.2: the importance of masked rows, the budget, and which rows go on.
 
 Plain loops over one sequence's rows. Where the paper is silent or differs from its public code, the rule is
-the code's: importance over masked rows only, cached placeholders known by progress, no limit on the
+the code's: importance over masked rows only, cached placeholders known by reached, no limit on the
 constraints.
 """
 
@@ -46,7 +46,7 @@ def select_rows(
     positions: Sequence[int],
     *,
     average: float,
-    progress: int,
+    reached: int,
     alpha: float,
     keep: int = 0,
 ) -> list[int]:
@@ -69,7 +69,7 @@ def select_rows(
         if right in base and positions[right] == positions[left] + 1:
             chosen.add(left)
     rightmost = max(positions[i] for i in chosen)  # placeholder integrity
-    chosen |= {i for i in rows if progress < positions[i] < rightmost}
+    chosen |= {i for i in rows if reached < positions[i] < rightmost}
     return [i for i, m in enumerate(masked) if not m or i in chosen]
 
 
@@ -103,7 +103,7 @@ class EvictRows:
     masked: list[bool]
     limits: list[int]
     average: float
-    progress: int
+    reached: int
     first: Tensor | None = None
     score: list[float] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -128,7 +128,7 @@ class EvictRows:
             self.masked,
             self.positions,
             average=self.average,
-            progress=self.progress,
+            reached=self.reached,
             alpha=e.alpha,
             keep=e.keep,
         )

@@ -16,7 +16,7 @@ from tests.oracle.qwen3 import Cache, forward, project
 CONFIG = tiny_config()
 MASK = mask_id(CONFIG)
 WEIGHTS = [random_weights(CONFIG, seed) for seed in range(3)]
-DENSE: dict[str, Any] = {"evict": False, "block_cache": "off", "refresh": True}
+DENSE: dict[str, Any] = {"evict": False, "block_cache": "off", "recommit": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -144,7 +144,7 @@ def check_invariants(trace: Trace, evict: bool, signal: str, select: str) -> Non
         assert step.committed
         assert {position for position, _ in step.committed} <= s & m
         assert set(step.confidence) == s & m
-        assert step.progress >= max(s)
+        assert step.reached >= max(s)
         assert not known & m
         known |= {position for position, _ in step.committed}
         if evict and select != "random":
@@ -161,11 +161,11 @@ def check_invariants(trace: Trace, evict: bool, signal: str, select: str) -> Non
         {},
         {"alpha": 1.0, "block_cache": "dc"},
         {"alpha": 1.2, "block_cache": "off", "signal": "importance"},
-        {"alpha": 2.5, "refresh": False, "after": 2},
+        {"alpha": 2.5, "recommit": False, "after": 2},
         {"signal": "importance", "after": 0},
         {"keep": 2, "select": "bottom", "signal": "importance"},
         {"keep": 4, "select": "random"},
-        {"steps": 7, "block_cache": "dc", "refresh": False},
+        {"steps": 7, "block_cache": "dc", "recommit": False},
         {"threshold": 0.5, "after": 3},
     ],
     ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default",
@@ -185,8 +185,8 @@ def test_focus_invariants(size: int, options: dict[str, Any]) -> None:
 def test_committed_keys_and_values_are_exact_with_refresh_only() -> None:
     """The commit forward makes up for everything that eviction and delayed caching left behind."""
     errors = {}
-    for refresh in (True, False):
-        trace = run(prompt_of(21), 16, max_new_tokens=40, refresh=refresh)
+    for recommit in (True, False):
+        trace = run(prompt_of(21), 16, max_new_tokens=40, recommit=recommit)
         assert trace.committed_end == 48
         _, exact = block_causal(trace.canvas, 16)
         pairs = [
@@ -194,7 +194,7 @@ def test_committed_keys_and_values_are_exact_with_refresh_only() -> None:
             for layer in range(CONFIG.layers)
             for mine, theirs in zip(trace.kv(layer), exact.read(layer, 64), strict=True)
         ]
-        errors[refresh] = max((a - b).abs().max().item() for a, b in pairs)
+        errors[recommit] = max((a - b).abs().max().item() for a, b in pairs)
     assert errors[True] < 1e-4
     assert errors[False] > 1e-2
 

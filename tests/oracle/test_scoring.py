@@ -32,7 +32,7 @@ def test_importance_is_the_pooled_softmax_over_masked_rows() -> None:
 
 
 def select(score: list[float], positions: list[int] | None = None, **options: Any) -> list[int]:
-    options = {"average": 1.0, "progress": 99, "alpha": 1.0} | options
+    options = {"average": 1.0, "reached": 99, "alpha": 1.0} | options
     masked = options.pop("masked", [True] * len(score))
     return select_rows(score, masked, positions or list(range(len(score))), **options)
 
@@ -60,8 +60,8 @@ def test_selection_keeps_the_predecessor_one_hop_and_fills_unprocessed_positions
     score = [0.0, 0.0, 0.0, 9.0, 0.0, 0.0]
     assert select(score) == [2, 3]
     assert select(score, [0, 1, 2, 4, 5, 6]) == [3]
-    assert select(score, progress=-1) == [0, 1, 2, 3]
-    assert select(score, progress=0) == [1, 2, 3]
+    assert select(score, reached=-1) == [0, 1, 2, 3]
+    assert select(score, reached=0) == [1, 2, 3]
     masked = [False, True, False, True, True, True]  # rows that are not masked stay, and are no predecessor
     assert select(score, masked=masked) == [0, 2, 3]
     assert select([9, 0, 0, 0, 0, 0], masked=[False] * 6) == list(range(6))
@@ -79,7 +79,7 @@ def test_eviction_writes_all_rows_up_to_layer_after_and_the_kept_rows_in_deeper_
         before = [k.clone() for k in cache.k]
         tokens[1] = 7  # changes every key and value but those of layer 0
         eviction = Eviction(after=after, select="random", keep=1, noise=lambda step, p: torch.tensor(p) == 9)
-        hook = EvictRows(eviction, 0, positions, masked, limits, average=1.0, progress=15)
+        hook = EvictRows(eviction, 0, positions, masked, limits, average=1.0, reached=15)
         h = forward(weights, config, tokens, positions, limits, cache, hook)
     assert hook.kept == [0, 1, 8, 9]
     assert h.shape == (4, config.hidden)

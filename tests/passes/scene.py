@@ -59,7 +59,7 @@ def scene(cached: Graph, average: float = 1.0) -> Scene:
     interpret(cached, {**prompts, **caches})
     interpret(cached, {**rows_of([[MASK] * seen for _, _, seen in BLOCKS], starts), **caches})
     inputs = {**rows_of(tokens, starts), **caches}
-    inputs["progress"] = torch.tensor([start + seen - 1 for start, _, seen in BLOCKS], dtype=torch.int32)
+    inputs["reached"] = torch.tensor([start + seen - 1 for start, _, seen in BLOCKS], dtype=torch.int32)
     inputs["average"] = torch.full((len(BLOCKS),), average)
     return Scene(inputs, tokens, starts)
 

@@ -94,7 +94,7 @@ def step_of(
     inputs["full"] = torch.tensor([f for f, each in zip(full, flags, strict=True) for _ in each]).bool()
     if padding:
         for name, value in inputs.items():
-            if name not in ("cu_rows", "average", "progress"):
+            if name not in ("cu_rows", "average", "reached"):
                 filler = True if value.dtype == torch.bool else 3
                 inputs[name] = torch.cat([value, value.new_full((padding,), filler)])
     return inputs

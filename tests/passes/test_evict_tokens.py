@@ -60,9 +60,9 @@ def test_it_adds_what_the_decode_loop_must_give_and_gets(cached: Graph, evicted:
     assert new == {
         "masked": (torch.bool, ("N",)),
         "average": (torch.float32, ("b",)),
-        "progress": (torch.int32, ("b",)),
+        "reached": (torch.int32, ("b",)),
     }
-    assert evicted.outputs == ("logits", "kept", "progress", "score")
+    assert evicted.outputs == ("logits", "kept", "reached", "score")
     types = [evicted.type_text(evicted.result(name)) for name in evicted.outputs]
     assert types == ["f32[K, 97]", "i64[K]", "i32[b]", "f32[N]"]
     assert evicted.tensors == cached.tensors
@@ -140,7 +140,7 @@ def check_against_oracle(mine: Scene, out: dict[str, torch.Tensor], eviction: Ev
         assert kept == hook.kept
         score = out["score"][rows : rows + BLOCK]
         torch.testing.assert_close(score, torch.tensor(hook.score), atol=2e-5, rtol=1e-4)
-        assert out["progress"][s] == max(start + kept[-1], start + seen - 1)
+        assert out["reached"][s] == max(start + kept[-1], start + seen - 1)
         torch.testing.assert_close(out["logits"][done : done + len(kept)], logits, atol=1e-4, rtol=1e-4)
         for layer in range(LAYERS):
             written = [p for p in range(start + BLOCK) if cache.written[layer][p]]
@@ -206,7 +206,7 @@ def test_with_alpha_infinite_the_program_is_the_dense_one(
     assert torch.equal(got["logits"], expected["logits"]), "bit for bit"
     for name, value in theirs.inputs.items():
         assert torch.equal(mine.inputs[name].nan_to_num(), value.nan_to_num()), name
-    assert got["progress"].tolist() == [n - 1 for n in step.lengths]
+    assert got["reached"].tolist() == [n - 1 for n in step.lengths]
 
 
 def test_keeping_as_many_as_there_are_is_lossless_too(cached: Graph, step: Scene) -> None:
@@ -222,7 +222,7 @@ def test_the_lm_head_may_be_chunked_before_or_behind(cached: Graph, step: Scene,
     evict, chunk = EvictTokens(alpha=alpha), ChunkLMHead(5)
     behind, before = rewritten(cached, evict, chunk), rewritten(cached, chunk, evict)
     decision = {"token", "confidence", "margin", "entropy"}
-    assert set(behind.outputs) == set(before.outputs) == decision | {"kept", "progress", "score"}
+    assert set(behind.outputs) == set(before.outputs) == decision | {"kept", "reached", "score"}
     assert set(behind.inputs) == set(before.inputs)
     mine, theirs = interpret(behind, step.copy().inputs), interpret(before, step.copy().inputs)
     for name, value in mine.items():
@@ -319,7 +319,7 @@ def test_options_at_the_edge() -> None:
 
 def test_the_scene_is_what_it_says(cached: Graph, step: Scene) -> None:
     assert step.inputs["masked"].tolist() == [m for _, block, _ in BLOCKS for m in block]
-    assert step.inputs["progress"].tolist() == [15, 12, -1, 29]
+    assert step.inputs["reached"].tolist() == [15, 12, -1, 29]
     assert WEIGHTS["model.norm.weight"].equal(cached.tensors["model.norm.weight"])
 
 

@@ -53,7 +53,7 @@ def test_it_fires_once_per_attention(name: str, reuse: bool, cached: bool, selec
         "paged_attention": [],
         "kv_write": layers,
     }
-    added = {"window", "phase", "pack_start"}
+    added = {"window", "action", "pack_start"}
     added |= {f"{kind}_{i}" for kind in ("k_pack", "v_pack", "pack_count") for i in layers}
     added |= {f"pack_index_{i}" for i in chooses}
     if cached and not reuse:
@@ -170,7 +170,7 @@ def test_it_reads_back_from_json(sparse: SparseKV) -> None:
     assert hash(read) == hash(sparse)
 
 
-@pytest.mark.parametrize(("phase", "reuse"), [("refresh", False), ("step", True)])
+@pytest.mark.parametrize(("phase", "reuse"), [("select", False), ("step", True)])
 def test_dumps(phase: str, reuse: bool) -> None:
     """Of a block-causal model, whose keys are read from the cache, and a bidirectional one."""
     for name, model, sparse in (

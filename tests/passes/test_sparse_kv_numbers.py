@@ -43,7 +43,7 @@ def caches_of(graph: Graph) -> dict[str, Tensor]:
 
 def step(
     whole: bool,
-    phase: int | Sequence[int],
+    action: int | Sequence[int],
     decoded: int = 0,
     padding: int = 0,
     windows: Sequence[tuple[int, int]] = WINDOWS,
@@ -57,7 +57,7 @@ def step(
     rows = [t[low:high] for t, (low, high) in zip(tokens, spans, strict=True)]
     inputs = step_of(rows, [low for low, _ in spans], LENGTHS, [[]] * 3, [whole] * 3, padding)
     inputs["window"] = torch.tensor(windows, dtype=torch.int32)
-    inputs["phase"] = torch.tensor([phase] * 3 if isinstance(phase, int) else phase, dtype=torch.int32)
+    inputs["action"] = torch.tensor([action] * 3 if isinstance(action, int) else action, dtype=torch.int32)
     inputs["adapt"] = torch.ones_like(inputs["full"])
     inputs["key_positions"] = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.zeros(4, dtype=torch.int64)])
     inputs["cu_keys"] = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -92,7 +92,7 @@ EVERYTHING: list[dict[str, Any]] = [
 def test_a_budget_of_everything_is_the_dense_program(name: str, settings: dict[str, Any], padding: int) -> None:
     """A whole step that selects, two of the windows that reuse, and one that repacks; candidates have no pages."""
     dense = family_of(name).cached
-    refresh, reuse = (rewritten(dense, SparseKV(**settings, reuse=r)) for r in (False, True))
+    select, reuse = (rewritten(dense, SparseKV(**settings, reuse=r)) for r in (False, True))
     half = {**settings, "ratio": 0.5, "pairs": (), "heads": "uniform"}
     fewer = [rewritten(dense, SparseKV(**half, reuse=r)) for r in (False, True)]
     memory, wanted, few = caches_of(dense), caches_of(dense), caches_of(dense)
@@ -100,15 +100,15 @@ def test_a_budget_of_everything_is_the_dense_program(name: str, settings: dict[s
         caches["page_table"] = caches["page_table"].clone()
         caches["page_table"][0, 0] = caches["page_table"][2, 0] = caches["page_table"][2, 3] = -1
         assert WINDOWS[0][0] == PAGE
-    for whole, phase, decoded in ((True, SELECT, 0), (False, REUSE, 1), (False, REUSE, 2), (True, REPACK, 3)):
-        inputs = step(whole, phase, decoded, padding)
+    for whole, action, decoded in ((True, SELECT, 0), (False, REUSE, 1), (False, REUSE, 2), (True, REPACK, 3)):
+        inputs = step(whole, action, decoded, padding)
         got, sparse = (
-            live(interpret(reuse_graph if phase == REUSE else refresh_graph, {**inputs, **caches}), inputs)
-            for refresh_graph, reuse_graph, caches in ((refresh, reuse, memory), (*fewer, few))
+            live(interpret(reuse_graph if action == REUSE else select_graph, {**inputs, **caches}), inputs)
+            for select_graph, reuse_graph, caches in ((select, reuse, memory), (*fewer, few))
         )
         want = live(interpret(dense, {**inputs, **wanted}), inputs)
         assert near(got, want)
-        assert near(sparse, want) == (phase == SELECT), "a step that selects sees all keys, others what is kept"
+        assert near(sparse, want) == (action == SELECT), "a step that selects sees all keys, others what is kept"
 
 
 @pytest.mark.parametrize("name", ["sdar", "sdar_moe", "llada2"])
@@ -116,14 +116,14 @@ def test_keys_to_select_from_may_be_cached(name: str) -> None:
     """Whole sequences are cached by the dense program; then steps forward the windows alone."""
     dense = family_of(name).cached
     everything = {"selector": "block", "ratio": 1.0, "cached": True}
-    refresh, reuse = (rewritten(dense, SparseKV(**everything, reuse=r)) for r in (False, True))
+    select, reuse = (rewritten(dense, SparseKV(**everything, reuse=r)) for r in (False, True))
     few = rewritten(dense, SparseKV("block", 0.4, cached=True))
     memory = caches_of(dense)
     interpret(dense, {**step(True, DENSE), **memory})
-    for phase, decoded in ((DENSE, 1), (SELECT, 2), (REUSE, 3)):
-        inputs = step(False, phase, decoded)
+    for action, decoded in ((DENSE, 1), (SELECT, 2), (REUSE, 3)):
+        inputs = step(False, action, decoded)
         want = live(interpret(dense, {**inputs, **memory}), inputs)
-        graph = reuse if phase == REUSE else refresh
+        graph = reuse if action == REUSE else select
         assert near(live(interpret(graph, {**inputs, **memory}), inputs), want)
     assert [int(c) for c in memory["pack_count_0"][:, 0]] == [
         n - high + low for n, (low, high) in zip(LENGTHS, WINDOWS, strict=True)
@@ -135,15 +135,15 @@ def test_keys_to_select_from_may_be_cached(name: str) -> None:
 def test_sequences_are_in_phases_of_their_own() -> None:
     """One reuses while another selects; each is as if all did what it does."""
     dense = family_of("dream").cached
-    refresh = rewritten(dense, SparseKV("block", 0.5))
+    select = rewritten(dense, SparseKV("block", 0.5))
     first, mixed = step(True, SELECT), step(True, (REUSE, SELECT, REPACK), 2)
     memory = caches_of(dense)
-    interpret(refresh, {**first, **memory})
+    interpret(select, {**first, **memory})
     alone = []
-    for phase in (REUSE, SELECT, REPACK):
+    for action in (REUSE, SELECT, REPACK):
         copy = {key: value.clone() for key, value in memory.items()}
-        alone.append(interpret(refresh, {**step(True, phase, 2), **copy})["logits"])
-    got = interpret(refresh, {**mixed, **memory})["logits"].split(LENGTHS)
+        alone.append(interpret(select, {**step(True, action, 2), **copy})["logits"])
+    got = interpret(select, {**mixed, **memory})["logits"].split(LENGTHS)
     for s, want in enumerate(alone):
         assert near(got[s], want.split(LENGTHS)[s])
     assert not any(near(a, b) for a, b in ((alone[0], alone[1]), (alone[1], alone[2]), (alone[0], alone[2])))
@@ -163,18 +163,18 @@ def test_sequences_are_in_phases_of_their_own() -> None:
 def test_behind_passes_that_choose_rows(name: str, passes: list[Pass]) -> None:
     """Nothing is evicted where all is selected; then rows go, and what is left sees every key."""
     before = rewritten(family_of(name).cached, *passes)
-    refresh, reuse = (rewritten(before, SparseKV(ratio=1.0, reuse=r)) for r in (False, True))
-    assert len(refresh.find("kv_pack")) == len(reuse.find("sparse_attention")) == before.spec.layers
+    select, reuse = (rewritten(before, SparseKV(ratio=1.0, reuse=r)) for r in (False, True))
+    assert len(select.find("kv_pack")) == len(reuse.find("sparse_attention")) == before.spec.layers
     memory, wanted = caches_of(before), caches_of(before)
     rows = set()
-    for whole, phase, decoded in ((True, SELECT, 0), (False, REUSE, 1), (False, REUSE, 2)):
+    for whole, action, decoded in ((True, SELECT, 0), (False, REUSE, 1), (False, REUSE, 2)):
         # A row of a block-causal model that is evicted takes what is behind it out of sight: there is nothing there.
         windows = WINDOWS if name in ("llada", "dream") else TO_THE_END
-        inputs = step(whole, phase, decoded, windows=windows)
+        inputs = step(whole, action, decoded, windows=windows)
         inputs["masked"] = torch.ones_like(inputs["full"])
-        got = interpret(reuse if phase == REUSE else refresh, {**inputs, **memory})
+        got = interpret(reuse if action == REUSE else select, {**inputs, **memory})
         want = interpret(before, {**inputs, **wanted})
-        assert all(torch.equal(got[key], want[key]) for key in got.keys() & {"kept", "salient", "progress"})
+        assert all(torch.equal(got[key], want[key]) for key in got.keys() & {"kept", "salient", "reached"})
         assert near(live(got, inputs), live(want, inputs))
         rows.add(len(live(got, inputs)))
     assert min(rows) < sum(high - low for low, high in windows) or isinstance(passes[-1], ReuseRows)

@@ -111,7 +111,7 @@ class Watched:
         return Seen(at.tolist(), limits, places(found.salient), places(found.projected), caches)
 
 
-def watched_by_oracle(setup: Setup, blocks: Blocks, prompt: list[int], block_cache: str, refresh: bool) -> list[Seen]:
+def watched_by_oracle(setup: Setup, blocks: Blocks, prompt: list[int], block_cache: str, recommit: bool) -> list[Seen]:
     seen: list[Seen] = []
 
     def watch(step: Pass, memory: Memory) -> None:
@@ -127,6 +127,6 @@ def watched_by_oracle(setup: Setup, blocks: Blocks, prompt: list[int], block_cac
     blocks.watch = watch
     trace = focus.generate(
         setup.weights, setup.config, prompt, max_new_tokens=NEW, block_length=BLOCK, mask_id=setup.model.spec.mask_id,
-        eos_ids=(EOS,), threshold=0.7, evict=False, block_cache=block_cache, refresh=refresh, forward=blocks,
+        eos_ids=(EOS,), threshold=0.7, evict=False, block_cache=block_cache, recommit=recommit, forward=blocks,
     )  # fmt: skip
     return seen[-len(trace.steps) :]

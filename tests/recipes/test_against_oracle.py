@@ -76,7 +76,7 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
                     )
                 ),
                 "average": float(record.average[at]),
-                "progress": int(record.progress_after[at]),
+                "reached": int(record.reached_after[at]),
                 "score": None if record.score is None else record.score[mine] * record.masked[mine],
             }
         )
@@ -118,7 +118,7 @@ def check(setup: Setup, block: int, run: Optimized, policy: dict[str, Any], expe
             assert got["committed"] == want.committed
             assert got["average"] == pytest.approx(want.average, rel=1e-6)
             if expected.get("evict", True):
-                assert got["progress"] == want.progress
+                assert got["reached"] == want.reached
                 torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)
             compared += 1
         assert result.kv is not None
@@ -132,9 +132,9 @@ def check(setup: Setup, block: int, run: Optimized, policy: dict[str, Any], expe
 FOCUS_CASES = {
     "defaults": {},
     "alpha 1.2": {"alpha": 1.2},
-    "no refresh": {"refresh": False},
+    "no recommit": {"recommit": False},
     "block cache off": {"block_cache": "off"},
-    "block cache dc": {"block_cache": "dc", "refresh": False},
+    "block cache dc": {"block_cache": "dc", "recommit": False},
     "importance": {"signal": "importance", "alpha": 1.8},
     "importance of layer 0": {"signal": "importance", "after": 0},
     "after layer 2": {"after": 2},
@@ -145,7 +145,9 @@ FOCUS_CASES = {
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize("options", [FOCUS_CASES["defaults"], FOCUS_CASES["no refresh"]], ids=["refresh", "no refresh"])
+@pytest.mark.parametrize(
+    "options", [FOCUS_CASES["defaults"], FOCUS_CASES["no recommit"]], ids=["recommit", "no recommit"]
+)
 def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, options: dict[str, Any]) -> None:
     setup = setups[block]
     check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
@@ -162,9 +164,9 @@ def test_focus_with_fixed_steps(setups: dict[int, Setup], steps: int) -> None:
 
 
 @pytest.mark.parametrize("block_cache", ["off", "dc", "dc+"])
-@pytest.mark.parametrize("refresh", [True, False])
-def test_dense(setups: dict[int, Setup], block_cache: str, refresh: bool) -> None:
-    options = {"block_cache": block_cache, "refresh": refresh}
+@pytest.mark.parametrize("recommit", [True, False])
+def test_dense(setups: dict[int, Setup], block_cache: str, recommit: bool) -> None:
+    options = {"block_cache": block_cache, "recommit": recommit}
     check(setups[16], 16, optimized(setups[16], "dense", **options), {"threshold": 0.7}, {"evict": False, **options})
 
 
@@ -219,7 +221,7 @@ def test_focus_sends_fewer_rows_through_the_deeper_layers(setups: dict[int, Setu
 
 COUNTED_CASES = {
     "defaults": {},
-    "no refresh, block cache dc": {"refresh": False, "block_cache": "dc"},
+    "no recommit, block cache dc": {"recommit": False, "block_cache": "dc"},
     "after layer 2": {"after": 2},
     "keep 4": {"keep": 4},
     "random": {"select": "random", "keep": 8},

@@ -118,7 +118,7 @@ def steps_of(records: list[StepRecord], prompt: int, shift: int) -> list[dict[st
                     zip((positions[chosen] + shift).tolist(), record.token[mine][chosen].tolist(), strict=True)
                 ),
                 "average": float(record.average[at]),
-                "progress": int(record.progress_after[at]),
+                "reached": int(record.reached_after[at]),
                 "score": None if record.score is None else record.score[mine] * record.masked[mine],
             }
         )
@@ -186,7 +186,7 @@ def check(
             assert got["committed"] == want.committed
             if got["score"] is not None:
                 assert got["average"] == (math.inf if want.full else pytest.approx(want.average, rel=1e-6))
-                assert got["progress"] == want.progress
+                assert got["reached"] == want.reached
             if want.score:
                 torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)
         assert result.kv[i].committed == 0

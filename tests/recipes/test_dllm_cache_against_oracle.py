@@ -111,7 +111,7 @@ def test_rows_of_each_layer_and_every_cache(setups: dict[str, Setup], family: st
         inputs = rows_of([step.tokens], [first])
         inputs["full"] = torch.tensor(step.full)
         for name, value in inputs.items():  # two rows of padding
-            if name not in ("cu_rows", "average", "progress"):
+            if name not in ("cu_rows", "average", "reached"):
                 inputs[name] = torch.cat([value, value.new_full((2,), 1)])
         out = interpret(graph, {**inputs, **memory}, {"least_similar": least_similar})
         logits = out["logits"][:n].clone()

@@ -51,10 +51,10 @@ def check_same(got: Any, want: Any, exactly: bool = False) -> None:
 EACH = [("sdar", *cache) for cache in CACHES] + [(family, *CACHES[i]) for family in FAMILIES[1:] for i in (0, 5)]
 
 
-@pytest.mark.parametrize(("family", "block_cache", "refresh"), EACH)
-def test_its_lossless_limit_is_the_dense_model(family: str, block_cache: str, refresh: bool) -> None:
+@pytest.mark.parametrize(("family", "block_cache", "recommit"), EACH)
+def test_its_lossless_limit_is_the_dense_model(family: str, block_cache: str, recommit: bool) -> None:
     """tau above 1: bit for bit behind the gates; a product over another number of rows sums in another order."""
-    shared: dict[str, Any] = {"block_cache": block_cache, "refresh": refresh}
+    shared: dict[str, Any] = {"block_cache": block_cache, "recommit": recommit}
     rule = {"steps": BLOCK} if family == "sdar" else {"threshold": 0.7}
     dense = run(family, "dense", rule, **shared)
     check_same(run(family, "dyllm", rule, tau=1.01, **shared), dense)
@@ -81,13 +81,13 @@ def test_a_token_that_is_replaced_has_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "block_cache", "refresh"),
+    ("family", "block_cache", "recommit"),
     [case for case in EACH if case[1] == "off" or case[2]] + [("llada2", "dc+", True)],
 )
-def test_keys_of_finished_blocks_are_exact(family: str, block_cache: str, refresh: bool) -> None:
+def test_keys_of_finished_blocks_are_exact(family: str, block_cache: str, recommit: bool) -> None:
     """Whatever the steps of a block spared, its commit gives what a forward of the tokens gives."""
     setup, prompts = setup_of(family), prompts_for(BLOCK)
-    found = run(family, "dyllm", {"steps": 4}, tau=0.5, block_cache=block_cache, refresh=refresh)
+    found = run(family, "dyllm", {"steps": 4}, tau=0.5, block_cache=block_cache, recommit=recommit)
     checked = 0
     for prompt, tokens, kv in zip(prompts, found.token_ids, found.kv, strict=True):
         end, ids = kv.committed, [*prompt, *tokens]
@@ -174,12 +174,12 @@ def recipe_of(**options: Any) -> Recipe:
 
 
 def test_its_phases_and_plan() -> None:
-    built = recipe_of(block_cache="dc+", refresh=False)
+    built = recipe_of(block_cache="dc+", recommit=False)
     assert [p.name for p in built.phases] == ["prefill", "step"]
     assert "GateFFN" not in [p.name for p in built.phase("prefill").passes]
     behind = ["ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
     assert [p.name for p in built.phase("step").passes][3:] == behind
-    assert (built.block_cache, built.refresh) == ("dc+", False)
+    assert (built.block_cache, built.recommit) == ("dc+", False)
     assert built.plan == RowPlan("block", full_steps=1)
     assert recipe_of(full_steps=2, every=4).plan == RowPlan("block", full_steps=2, every=4)
     assert "OnlyMasked" not in [p.name for p in recipe_of(update=False).phase("step").passes]
@@ -194,7 +194,7 @@ def test_its_phases_and_plan() -> None:
         ({"full_steps": 0}, "full_steps must be an integer of at least 1, got 0"),
         ({"every": -1}, "every must be an integer of at least 0, got -1"),
         ({"block_cache": "on"}, "block_cache must be one of 'off', 'dc', 'dc\\+', got 'on'"),
-        ({"refresh": 1}, "refresh must be True or False, got 1"),
+        ({"recommit": 1}, "recommit must be True or False, got 1"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

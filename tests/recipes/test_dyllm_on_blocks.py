@@ -57,10 +57,10 @@ def test_one_token_a_step(family: str, case: str) -> None:
     check_run(family, case, {"steps": BLOCK})
 
 
-@pytest.mark.parametrize(("block_cache", "refresh"), CACHES)
+@pytest.mark.parametrize(("block_cache", "recommit"), CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_beside_a_block_cache(family: str, block_cache: str, refresh: bool) -> None:
-    check_run(family, "tau 0.8", {"threshold": 0.7}, block_cache=block_cache, refresh=refresh)
+def test_beside_a_block_cache(family: str, block_cache: str, recommit: bool) -> None:
+    check_run(family, "tau 0.8", {"threshold": 0.7}, block_cache=block_cache, recommit=recommit)
 
 
 @pytest.mark.parametrize("buckets", [None, "hybrid", [48, 200]])
@@ -72,26 +72,26 @@ def test_compiled_by_inductor(family: str, buckets: Any) -> None:
 # -- salient rows and every cache --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("block_cache", "refresh"), [CACHES[0], CACHES[5]])
+@pytest.mark.parametrize(("block_cache", "recommit"), [CACHES[0], CACHES[5]])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, refresh: bool) -> None:
+def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, recommit: bool) -> None:
     """Of each step of a ragged batch: rows, limits, salient rows of each layer, and what all caches hold."""
     options, method = CASES[case]
     setup, prompts, blocks = setup_of(family), prompts_for(BLOCK), oracle_of(family, method)
-    recipe = build(RECIPES, "dyllm", setup.model.spec, {**options, "block_cache": block_cache, "refresh": refresh})
+    recipe = build(RECIPES, "dyllm", setup.model.spec, {**options, "block_cache": block_cache, "recommit": recommit})
     graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, recipe).items()}
     step = Watched(graphs["step"])
     prefill = LoweredProgram(graphs["prefill"], RegionCompiler("eager"), Buckets.of(None), run_steps)
     session = BlockSession(
-        setup.model.spec, {"prefill": prefill, "step": step}, block_cache=block_cache, refresh=refresh,  # type: ignore[arg-type]
+        setup.model.spec, {"prefill": prefill, "step": step}, block_cache=block_cache, recommit=recommit,  # type: ignore[arg-type]
         plan=recipe.plan, page_size=4,
     )  # fmt: skip
     stats = session.generate(prompts, max_new_tokens=NEW, policy=ConfidenceThreshold(0.7)).stats
     sparse = spared = 0
     counts: list[list[list[int]]] = []
     for s, prompt in enumerate(prompts):
-        wanted = watched_by_oracle(setup, blocks, prompt, block_cache, refresh)
+        wanted = watched_by_oracle(setup, blocks, prompt, block_cache, recommit)
         assert len(step.seen[s]) == len(wanted)
         for got, want in zip(step.seen[s], wanted, strict=True):
             assert (got.positions, got.limits, got.salient) == (want.positions, want.limits, want.salient)

@@ -40,7 +40,7 @@ def test_dense_is_the_cached_forward_with_a_chunked_head() -> None:
     dense = recipe("dense")
     assert dense.phase("prefill").passes == (*cached, OnlyKV())
     assert dense.phase("step").passes == (*cached, ChunkLMHead(2048))
-    assert (dense.name, dense.block_cache, dense.refresh) == ("dense", "off", True)
+    assert (dense.name, dense.block_cache, dense.recommit) == ("dense", "off", True)
     assert [p.name for p in dense.phases] == ["prefill", "step"]
 
 
@@ -49,7 +49,7 @@ def test_focus_is_dense_with_an_eviction() -> None:
     assert focus.phase("prefill") == dense.phase("prefill")
     *cached, head = dense.phase("step").passes
     assert focus.phase("step").passes == (*cached, EvictTokens(alpha=1.5, after=1), head)
-    assert (focus.block_cache, focus.refresh) == ("dc+", True)
+    assert (focus.block_cache, focus.recommit) == ("dc+", True)
 
 
 def test_options_reach_their_pass() -> None:
@@ -61,13 +61,13 @@ def test_options_reach_their_pass() -> None:
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
     assert counted.optional == {"FuseGLU", "BoundRows"}
     assert not recipe("focus").phase("step").optional
-    loop = recipe("focus", block_cache="dc", refresh=False)
-    assert (loop.block_cache, loop.refresh) == ("dc", False)
+    loop = recipe("focus", block_cache="dc", recommit=False)
+    assert (loop.block_cache, loop.recommit) == ("dc", False)
     assert recipe("dense", block_cache="dc+", max_num_logits=9).phase("step").passes[-1] == ChunkLMHead(9)
 
 
 def test_options_and_their_defaults() -> None:
-    assert options_of(RECIPES["dense"]) == {"block_cache": "off", "refresh": True, "max_num_logits": 2048}
+    assert options_of(RECIPES["dense"]) == {"block_cache": "off", "recommit": True, "max_num_logits": 2048}
     assert options_of(RECIPES["focus"]) == {
         "alpha": 1.5,
         "after": 1,
@@ -75,7 +75,7 @@ def test_options_and_their_defaults() -> None:
         "select": "top",
         "keep": 0,
         "block_cache": "dc+",
-        "refresh": True,
+        "recommit": True,
         "max_num_logits": 2048,
         "count": "host",
     }
@@ -95,12 +95,12 @@ def test_a_recipe_is_a_value() -> None:
     assert recipe("focus") == recipe("focus", alpha=1.5)
     assert hash(recipe("focus")) == hash(recipe("focus", alpha=1.5))
     assert recipe("focus") != recipe("focus", alpha=1.6)
-    assert recipe("focus") != recipe("focus", refresh=False)
+    assert recipe("focus") != recipe("focus", recommit=False)
     assert recipe("dense") != recipe("dense", block_cache="dc")
     assert repr(recipe("focus")) == repr(recipe("focus"))
     assert "EvictTokens(alpha=1.5, after=1" in repr(recipe("focus"))
     with pytest.raises(FrozenInstanceError):
-        recipe("dense").refresh = False  # type: ignore[misc]
+        recipe("dense").recommit = False  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         recipe("dense").phases[0].name = "x"  # type: ignore[misc]
     assert replace(recipe("dense"), name="mine") != recipe("dense")
@@ -110,7 +110,7 @@ def test_a_recipe_is_a_value() -> None:
     ("name", "options"),
     [
         ("dense", {}),
-        ("dense", {"block_cache": "dc", "refresh": False, "max_num_logits": 1}),
+        ("dense", {"block_cache": "dc", "recommit": False, "max_num_logits": 1}),
         ("focus", {}),
         ("focus", {"alpha": math.inf, "block_cache": "off"}),
         ("focus", {"count": "device"}),
@@ -150,7 +150,7 @@ def test_json_tells_recipes_apart() -> None:
             ("dense", {"block_cache": "dc+"}),
             ("focus", {}),
             ("focus", {"alpha": math.inf}),
-            ("focus", {"refresh": False}),
+            ("focus", {"recommit": False}),
             ("focus", {"keep": 4}),
         )
     ]
@@ -187,7 +187,7 @@ def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, An
         ("focus", {"keep": -2}, r"keep must be 0"),
         ("focus", {"block_cache": "DC"}, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'DC'"),
         ("focus", {"count": "gpu"}, r"count must be one of 'host', 'device', got 'gpu'"),
-        ("dense", {"refresh": 1}, r"refresh must be True or False, got 1"),
+        ("dense", {"recommit": 1}, r"recommit must be True or False, got 1"),
         ("dense", {"max_num_logits": -5}, r"max_num_logits .*got -5"),
         ("dense", {"max_num_logits": 2.5}, r"max_num_logits .*got 2\.5"),
     ],
@@ -227,10 +227,10 @@ def test_the_phases_of_both_recipes_fit_one_loop(captured: Graph, name: str, pha
     graph = dgraph.rewrite(captured, recipe(name))[phase].graph
     outputs: tuple[str, ...] = () if phase == "prefill" else ("token", "confidence", "margin", "entropy")
     if (name, phase) == ("focus", "step"):
-        outputs += ("kept", "progress", "score")
+        outputs += ("kept", "reached", "score")
     assert graph.outputs == outputs
     given = {"input_ids", "positions", "limit", "cu_rows", "page_table", "masked", "temperature", "seed"}
-    given |= {"average", "progress"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
+    given |= {"average", "reached"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
     assert set(graph.inputs) <= given
 
 

@@ -78,7 +78,7 @@ ON_BLOCKS: dict[str, tuple[Named, Named]] = {
         ("dense", {"block_cache": "dc+"}),
     ),
     "maskkv+focus": (("maskkv+focus", {"pairs": ALL}), ("focus", {})),
-    "maskkv+focus, no refresh": (("maskkv+focus", {"ratio": 1.0, "refresh": False}), ("focus", {"refresh": False})),
+    "maskkv+focus, no recommit": (("maskkv+focus", {"ratio": 1.0, "recommit": False}), ("focus", {"recommit": False})),
     "dllm_serve+focus": (("dllm_serve+focus", {"ratio": 1.0, "delay": 0}), ("focus", {})),
 }
 
@@ -147,21 +147,21 @@ def test_phases_and_plans() -> None:
     assert found.plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=5)
     select = SparseKV("mask_voting", 0.0, (7,), "mass", 0.1)
     before = (PackRows(), FuseProjections(), CacheKV(), ReuseRows(0.25, idle=True))
-    assert found.phase("refresh").passes == (*before, select, ChunkLMHead(5), FuseGLU())
+    assert found.phase("select").passes == (*before, select, ChunkLMHead(5), FuseGLU())
     assert found.phase("step").passes == (*before, replace(select, reuse=True), ChunkLMHead(5), FuseGLU())
-    assert [p.name for p in found.phases] == ["refresh", "step"]
+    assert [p.name for p in found.phases] == ["select", "step"]
 
     serve = build(RECIPES, "dllm_serve", BOTH, {"delay": 2, "every": 5})
     assert serve.plan == RowPlan("block", full_steps=3, every=5)
     assert serve.kv == KVPlan("block", delay=2, every=5, ratio=0.5)
 
     blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
-    assert [p.name for p in blocks.phases] == ["prefill", "refresh", "step"]
+    assert [p.name for p in blocks.phases] == ["prefill", "select", "step"]
     assert (blocks.plan, blocks.block_cache) == (None, "dc+")
     assert isinstance(blocks.phase("prefill").passes[-1], OnlyKV)
-    kinds = [type(p) for p in blocks.phase("refresh").passes]
+    kinds = [type(p) for p in blocks.phase("select").passes]
     assert kinds.index(EvictTokens) < kinds.index(SparseKV) < kinds.index(ChunkLMHead) < kinds.index(CountRows)
-    assert SparseKV("block", 0.5, pool=3, cached=True) in blocks.phase("refresh").passes
+    assert SparseKV("block", 0.5, pool=3, cached=True) in blocks.phase("select").passes
     assert SparseKV("block", 0.5, pool=3, cached=True, reuse=True) in blocks.phase("step").passes
 
 
@@ -174,7 +174,7 @@ def test_options_of_a_combination_reach_both_parts() -> None:
     assert both.block_cache == "dc"
     assert SparseKV("block", 0.0, (9,), pool=5, reuse=True) in both.phase("step").passes
     evicting = build(RECIPES, "maskkv+focus", BOTH, {"pairs": 3, "alpha": 1.9, "max_num_logits": 6})
-    assert {EvictTokens(alpha=1.9), ChunkLMHead(6)} < set(evicting.phase("refresh").passes)
+    assert {EvictTokens(alpha=1.9), ChunkLMHead(6)} < set(evicting.phase("select").passes)
     with pytest.raises(UnknownName, match=r"unknown option of recipe 'maskkv\+focus' 'alhpa'\. Did you mean 'alpha'"):
         build(RECIPES, "maskkv+focus", BOTH, {"alhpa": 2})
 

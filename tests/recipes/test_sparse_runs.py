@@ -83,7 +83,7 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
             runner = run_steps if pool is None or phase != "step" else pool.runner
             programs[phase] = LoweredProgram(found.graph, RegionCompiler("eager"), Buckets.of("hybrid"), runner)
         return BlockSession(
-            run.spec, programs, block_cache=run.recipe.block_cache, refresh=run.recipe.refresh,  # type: ignore[arg-type]
+            run.spec, programs, block_cache=run.recipe.block_cache, recommit=run.recipe.recommit,  # type: ignore[arg-type]
             plan=run.recipe.plan, kv=run.recipe.kv, pool=pool, page_size=16,
         )  # fmt: skip
 
@@ -121,8 +121,8 @@ def test_samplers_that_need_logits(family: str, case: str) -> None:
     greedy = run.generate(input_ids=prompts(), **SETTINGS)
     settings = {**SETTINGS, "temperature": 1.0, "seed": 3}
     found = run.generate(input_ids=prompts(), top_p=0.9, **settings)
-    assert {"logits", "refresh_logits"} <= set(run._session.programs)
-    assert "refresh_logits" not in run.programs
+    assert {"logits", "select_logits"} <= set(run._session.programs)
+    assert "select_logits" not in run.programs
     assert found.token_ids != greedy.token_ids
     assert found.token_ids == run.generate(input_ids=prompts(), top_p=0.9, **settings).token_ids
     taken = run.generate(input_ids=prompts(), sampler=Sampler(processors=(lambda logits, context: logits,)), **SETTINGS)

@@ -83,7 +83,7 @@ class FakeProgram:
         self.kind, self.noise = kind, noise
         self.calls: list[dict[str, Tensor]] = []
         self.stage_names = ("prefix", "suffix") if kind == "evict" else (kind,)
-        names = {"input_ids", "positions", "limit", "cu_rows", "masked", "page_table", "average", "progress"}
+        names = {"input_ids", "positions", "limit", "cu_rows", "masked", "page_table", "average", "reached"}
         names |= {f"{n}_cache_{layer}" for n in "kv" for layer in range(2)}
         self.input_names = frozenset(names | ({"noise"} if noise else set()))
 
@@ -91,7 +91,7 @@ class FakeProgram:
     def output_names(self) -> frozenset[str]:
         if self.kind == "prefill":
             return frozenset()
-        evicts = {"kept", "progress", "score"} if self.kind == "evict" else set()
+        evicts = {"kept", "reached", "score"} if self.kind == "evict" else set()
         return frozenset(evicts | ({"logits"} if self.kind == "logits" else {"token", "confidence"}))
 
     def bucket_sizes(self, rows: int) -> tuple[int, ...]:
@@ -113,9 +113,9 @@ class FakeProgram:
         kept = index
         if self.kind == "evict":
             score = inputs["noise"] if self.noise else importance(seen, positions).float()
-            survived, limit, progress = evict(inputs, sequence, score)
+            survived, limit, reached = evict(inputs, sequence, score)
             kept = survived.nonzero()[:, 0]
-            outputs = {"score": torch.where(masked, score, 0.0), "progress": progress}
+            outputs = {"score": torch.where(masked, score, 0.0), "reached": reached}
         second = second_key(seen, ids, positions)
         write(inputs, 1, sequence[kept], positions[kept], second[kept])
         if self.kind == "prefill":
@@ -145,7 +145,7 @@ def check_inputs(inputs: Mapping[str, Tensor], rows: int) -> None:
     """Dtypes, and what the contract says about rows."""
     for name in ("input_ids", "positions", "seed", "limit", "masked", "temperature"):
         assert inputs[name].shape == (rows,), name
-    for name in ("limit", "cu_rows", "progress", "page_table"):
+    for name in ("limit", "cu_rows", "reached", "page_table"):
         assert inputs[name].dtype == torch.int32, name
     for name in ("temperature", "average"):
         assert inputs[name].dtype == torch.float32, name
@@ -181,9 +181,9 @@ def read(inputs: Mapping[str, Tensor], layer: int, sequence: Tensor, limit: Tens
 
 
 def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FOCUS's budget and placeholder rule, without its other rules: (kept, limit, progress)."""
+    """FOCUS's budget and placeholder rule, without its other rules: (kept, limit, reached)."""
     masked, positions = inputs["masked"], inputs["positions"]
-    kept, limit, progress = ~masked, inputs["limit"].clone(), inputs["progress"].clone()
+    kept, limit, reached = ~masked, inputs["limit"].clone(), inputs["reached"].clone()
     for s, average in enumerate(inputs["average"].tolist()):
         rows = (sequence == s).nonzero()[:, 0]
         if not len(rows):
@@ -192,12 +192,12 @@ def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tupl
         budget = min(len(candidates), int(torch.ceil(torch.tensor(ALPHA * average)).item()))
         best = candidates[score[candidates].argsort(descending=True, stable=True)[:budget]]
         kept[best] = True
-        span = (positions > progress[s]) & (positions < positions[best].max()) & (sequence == s)
+        span = (positions > reached[s]) & (positions < positions[best].max()) & (sequence == s)
         kept |= masked & span
         rightmost = positions[rows[kept[rows]]].max()
         limit[rows] = limit[rows].clamp(max=rightmost.item() + 1)
-        progress[s] = max(progress[s].item(), rightmost.item())
-    return kept, limit, progress
+        reached[s] = max(reached[s].item(), rightmost.item())
+    return kept, limit, reached
 
 
 def make_session(block: int, kind: str = "step", **options) -> BlockSession:

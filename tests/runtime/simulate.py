@@ -19,7 +19,7 @@ class Step:
     kept: list[int]
     committed: list[tuple[int, int]]
     average: float
-    progress: int
+    reached: int
 
 
 @dataclass
@@ -64,26 +64,26 @@ class Model:
         limits: dict[int, int],
         masked: list[int],
         average: float = 1.0,
-        progress: int | None = None,
+        reached: int | None = None,
     ) -> tuple[list[int], dict[int, tuple[int, int]], int]:
-        """Kept positions, what the masked ones answer, and the new progress (None: nothing is evicted)."""
+        """Kept positions, what the masked ones answer, and the new reached (None: nothing is evicted)."""
         for p in limits:
             self.keys[0][p] = first_key(canvas[p], p)
         sums = self.sums(0)
         seen = {p: sums[limit] for p, limit in limits.items()}
         kept = list(limits)
-        if progress is not None:
+        if reached is not None:
             order = sorted(masked, key=lambda p: (-importance(seen[p], p), p))
             best = set(order[: math.ceil(single(ALPHA * average))])
-            best |= {p for p in masked if progress < p < max(best)}
+            best |= {p for p in masked if reached < p < max(best)}
             kept = [p for p in limits if p not in masked or p in best]
             limits = {p: min(limits[p], kept[-1] + 1) for p in kept}
-            progress = max(progress, kept[-1])
+            reached = max(reached, kept[-1])
         for p in kept:
             self.keys[1][p] = second_key(seen[p], canvas[p], p)
         sums = self.sums(1)
         found = {p: answer(sums[limits[p]], p) for p in kept if p in masked}
-        return kept, found, -1 if progress is None else progress
+        return kept, found, -1 if reached is None else reached
 
 
 def simulate(
@@ -93,7 +93,7 @@ def simulate(
     block: int,
     policy: ConfidenceThreshold | FixedSteps,
     block_cache: str,
-    refresh: bool,
+    recommit: bool,
     evict: bool,
     stops: tuple[int, ...],
 ) -> Simulation:
@@ -106,15 +106,15 @@ def simulate(
     commit: list[int] = []
     undecided = set(range(len(prompt), room))
     while True:
-        uncached, progress, yields = list(range(start, start + block)), start - 1, []
+        uncached, reached, yields = list(range(start, start + block)), start - 1, []
         done = False
         while not done and any(p in undecided for p in range(start, start + block)):
             masked = [p for p in uncached if p in undecided]
             limits = dict.fromkeys(commit, start) | dict.fromkeys(uncached, uncached[-1] + 1)
             average = single(sum(yields) / len(yields)) if yields else 1.0
-            before = progress
-            kept, found, after = model.forward(canvas, limits, masked, average, progress if evict else None)
-            progress = after if evict else progress
+            before = reached
+            kept, found, after = model.forward(canvas, limits, masked, average, reached if evict else None)
+            reached = after if evict else reached
             chosen = choose(policy, found, len(yields), block)
             decoded = [p not in undecided for p in range(start, start + block)]
             for p in chosen:
@@ -142,7 +142,7 @@ def simulate(
         out.committed_end = start
         if done or start + block >= end:
             break
-        commit = list(range(start, start + block)) if refresh else uncached
+        commit = list(range(start, start + block)) if recommit else uncached
         start += block
     said = canvas[len(prompt) : end]
     out.tokens = said[: next((i for i, t in enumerate(said) if t in stops), len(said))]

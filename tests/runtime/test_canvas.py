@@ -107,7 +107,7 @@ def test_the_first_step_forwards_everything() -> None:
     # Masked rows are those of the first block; its columns are 4..7 of the window.
     assert rows.masked.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
     assert rows.column.tolist() == [0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 0]
-    assert (state.start.tolist(), state.end.tolist(), state.progress.tolist()) == ([3, 1], [9, 7], [2, 0])
+    assert (state.start.tolist(), state.end.tolist(), state.reached.tolist()) == ([3, 1], [9, 7], [2, 0])
     assert state.average.tolist() == [math.inf, math.inf]
     assert state.capacity == state.canvas.numel() == 2 * 13
 
@@ -198,7 +198,7 @@ def test_a_block_that_its_first_step_finishes() -> None:
     state = begin([[1, 2, 3]], 8)
     step(state, {(0, p): 10 + p for p in range(3, 7)})
     assert (state.start.tolist(), state.forwards.tolist(), state.counter.tolist()) == ([7], [0], [1])
-    assert (state.decoded.tolist(), state.steps.tolist(), state.progress.tolist()) == ([0], [0], [6])
+    assert (state.decoded.tolist(), state.steps.tolist(), state.reached.tolist()) == ([0], [0], [6])
     assert pending(state) == span(0, 11)
     assert state.average.tolist() == [math.inf]
     step(state, {(0, p): 10 + p for p in range(7, 11)})
@@ -271,10 +271,10 @@ def test_average_and_progress() -> None:
     rows = state.rows(11)
     results = RowResults(torch.full((11,), -1), torch.full((11,), NONE), torch.ones(11, dtype=torch.bool))
     results.token[3:6], results.confidence[3:6] = 10, 0.9
-    state.apply(rows, results, ConfidenceThreshold(0.5), "off", True, progress=torch.tensor([10], dtype=torch.int32))
-    assert (state.average.tolist(), state.progress.tolist()) == ([3.0], [10])
+    state.apply(rows, results, ConfidenceThreshold(0.5), "off", True, reached=torch.tensor([10], dtype=torch.int32))
+    assert (state.average.tolist(), state.reached.tolist()) == ([3.0], [10])
     step(state, {(0, 6): 10})
-    assert state.progress.tolist() == [6]
+    assert state.reached.tolist() == [6]
 
 
 def test_a_copy_shares_nothing() -> None:

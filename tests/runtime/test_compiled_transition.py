@@ -14,6 +14,7 @@ from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import (
@@ -29,7 +30,6 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
-from dgraph.runtime.state import StepState
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
@@ -56,10 +56,10 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
     plan = PLANS[kind]
     if plan is None:
-        state: Any = StepState.begin(canvas, *which, **facts)
+        state: Any = BlockCausalState.begin(canvas, *which, **facts)
     else:
         state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
-    defaults: dict[str, Any] = {"block_cache": "off", "refresh": True, "select_noise": False}
+    defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
     return Advance(Rule(policy, **defaults | {"temperature": 0.0, "seed": 5} | rule), state, state.capacity)
 
 
@@ -78,7 +78,7 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     }
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
-        said["progress"] = advance.state.progress + 1
+        said["reached"] = advance.state.reached + 1
     return said
 
 
@@ -123,7 +123,7 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        {"block_cache": "dc+", "refresh": False},
+        {"block_cache": "dc+", "recommit": False},
         {"block_cache": "dc"},
         {"temperature": 0.7},
         {"select_noise": True},
@@ -157,7 +157,7 @@ def session_of(model: str, recipe: str, compiler: TraceCompiler | None) -> Block
         made.spec,
         made.programs,
         block_cache=chosen.block_cache,  # type: ignore[arg-type]
-        refresh=chosen.refresh,
+        recommit=chosen.recommit,
         plan=chosen.plan,
         kv=chosen.kv,
         pool=GraphPool(capture=Recorder),
@@ -266,7 +266,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
             return candidates.masked
 
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 21]])
-    state = StepState.begin(
+    state = BlockCausalState.begin(
         canvas,
         torch.arange(1),
         torch.tensor([3]),

@@ -1,4 +1,4 @@
-"""What a program that keeps few keys is told of each row: whether it adapts, by the phase of its sequence."""
+"""What a program that keeps few keys is told of each row: whether it adapts, by the action of its sequence."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def advance_of(kv: KVPlan | None) -> Advance:
 def test_rows_adapt_where_their_sequence_reuses() -> None:
     """Steps 0, 2 and 4 forward the prompt, which is full; steps 0 and 3 refresh the response."""
     advance = advance_of(KVPlan("response", pairs=(2,)))
-    for phase, full in ((SELECT, "all"), (REUSE, "none"), (REPACK, "prompt"), (REUSE, "all"), (REPACK, "prompt")):
+    for action, full in ((SELECT, "all"), (REUSE, "none"), (REPACK, "prompt"), (REUSE, "all"), (REPACK, "prompt")):
         inputs, rows = advance.inputs, advance.rows
-        assert inputs["phase"].tolist() == [phase] * 2
+        assert inputs["action"].tolist() == [action] * 2
         count = int(rows.cu_rows[-1])
         assert inputs["adapt"].dtype == torch.bool
-        assert inputs["adapt"][:count].tolist() == [phase == REUSE] * count
+        assert inputs["adapt"][:count].tolist() == [action == REUSE] * count
         prompt = rows.positions[:count] < torch.tensor([3, 5])[rows.sequence[:count]]
-        assert prompt.any() == (phase != REUSE)
+        assert prompt.any() == (action != REUSE)
         wanted = {"all": torch.ones_like(prompt), "none": torch.zeros_like(prompt), "prompt": prompt}[full]
         assert torch.equal(inputs["full"][:count], wanted)
         n = advance.capacity
@@ -57,9 +57,9 @@ def test_each_sequence_by_itself() -> None:
     advance.load(state, 0)
     inputs, rows = advance.inputs, advance.rows
     count = int(rows.cu_rows[-1])
-    assert inputs["phase"].tolist() == [SELECT, REUSE]
+    assert inputs["action"].tolist() == [SELECT, REUSE]
     assert torch.equal(inputs["adapt"][:count], rows.sequence[:count] == 1)
 
 
 def test_without_keys_to_keep_nobody_asks() -> None:
-    assert not {"adapt", "phase", "window"} & set(advance_of(None).inputs)
+    assert not {"adapt", "action", "window"} & set(advance_of(None).inputs)

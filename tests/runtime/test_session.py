@@ -29,22 +29,22 @@ def check_steps(records: list[StepRecord], prompt: int, expected: Simulation) ->
         assert list(pairs) == step.committed
         at = record.prompts.tolist().index(prompt)
         assert record.average[at].item() == step.average
-        assert record.progress[at].item() == step.progress
+        assert record.reached[at].item() == step.reached
 
 
 @pytest.mark.parametrize("block", [4, 8, 32])
 @pytest.mark.parametrize("block_cache", ["off", "dc", "dc+"])
-@pytest.mark.parametrize("refresh", [True, False])
+@pytest.mark.parametrize("recommit", [True, False])
 @pytest.mark.parametrize("evict", [False, True])
-def test_session_does_what_the_simulation_does(block: int, block_cache: str, refresh: bool, evict: bool) -> None:
-    rng = random.Random(f"{block} {block_cache} {refresh} {evict}")
+def test_session_does_what_the_simulation_does(block: int, block_cache: str, recommit: bool, evict: bool) -> None:
+    rng = random.Random(f"{block} {block_cache} {recommit} {evict}")
     page_size = rng.choice([block // 2, block, 2 * block])
     stops = rng.choice([(3,), (3, 5), ()])
     session = make_session(
         block,
         "evict" if evict else "step",
         block_cache=block_cache,
-        refresh=refresh,
+        recommit=recommit,
         page_size=page_size,
         spec={"eos_ids": stops},
     )
@@ -61,7 +61,7 @@ def test_session_does_what_the_simulation_does(block: int, block_cache: str, ref
                 block=block,
                 policy=policy,
                 block_cache=block_cache,
-                refresh=refresh,
+                recommit=recommit,
                 evict=evict,
                 stops=stops,
             )
@@ -138,7 +138,7 @@ def test_observer_gets_copies_and_prompt_indices_of_every_batch() -> None:
         assert torch.isfinite(record.confidence).equal(record.masked & record.kept)
         assert (record.token[record.committed] == record.committed_tokens).all()
         assert not (record.committed & ~record.kept).any()
-        assert (record.progress_after >= record.progress).all()
+        assert (record.reached_after >= record.reached).all()
     plain: list[StepRecord] = []
     make_session(8).generate(prompts, max_new_tokens=3, policy=policy, observer=plain.append)
     assert plain[0].score is None

@@ -1,4 +1,4 @@
-"""What a state says of the keys that stay: windows, phases, and the key rows of a step that selects."""
+"""What a state says of the keys that stay: windows, actions, and the key rows of a step that selects."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
-from dgraph.runtime.state import StepState
+from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
-from tests.runtime.test_state import step as step_of_blocks
 
-State = CanvasState | StepState
+State = CanvasState | BlockCausalState
 RESPONSE = KVPlan("response", pairs=(3,))
 
 
@@ -31,26 +31,26 @@ def begin(kind: type[State], prompts: list[list[int]], new: int, kv: KVPlan | No
 
 
 def said(state: Any) -> tuple[list[list[int]], list[int], int]:
-    """Windows, phases, and how many sequences do not reuse what is packed."""
-    assert state.window.dtype == state.phase.dtype == torch.int32
-    return state.window.tolist(), state.phase.tolist(), state.summary().tolist()[4]
+    """Windows, actions, and how many sequences do not reuse what is packed."""
+    assert state.window.dtype == state.action.dtype == torch.int32
+    return state.window.tolist(), state.action.tolist(), state.summary().tolist()[4]
 
 
 def walk(state: Any, take: Any, start: int, positions: int) -> list[tuple[list[int], int]]:
-    """Window and phase of each step that decodes one position after the other, of a single sequence."""
+    """Window and action of each step that decodes one position after the other, of a single sequence."""
     found = []
     for position in range(start, start + positions):
-        ((window,), (phase,), choosing) = said(state)
-        assert choosing == (phase != REUSE)
-        found.append((window, phase))
+        ((window,), (action,), choosing) = said(state)
+        assert choosing == (action != REUSE)
+        found.append((window, action))
         take(state, {(0, position): 10})
     return found
 
 
 def test_without_a_plan_there_is_neither() -> None:
-    for kind, more in ((CanvasState, {"plan": RowPlan("block")}), (StepState, {})):
+    for kind, more in ((CanvasState, {"plan": RowPlan("block")}), (BlockCausalState, {})):
         state = begin(kind, [[1, 2, 3]], 6, None, **more)
-        assert state.window is state.phase is None
+        assert state.window is state.action is None
         assert state.summary().tolist()[4] == 0
 
 
@@ -65,7 +65,7 @@ def test_a_block_of_a_canvas() -> None:
     shifted = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan("block", full_steps=2), shift=1)
     assert [window for window, _ in walk(shifted, step, 3, 6)] == [[2, 7]] * 4 + [[6, 9]] * 2
     at_once = begin(CanvasState, [[1, 2]], 8, KVPlan("block", ratio=0.5), plan=RowPlan("block", every=2))
-    assert [phase for _, phase in walk(at_once, step, 2, 8)] == [SELECT, REUSE] * 4
+    assert [action for _, action in walk(at_once, step, 2, 8)] == [SELECT, REUSE] * 4
 
 
 def test_a_response_of_a_canvas() -> None:
@@ -74,9 +74,9 @@ def test_a_response_of_a_canvas() -> None:
     state = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=plan, shift=1)
     found = walk(state, step, 3, 8)
     assert {tuple(window) for window, _ in found} == {(2, 11)}
-    assert [phase for _, phase in found] == [SELECT, REUSE, REUSE, REPACK, REUSE, REUSE, REPACK, REUSE]
+    assert [action for _, action in found] == [SELECT, REUSE, REUSE, REPACK, REUSE, REUSE, REPACK, REUSE]
     blocks = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=RowPlan("block"))
-    assert [phase for _, phase in walk(blocks, step, 3, 8)] == [SELECT, *[REUSE] * 3, REPACK, *[REUSE] * 3]
+    assert [action for _, action in walk(blocks, step, 3, 8)] == [SELECT, *[REUSE] * 3, REPACK, *[REUSE] * 3]
 
 
 def test_sequences_of_a_canvas_by_themselves() -> None:
@@ -91,22 +91,22 @@ def test_sequences_of_a_canvas_by_themselves() -> None:
 
 def test_a_block_of_blocks() -> None:
     """A commit rides in a block's first step, which chooses no keys by it: its rows are in front of the window."""
-    state = begin(StepState, [[1, 2, 3, 4, 5, 6]], 6, KVPlan("block", delay=1, ratio=0.5))
+    state = begin(BlockCausalState, [[1, 2, 3, 4, 5, 6]], 6, KVPlan("block", delay=1, ratio=0.5))
     found = walk(state, step_of_blocks, 6, 5)
-    assert [phase for _, phase in found] == [DENSE, SELECT, DENSE, SELECT, REUSE]
+    assert [action for _, action in found] == [DENSE, SELECT, DENSE, SELECT, REUSE]
     starts, ends = zip(*(window for window, _ in found), strict=True)
     assert starts == (4, 4, 8, 8, 8)
     assert all(end >= start + 4 for start, end in zip(starts, ends, strict=True))
-    often = begin(StepState, [[1]], 15, KVPlan("block", delay=1, every=2, ratio=0.5))
-    phases = [phase for _, phase in walk(often, step_of_blocks, 1, 11)]
-    assert phases == [DENSE, SELECT, SELECT, DENSE, SELECT, SELECT, REUSE, DENSE, SELECT, SELECT, REUSE]
+    often = begin(BlockCausalState, [[1]], 15, KVPlan("block", delay=1, every=2, ratio=0.5))
+    actions = [action for _, action in walk(often, step_of_blocks, 1, 11)]
+    assert actions == [DENSE, SELECT, SELECT, DENSE, SELECT, SELECT, REUSE, DENSE, SELECT, SELECT, REUSE]
 
 
 def test_a_response_of_blocks() -> None:
     """It begins with the block that holds the prompt's remainder; what is chosen stays as it is."""
-    state = begin(StepState, [[1, 2, 3, 4, 5, 6], [7]], 6, RESPONSE)
-    window, phase, choosing = said(state)
-    assert ([low for low, _ in window], phase, choosing) == ([4, 0], [SELECT, SELECT], 2)
+    state = begin(BlockCausalState, [[1, 2, 3, 4, 5, 6], [7]], 6, RESPONSE)
+    window, action, choosing = said(state)
+    assert ([low for low, _ in window], action, choosing) == ([4, 0], [SELECT, SELECT], 2)
     assert window[0][1] >= 12
     assert window[1][1] >= 8
     for position in range(2):
@@ -118,7 +118,7 @@ def test_a_response_of_blocks() -> None:
 def test_key_rows() -> None:
     """All that a row may see, of the sequences that do not reuse; behind them is padding."""
     kv = KVPlan("block", ratio=0.5)
-    state = begin(StepState, [[1, 2, 3, 4, 5, 6], [7, 8]], 6, kv)
+    state = begin(BlockCausalState, [[1, 2, 3, 4, 5, 6], [7, 8]], 6, kv)
     keys = state.key_rows()
     assert keys["cu_keys"].dtype == torch.int32
     assert keys["cu_keys"].tolist() == [0, 8, 12]

@@ -70,8 +70,8 @@ def test_summary_of_dense_to_focus(dense_to_focus: Diff) -> None:
     assert dense_to_focus.by_pass["EvictTokens"] == {"added": 6, "removed": 0, "changed": 0}
     assert dense_to_focus.by_pass["CacheKV"] == {"added": 0, "removed": 0, "changed": 5}
     declared = dense_to_focus.declared
-    assert declared["inputs"].added == ("average f32[b]", "progress i32[b]")
-    assert declared["outputs"].added == ("kept i64[K]", "progress i32[b]", "score f32[N]")
+    assert declared["inputs"].added == ("average f32[b]", "reached i32[b]")
+    assert declared["outputs"].added == ("kept i64[K]", "reached i32[b]", "score f32[N]")
     assert declared["outputs"].removed == ()  # token and confidence have other rows, which is not another type
     assert not declared["weights"]
     assert not declared["model"]
@@ -83,7 +83,7 @@ def test_text_of_dense_to_focus(dense_to_focus: Diff) -> None:
     text = str(dense_to_focus)
     summary, body = text.split("--- dense\n+++ focus\n")
     assert summary.startswith("dense -> focus: calls 6 added, 0 removed, 5 changed, 100 unchanged\n")
-    assert "inputs    + average f32[b], progress i32[b]\n" in summary
+    assert "inputs    + average f32[b], reached i32[b]\n" in summary
     assert "N -> K in 23 calls" in summary
     assert [line for line in body.splitlines() if line.startswith("@@")] == [
         "@@ layers[0] @@",
@@ -98,7 +98,7 @@ def test_text_of_dense_to_focus(dense_to_focus: Diff) -> None:
 def test_json_of_a_diff(dense_to_focus: Diff) -> None:
     data = json.loads(json.dumps(dense_to_focus.to_json(), allow_nan=False))
     assert data["summary"]["calls"] == {"unchanged": 100, "added": 6, "removed": 0, "changed": 5}
-    assert data["summary"]["inputs"] == {"removed": [], "added": ["average f32[b]", "progress i32[b]"]}
+    assert data["summary"]["inputs"] == {"removed": [], "added": ["average f32[b]", "reached i32[b]"]}
     (rest,) = (g for g in data["groups"] if g["layers"] == [2, 3])
     assert rest["rows"] == [{"from": "N", "to": "K", "calls": 23}]
     assert [c["mark"] for c in rest["changes"]] == ["~", "~"]

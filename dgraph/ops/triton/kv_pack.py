@@ -31,7 +31,7 @@ def kernel(
     key_positions: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     k_pack: Tensor,
     v_pack: Tensor,
     pack_count: Tensor,
@@ -65,7 +65,7 @@ def kernel(
 
     plan, keys, listed = empty(b, 4), empty(count, m), empty(count, m)
     _outline[(b,)](
-        key_positions, cu_keys, window, phase, pack_count, plan, pairs,
+        key_positions, cu_keys, window, action, pack_count, plan, pairs,
         pack_count.stride(0), count, width, ratio, 256, num_warps=4,
     )  # fmt: skip
     tiles = triton.cdiv(m, rows) + b
@@ -93,7 +93,7 @@ def kernel(
         )  # fmt: skip
     list_best[(b, count)](keys, cu_keys, plan, pack_count, listed, m, pack_count.stride(0), tile, num_warps=warps)
     _copy[(triton.cdiv(m, COPIED) + b, count)](
-        k, v, key_positions, cu_keys, phase, pack_count, starts, listed, k_pack, v_pack, pack_index,
+        k, v, key_positions, cu_keys, action, pack_count, starts, listed, k_pack, v_pack, pack_index,
         m, b, k.stride(0), v.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
         k_pack.shape[0], pack_index.shape[0], width, d, power_of_two(d), COPIED, offsets, num_warps=8,
     )  # fmt: skip
@@ -117,13 +117,13 @@ def _rows_below(positions_ptr, start, end, bound, PROBES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _outline(
-    positions_ptr, cu_ptr, window_ptr, phase_ptr, count_ptr, plan_ptr, pairs, count_row,
+    positions_ptr, cu_ptr, window_ptr, action_ptr, count_ptr, plan_ptr, pairs, count_row,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
     """The plan of a sequence, with no candidates if it does not choose; and B for each head."""
     s = tl.program_id(0)
     plan_ptr += s * PLAN
-    if tl.load(phase_ptr + s) != CHOOSING:
+    if tl.load(action_ptr + s) != CHOOSING:
         tl.store(plan_ptr, 0)
         tl.store(plan_ptr + 3, 0)
         return
@@ -206,7 +206,7 @@ def _rows_at(positions_ptr, position, start, end):
 
 @triton.jit
 def _copy(
-    k_ptr, v_ptr, positions_ptr, cu_ptr, phase_ptr, count_ptr, starts_ptr, listed_ptr,
+    k_ptr, v_ptr, positions_ptr, cu_ptr, action_ptr, count_ptr, starts_ptr, listed_ptr,
     k_pack_ptr, v_pack_ptr, index_ptr, m, b, k_row, v_row, k_entry, v_entry, count_row, entries, indices,
     WIDTH: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +215,7 @@ def _copy(
     s = sequence_at(cu_ptr, b, tile, BLOCK, OFFSETS)
     if s == b:
         return
-    todo = tl.load(phase_ptr + s)
+    todo = tl.load(action_ptr + s)
     if (todo != CHOOSING) & (todo != RENEWING):
         return
     start, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)

@@ -24,7 +24,7 @@ def kernel(
     cu_rows: Tensor,
     cu_keys: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     shared: bool,
     block: int | None = None,
@@ -41,11 +41,11 @@ def kernel(
     block = block or max(TILE // width, 1)
     mean = torch.empty((b, heads, d), dtype=torch.float32, device=q.device)
     _mean[(b, heads)](
-        q, positions.contiguous(), cu_rows, window.contiguous(), phase, mean,
+        q, positions.contiguous(), cu_rows, window.contiguous(), action, mean,
         n.bit_length(), q.stride(0), SELECT, heads, d, width, max(TILE // width, 1), num_warps=4,
     )  # fmt: skip
     _score[(1 if shared else kv_heads, b + 1 + m // block)](
-        k, cu_keys, phase, mean, out, m, b, k.stride(0), scale,
+        k, cu_keys, action, mean, out, m, b, k.stride(0), scale,
         SELECT, heads // kv_heads, kv_heads, d, width, block, shared, offsets_block(b), power_of_two(kv_heads),
         num_warps=4,
     )  # fmt: skip
@@ -54,12 +54,12 @@ def kernel(
 
 @triton.jit
 def _mean(
-    q_ptr, positions_ptr, cu_ptr, window_ptr, phase_ptr, mean_ptr, steps, q_row,
+    q_ptr, positions_ptr, cu_ptr, window_ptr, action_ptr, mean_ptr, steps, q_row,
     WANTED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """mean[s, head] = the mean of q over the rows inside the window; zeros without such rows."""
     s, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(phase_ptr + s) != WANTED:
+    if tl.load(action_ptr + s) != WANTED:
         return
     low, high = tl.load(window_ptr + 2 * s), tl.load(window_ptr + 2 * s + 1)
     begin, end = rows_between(positions_ptr, cu_ptr, s, low, high, steps)
@@ -75,7 +75,7 @@ def _mean(
 
 @triton.jit
 def _score(
-    k_ptr, cu_keys_ptr, phase_ptr, mean_ptr, out_ptr, keys, b, k_row, scale,
+    k_ptr, cu_keys_ptr, action_ptr, mean_ptr, out_ptr, keys, b, k_row, scale,
     WANTED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, OFFSETS: tl.constexpr, ALL_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +86,8 @@ def _score(
     start = tl.load(cu_keys_ptr + s)
     end = tl.load(cu_keys_ptr + s + 1, mask=s < b, other=keys)
     key = start + (tile - start // BLOCK - s) * BLOCK + n
-    wanted = tl.load(phase_ptr + s, mask=s < b, other=-1) == WANTED
-    # A sequence in another phase has no mean query; all that is loaded for it, and written, is zeros.
+    wanted = tl.load(action_ptr + s, mask=s < b, other=-1) == WANTED
+    # A sequence with another action has no mean query; all that is loaded for it, and written, is zeros.
     live = (key < end) & wanted
     inside = live[:, None] & (d < D)[None, :]
     k_at = key.to(tl.int64)[:, None] * k_row + d[None, :]

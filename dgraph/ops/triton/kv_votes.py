@@ -75,7 +75,7 @@ def kernel(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     first: int,
     last: int,
@@ -97,7 +97,7 @@ def kernel(
     seen = torch.empty(n, dtype=torch.int32, device=q.device)
     _find[(b,)](
         positions.contiguous(), key_positions.contiguous(), cu_rows, cu_keys, limit.contiguous(),
-        window.contiguous(), phase, voters, seen, b, max(n, m).bit_length(), first, last, SELECT, CHUNK, num_warps=4,
+        window.contiguous(), action, voters, seen, b, max(n, m).bit_length(), first, last, SELECT, CHUNK, num_warps=4,
     )  # fmt: skip
     # Room for every row to vote; where few do, the room is for shares of the keys.
     room = max(n // rows + b, LEAST_TILES)
@@ -144,12 +144,12 @@ def rows_between(positions_ptr, cu_ptr, s, low, high, steps):
 
 @triton.jit
 def _find(
-    positions_ptr, key_positions_ptr, cu_ptr, cu_keys_ptr, limit_ptr, window_ptr, phase_ptr, voters_ptr, seen_ptr,
+    positions_ptr, key_positions_ptr, cu_ptr, cu_keys_ptr, limit_ptr, window_ptr, action_ptr, voters_ptr, seen_ptr,
     b, steps, first, last, WANTED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """voters[:, s] = first voter of sequence s, and how many; seen[row] = the number of keys that a voter sees."""
     s = tl.program_id(0)
-    if tl.load(phase_ptr + s) != WANTED:
+    if tl.load(action_ptr + s) != WANTED:
         tl.store(voters_ptr + s, 0)
         tl.store(voters_ptr + b + s, 0)
         return

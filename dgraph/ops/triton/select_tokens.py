@@ -23,7 +23,7 @@ def kernel(
     cu_rows: Tensor,
     limit: Tensor,
     average: Tensor,
-    progress: Tensor,
+    reached: Tensor,
     alpha: float,
     keep: int,
     block: int | None = None,
@@ -34,14 +34,14 @@ def kernel(
     n, b = score.shape[0], cu_rows.shape[0] - 1
     kept = torch.empty(n, dtype=masked.dtype, device=score.device)
     new_limit = torch.empty(n, dtype=limit.dtype, device=score.device)
-    new_progress = torch.empty(b, dtype=progress.dtype, device=score.device)
+    new_reached = torch.empty(b, dtype=reached.dtype, device=score.device)
     _select[(b + 1,)](
-        *(x.contiguous() for x in (score, masked, positions, cu_rows, limit, average, progress)),
-        kept, new_limit, new_progress, n, b, alpha,
+        *(x.contiguous() for x in (score, masked, positions, cu_rows, limit, average, reached)),
+        kept, new_limit, new_reached, n, b, alpha,
         keep, block or power_of_two(-(-n // max(b, 1)), 16, 64),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return kept, new_limit, new_progress
+    return kept, new_limit, new_reached
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def _base(
 
 @triton.jit
 def _select(
-    score_ptr, masked_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, progress_ptr,
-    kept_ptr, new_limit_ptr, new_progress_ptr, n, b, alpha,
+    score_ptr, masked_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, reached_ptr,
+    kept_ptr, new_limit_ptr, new_reached_ptr, n, b, alpha,
     KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0)
@@ -125,7 +125,7 @@ def _select(
         tl.store(kept_ptr + row, chosen | (inside & ~flag) | (flag & ~evict), mask=inside)
     tl.debug_barrier()
 
-    progress = tl.load(progress_ptr + s).to(tl.int64)
+    reached = tl.load(reached_ptr + s).to(tl.int64)
     last = tl.full([], -1, tl.int64)
     for first in range(start, end, BLOCK):
         row = first + column
@@ -133,7 +133,7 @@ def _select(
         flag = (tl.load(masked_ptr + row, mask=inside, other=0) != 0) & inside
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         kept = (tl.load(kept_ptr + row, mask=inside, other=0) != 0) & inside
-        kept = kept | (flag & (position > progress) & (position < rightmost))
+        kept = kept | (flag & (position > reached) & (position < rightmost))
         last = tl.maximum(last, tl.max(tl.where(kept, position, -1)))
         tl.store(kept_ptr + row, kept, mask=inside)
     for first in range(start, end, BLOCK):
@@ -141,4 +141,4 @@ def _select(
         limit = tl.load(limit_ptr + row, mask=row < end, other=0)
         shorter = tl.minimum(limit.to(tl.int64), last + 1).to(new_limit_ptr.dtype.element_ty)
         tl.store(new_limit_ptr + row, shorter, mask=row < end)
-    tl.store(new_progress_ptr + s, tl.maximum(progress, last).to(new_progress_ptr.dtype.element_ty))
+    tl.store(new_reached_ptr + s, tl.maximum(reached, last).to(new_reached_ptr.dtype.element_ty))

@@ -85,7 +85,7 @@ def kernel(
     cu_keys: Tensor,
     limit: Tensor,
     window: Tensor,
-    phase: Tensor,
+    action: Tensor,
     scale: float,
     layer: int,
     dense: bool,
@@ -116,7 +116,7 @@ def kernel(
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
     _attend_kept[(kv_heads, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), k_pack, v_pack, *(packs or (k_pack, v_pack)),
-        pack_count, pack_start, page_table, cu_rows, limit, window, phase, out, part, mass,
+        pack_count, pack_start, page_table, cu_rows, limit, window, action, out, part, mass,
         n, b, page_table.shape[1] * page, layer,
         q.stride(0), page_table.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
         *pack_start.stride(), window.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -131,7 +131,7 @@ def kernel(
         grid = (n, triton.cdiv(heads, some))
         _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
     if dense:  # last: adding up writes all rows
-        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, phase, out, scale, plan.dense)
+        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, plan.dense)
     return out
 
 
@@ -154,7 +154,7 @@ def _load_some(
 @triton.jit(do_not_specialize=["layer"])
 def _attend_kept(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, kp_ptr, vp_ptr, kp_blocks, vp_blocks,
-    count_ptr, start_ptr, table_ptr, cu_ptr, limit_ptr, window_ptr, phase_ptr, out_ptr, part_ptr, mass_ptr,
+    count_ptr, start_ptr, table_ptr, cu_ptr, limit_ptr, window_ptr, action_ptr, out_ptr, part_ptr, mass_ptr,
     n, b, keys, layer,
     q_row, table_row, kp_row, vp_row, count_row, start_layer, start_row, window_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head,
@@ -168,9 +168,9 @@ def _attend_kept(
     s = sequence_at(cu_ptr, b, tile, ROWS, OFFSETS)
     start = tl.load(cu_ptr + s)
     end = tl.load(cu_ptr + s + 1, mask=s < b, other=n)
-    phase = tl.load(phase_ptr + s, mask=s < b, other=_REUSE)
+    action = tl.load(action_ptr + s, mask=s < b, other=_REUSE)
     first_row = start + (tile - start // ROWS - s) * ROWS
-    if (first_row >= end) | ((phase != _REUSE) & (phase != _REPACK)):
+    if (first_row >= end) | ((action != _REUSE) & (action != _REPACK)):
         return
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     row = first_row + m // GROUP

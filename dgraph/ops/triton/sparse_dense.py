@@ -43,7 +43,7 @@ def attend_rows(
     cu_rows: Tensor,
     cu_keys: Tensor,
     limit: Tensor,
-    phase: Tensor,
+    action: Tensor,
     out: Tensor,
     scale: float,
     plan: Plan,
@@ -53,7 +53,7 @@ def attend_rows(
     k, v = dense_rows(k), dense_rows(v)
     blocks = matrices_of(k, v, plan.block_n) if plan.bulk else None
     _attend_rows[(b + n // plan.block_m, heads)](
-        q, k, v, *(blocks or (k, v)), key_positions, cu_rows, cu_keys, limit, phase, out,
+        q, k, v, *(blocks or (k, v)), key_positions, cu_rows, cu_keys, limit, action, out,
         b, q.stride(0), k.stride(0), v.stride(0), scale * math.log2(math.e),
         heads // kv_heads, heads, d, power_of_two(d, 16), plan.block_m, plan.block_n, plan.stages, SAMPLES,
         offsets_block(b), "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None,
@@ -63,7 +63,7 @@ def attend_rows(
 
 @triton.jit
 def _attend_rows(
-    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, at_ptr, cu_ptr, cu_keys_ptr, limit_ptr, phase_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, at_ptr, cu_ptr, cu_keys_ptr, limit_ptr, action_ptr, out_ptr,
     b, q_row, k_row, v_row, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SAMPLES: tl.constexpr, OFFSETS: tl.constexpr,
@@ -73,10 +73,10 @@ def _attend_rows(
     s = sequence_at(cu_ptr, b, tile, BLOCK_M, OFFSETS)
     if s >= b:
         return
-    phase = tl.load(phase_ptr + s)
+    action = tl.load(action_ptr + s)
     start, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
     first_row = start + (tile - start // BLOCK_M - s) * BLOCK_M
-    if (first_row >= end) | (phase == _REUSE) | (phase == _REPACK):
+    if (first_row >= end) | (action == _REUSE) | (action == _REPACK):
         return
     row, d = first_row + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     live = row < end

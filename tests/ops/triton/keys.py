@@ -14,7 +14,7 @@ from tests.ops.triton.problems import Call
 
 def voting(
     counts: Sequence[int],
-    phases: Sequence[int] = (SELECT, DENSE, SELECT, REUSE),
+    actions: Sequence[int] = (SELECT, DENSE, SELECT, REUSE),
     *,
     voters: tuple[int, int] = (0, 2**31 - 1),
     heads: tuple[int, int] = (8, 2),
@@ -24,20 +24,20 @@ def voting(
     """A call of kv_votes in which the window is the last third of each sequence, with padding rows."""
     windows = [(count - count // 3, count) for count in counts]
     generator = torch.Generator().manual_seed(seed)
-    padded = kv_votes.sample("", counts, windows, phases, heads, d, *voters, generator).padded
+    padded = kv_votes.sample("", counts, windows, actions, heads, d, *voters, generator).padded
     assert padded is not None
     return padded
 
 
-def scoring(counts: Sequence[int], phases: Sequence[int] = (SELECT, DENSE, SELECT, REUSE), **options: Any) -> Call:
+def scoring(counts: Sequence[int], actions: Sequence[int] = (SELECT, DENSE, SELECT, REUSE), **options: Any) -> Call:
     """The same for kv_scores, each KV head by itself."""
-    q, k, positions, _, cu_rows, cu_keys, _, window, phase, scale, *_ = voting(counts, phases, **options)
-    return q, k, positions, cu_rows, cu_keys, window, phase, scale, False
+    q, k, positions, _, cu_rows, cu_keys, _, window, action, scale, *_ = voting(counts, actions, **options)
+    return q, k, positions, cu_rows, cu_keys, window, action, scale, False
 
 
 def packing(
     counts: Sequence[int],
-    phases: Sequence[int] = (SELECT, REPACK, SELECT, REUSE),
+    actions: Sequence[int] = (SELECT, REPACK, SELECT, REUSE),
     *,
     ratio: float = 0.4,
     divided: str = "uniform",
@@ -51,7 +51,7 @@ def packing(
     windows = tuple((count // 3, 2 * count // 3) for count in counts)
     settings = (ratio, 0, divided, floor, pool, "max", 2)
     generator = torch.Generator().manual_seed(seed)
-    return kv_pack.padded(kv_pack.draw(generator, tuple(phases), tuple(counts), windows, settings, heads, d))
+    return kv_pack.padded(kv_pack.draw(generator, tuple(actions), tuple(counts), windows, settings, heads, d))
 
 
 SELECTING: list[tuple[str, list[Call]]] = [

@@ -124,9 +124,9 @@ def selection(counts: Sequence[int], *, share: float = 0.8, alpha: float = 1.5, 
     parts = [torch.randperm(c + c // 4 + 1, generator=generator)[:c].sort().values for c in counts]
     positions = torch.cat(parts)
     limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()
-    average, progress = torch.rand(b, generator=generator) * 4, torch.randint(-1, 9, (b,), generator=generator).int()
+    average, reached = torch.rand(b, generator=generator) * 4, torch.randint(-1, 9, (b,), generator=generator).int()
     rows = tuple(pad_rows(x, 3) for x in (score, masked, positions))
-    return *rows, cu_rows_of(counts), pad_rows(limit, 3), average, progress, alpha, keep
+    return *rows, cu_rows_of(counts), pad_rows(limit, 3), average, reached, alpha, keep
 
 
 def keeping(counts: Sequence[int], capacity: int, *, share: float = 0.5, seed: int = 0) -> Call:

@@ -14,14 +14,14 @@ from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, moved
 
-KEY_POSITIONS, LIMIT, PHASE, SCALE = 10, 13, 15, 16
+KEY_POSITIONS, LIMIT, ACTION, SCALE = 10, 13, 15, 16
 """Places of arguments."""
 
 
 def call(seed: int = 0, **options: Any) -> tuple[Any, ...]:
-    """Every phase; windows that begin and end inside of a block; heads that keep many entries, one or none."""
+    """Every action; windows that begin and end inside of a block; heads that keep many entries, one or none."""
     sizes = {
-        "phases": [REUSE, SELECT, REPACK, REUSE, DENSE, REUSE],
+        "actions": [REUSE, SELECT, REPACK, REUSE, DENSE, REUSE],
         "rows": [9, 20, 3, 0, 7, 5],
         "windows": [(21, 90), (0, 4), (16, 64), (3, 9), (5, 8), (0, 0)],
         "counts": [[70, 0], [1, 2], [16, 64], [2, 2], [9, 9], [0, 35]],
@@ -85,7 +85,7 @@ def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, l
     from dgraph.ops.triton.sparse_attention import Plan
 
     sizes = attention_plan.Plan(16, 16, 1, 4, 1)
-    options = {"phases": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
+    options = {"actions": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
     args = list(call(**options, keys=[48, 0], sees_all=True))
     args[KEY_POSITIONS][:48] = torch.arange(48)
     args[LIMIT] = torch.full_like(args[LIMIT], limit)
@@ -98,14 +98,14 @@ def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter)
     from dgraph.ops.triton.sparse_attention import Plan
 
     sizes = attention_plan.Plan(16, 2, 1, 4, 1, False)
-    few = {"phases": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
+    few = {"actions": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
     args = call(**few, sees_all=True)
     run(interpreted, args, plan=Plan(sizes, 1, sizes))
     many = 513
-    phases = [DENSE if s % 3 else REUSE for s in range(many)]
+    actions = [DENSE if s % 3 else REUSE for s in range(many)]
     rows = [int(s in (0, 4, 300, 512)) * 2 for s in range(many)]
     options = {"windows": [(0, 3)] * many, "counts": [[2]] * many, "group": 1, "d": 8}
-    run(interpreted, call(phases=phases, rows=rows, keys=rows, **options))
+    run(interpreted, call(actions=actions, rows=rows, keys=rows, **options))
 
 
 def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
@@ -118,19 +118,19 @@ def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
 
 SIZES = {
     "blocks of a batch": {
-        "phases": [REUSE, REPACK, REUSE],
+        "actions": [REUSE, REPACK, REUSE],
         "rows": [32, 32, 7],
         "windows": [(600, 632), (64, 96), (100, 132)],
         "counts": [[300, 0, 513, 64], [1, 2, 700, 128], [0, 0, 0, 0]],
     },
     "windows of a response": {
-        "phases": [REUSE, REUSE],
+        "actions": [REUSE, REUSE],
         "rows": [300, 17],
         "windows": [(333, 633), (5, 512)],
         "counts": [[256, 100, 0, 31], [90, 7, 700, 12]],
     },
-    "every phase": {
-        "phases": [DENSE, REUSE, SELECT, REPACK],
+    "every action": {
+        "actions": [DENSE, REUSE, SELECT, REPACK],
         "rows": [400, 32, 129, 60],
         "windows": [(0, 32), (40, 72), (1, 9), (200, 300)],
         "counts": [[3, 4, 5, 6], [200, 0, 64, 65], [1, 1, 1, 1], [40, 300, 2, 9]],
@@ -169,8 +169,8 @@ def test_a_captured_call_follows_the_phases_on_the_device() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = OPS["sparse_attention"].overload(*args)
-    for phases in ([DENSE] * 6, [REUSE] * 6, [REPACK, DENSE, REUSE, REUSE, SELECT, REPACK]):
-        args[PHASE].copy_(torch.tensor(phases))
+    for actions in ([DENSE] * 6, [REUSE] * 6, [REPACK, DENSE, REUSE, REUSE, SELECT, REPACK]):
+        args[ACTION].copy_(torch.tensor(actions))
         args[0].neg_()
         graph.replay()
         want = expected("sparse_attention", moved(moved(args, "cpu"), "cpu", torch.float32))

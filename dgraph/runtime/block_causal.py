@@ -20,11 +20,11 @@ from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, f
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows, offsets_of, packed
 
-__all__ = ["BLOCK_CACHES", "BlockCache", "StepState", "ready_columns"]
+__all__ = ["BLOCK_CACHES", "BlockCache", "BlockCausalState", "ready_columns"]
 
 
 @dataclass
-class StepState(DecodeState):
+class BlockCausalState(DecodeState):
     """State of b sequences of a block-causal model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet (its token is
@@ -55,7 +55,7 @@ class StepState(DecodeState):
         stop_ids: Tensor,
         plan: RowPlan | None = None,
         kv: KVPlan | None = None,
-    ) -> StepState:
+    ) -> BlockCausalState:
         """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
         block.
 
@@ -109,7 +109,7 @@ class StepState(DecodeState):
         return torch.stack([begin, torch.maximum(self.end, self.start) + self.block], dim=1).int()
 
     @property
-    def phase(self) -> Tensor | None:
+    def action(self) -> Tensor | None:
         if self.kv is None:
             return None
         if self.kv.window == "block":
@@ -126,10 +126,10 @@ class StepState(DecodeState):
         """Inputs of a step that selects: key_positions i64[b * T], cu_keys i32[b+1]; all positions that a row of a
         sequence may see, where it does not reuse what is packed.
         """
-        phase = self.phase
-        assert phase is not None
+        action = self.action
+        assert action is not None
         positions = torch.arange(self.canvas.shape[1], device=self.start.device)
-        seen = (positions < (self.start + self.block)[:, None]) & (phase != REUSE)[:, None]
+        seen = (positions < (self.start + self.block)[:, None]) & (action != REUSE)[:, None]
         index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
         return {"key_positions": index % len(positions), "cu_keys": offsets_of(seen.sum(dim=1))}
 
@@ -182,14 +182,14 @@ class StepState(DecodeState):
         self.canvas = self._on_canvas(current, self.canvas)
 
     def _advance(
-        self, masked: Tensor, policy: Policy, block_cache: BlockCache, refresh: bool, settled: Tensor | None
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         block = self.block
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
         moved = self._finish(settled)
         shift = moved[:, None]
-        committing = torch.ones_like(pending) if refresh else pending
+        committing = torch.ones_like(pending) if recommit else pending
         previous = torch.where(shift, committing, False)  # else cleared: this step has committed it
         self.pending = torch.cat([previous, pending | shift], dim=1)
         current = self.tokens[:, block:]

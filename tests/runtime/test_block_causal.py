@@ -7,16 +7,16 @@ from torch import Tensor
 
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime import ConfidenceThreshold
+from dgraph.runtime.block_causal import BlockCausalState, ready_columns
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
-from dgraph.runtime.state import StepState, ready_columns
 
 KNOWN = 4069107984540586624
 MASK, STOP, NONE = 99, 50, -torch.inf
 ONE = ConfidenceThreshold(1.0)
 
 
-def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | None = None) -> StepState:
+def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | None = None) -> BlockCausalState:
     width = -(-(max(map(len, prompts)) + new) // block) * block
     canvas = torch.full((len(prompts), width), MASK)
     for row, prompt in zip(canvas, prompts, strict=True):
@@ -24,12 +24,12 @@ def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | No
     lengths = torch.tensor([len(p) for p in prompts])
     stops = torch.tensor([STOP])
     index = torch.arange(len(prompts))
-    return StepState.begin(
+    return BlockCausalState.begin(
         canvas, index, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops, plan=plan
     )
 
 
-def step(state: StepState, decode: dict[tuple[int, int], int], **options) -> Tensor:
+def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options) -> Tensor:
     """One step in which (sequence, position) -> token are confident and nothing else is a candidate."""
     rows = state.rows(state.summary().tolist()[0])
     token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
@@ -40,10 +40,10 @@ def step(state: StepState, decode: dict[tuple[int, int], int], **options) -> Ten
         token[at], confidence[at] = value, 0.9
     results = RowResults(token, confidence, torch.ones_like(rows.masked))
     policy = ConfidenceThreshold(0.5)
-    return state.apply(rows, results, policy, options.get("cache", "off"), options.get("refresh", True))
+    return state.apply(rows, results, policy, options.get("cache", "off"), options.get("recommit", True))
 
 
-def pending(state: StepState, sequence: int = 0) -> list[int]:
+def pending(state: BlockCausalState, sequence: int = 0) -> list[int]:
     """Positions that the next step forwards."""
     rows = state.rows(state.summary().tolist()[0])
     return rows.positions[rows.sequence == sequence].tolist()
@@ -65,7 +65,7 @@ def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
     assert rows.input_ids.tolist() == [5, 6, MASK, MASK, 7, MASK, MASK, MASK]
     assert rows.masked.tolist() == [False, False, True, True, False, True, True, True]
     assert rows.limit.tolist() == [8] * 4 + [4] * 4
-    assert state.progress.tolist() == [3, -1]
+    assert state.reached.tolist() == [3, -1]
     assert state.average.tolist() == [1.0, 1.0]
     full = prefill_rows(state.canvas, torch.zeros_like(state.start), state.start, 4, 4)
     assert (full.positions.tolist(), full.input_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
@@ -95,17 +95,17 @@ def test_a_cached_tail_is_out_of_sight() -> None:
 
 def test_a_complete_block_is_committed_in_the_next_step() -> None:
     # 0 was cached by the first step and 3, the last, by the second.
-    for refresh, committed in ((True, [0, 1, 2, 3]), (False, [1, 2])):
+    for recommit, committed in ((True, [0, 1, 2, 3]), (False, [1, 2])):
         state = begin([[1, 2]], 10)
-        step(state, {(0, 3): 30}, cache="dc+", refresh=refresh)
+        step(state, {(0, 3): 30}, cache="dc+", recommit=recommit)
         assert pending(state) == [1, 2, 3]
-        step(state, {(0, 2): 20}, cache="dc+", refresh=refresh)
+        step(state, {(0, 2): 20}, cache="dc+", recommit=recommit)
         assert pending(state) == [*committed, 4, 5, 6, 7]
         rows = state.rows(state.summary().tolist()[0])
         assert rows.limit.tolist() == [4] * len(committed) + [8] * 4
         assert rows.masked.tolist() == [False] * len(committed) + [True] * 4
-        assert (state.progress.tolist(), state.steps.tolist(), state.decoded.tolist()) == ([3], [0], [0])
-        step(state, {(0, 5): 49}, cache="dc+", refresh=refresh)
+        assert (state.reached.tolist(), state.steps.tolist(), state.decoded.tolist()) == ([3], [0], [0])
+        step(state, {(0, 5): 49}, cache="dc+", recommit=recommit)
         assert pending(state) == [4, 5, 6, 7]
         assert state.commit_rows.item() == len(committed)
         assert state.counter.tolist() == [3]
@@ -113,7 +113,7 @@ def test_a_complete_block_is_committed_in_the_next_step() -> None:
         assert state.canvas[0, :8].tolist() == [1, 2, 20, 30, MASK, 49, MASK, MASK]
 
 
-def flags(state: StepState) -> tuple[list[int], list[int]]:
+def flags(state: BlockCausalState) -> tuple[list[int], list[int]]:
     """Positions of the rows of the next step that are full, and of those that have changed."""
     rows = state.rows(state.capacity)
     assert rows.full is not None
@@ -188,7 +188,7 @@ def test_program_outputs_come_back_to_their_rows() -> None:
     assert got.confidence.tolist() == [NONE, NONE, NONE, 0.25, NONE, NONE, 0.75, NONE]  # row 0 is not masked
     committed = state.apply(rows, got, ONE, "off", True, torch.tensor([3, 2], dtype=torch.int32))
     assert committed.tolist() == [[False, False, False, True], [False, False, True, False]]
-    assert state.progress.tolist() == [3, 2]
+    assert state.reached.tolist() == [3, 2]
 
 
 def test_a_mask_token_as_an_answer_counts_as_decoded() -> None:
