@@ -230,8 +230,8 @@ def test_a_generation_of_a_trained_model() -> None:
 
     def generate(runner: Callable[[StagePlan], Runner], calls: int = 1) -> Generation:
         programs = {
-            name: LoweredProgram(action.graph, made.compiler, Buckets.of([4, 8, 12, 16, 24, 32, 48, 64, 96]), runner)
-            for name, action in made.actions.items()
+            name: LoweredProgram(phase.graph, made.compiler, Buckets.of([4, 8, 12, 16, 24, 32, 48, 64, 96]), runner)
+            for name, phase in made.phases.items()
         }
         session = BlockSession(made.spec, programs, block_cache="dc+")
         for _ in range(calls):
