@@ -31,7 +31,7 @@ from dgraph.evaluate.questions import right
 from dgraph.families import Model
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.models.training.tasks import held_out, needle
+from dgraph.models.tasks import held_out, needle
 from dgraph.recipes.sparse import METHODS
 from dgraph.runtime.stats import StepRecord
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgraph.families import Embedded
-from dgraph.models.training.tasks import TASKS, held_out
+from dgraph.models.tasks import TASKS, held_out
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class HeldOut:
         return tuple(TASKS)
 
     def draw(self, task: str, count: int, seed: int) -> list[tuple[str, str]]:
-        """Prompts and answers of `dgraph.models.training.tasks`."""
+        """Prompts and answers of `dgraph.models.tasks`."""
         return [(example.prompt, example.answer) for example in held_out(task, count, seed)]
 
 

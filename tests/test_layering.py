@@ -16,17 +16,16 @@ SOURCES = sorted(p for folder in ("dgraph", "models") for p in (ROOT / folder).r
 LONGEST = 500
 """Lines of a file that can be read in one sitting."""
 
-CORE = {"early", "errors", "graph", "nodes", "private", "shapes", "spec", "verify"}
+CORE = {"errors", "graph", "nodes", "private", "shapes", "spec", "verify"}
 
 # Package or file -> what of dgraph it may import. A package may import itself.
 ALLOWED: dict[str, set[str]] = {
-    "early": set(),
     "errors": set(),
-    "private": {"early", "errors"},
+    "private": {"errors"},
     "nodes": {"private"},
     "spec": {"errors"},
     "shapes": {"errors", "nodes", "private"},
-    "ops": {"early", "errors", "nodes", "private", "shapes", "spec"},
+    "ops": {"errors", "nodes", "private", "shapes", "spec"},
     "graph": {"errors", "nodes", "ops", "shapes", "spec"},
     "verify": {"errors", "graph", "nodes", "ops", "private", "shapes"},
     "frontend": CORE | {"cache", "ops"},

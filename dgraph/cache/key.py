@@ -26,7 +26,7 @@ from dgraph.cache.artifact import FORMAT
 from dgraph.private.torch import inductor_config
 
 PACKAGE = Path(__file__).parents[1]
-MAKERS = ("early.py", "lowering/inductor.py", "lowering/regions.py", "shapes.py", "private/torch.py")
+MAKERS = ("lowering/inductor.py", "lowering/regions.py", "shapes.py", "private/torch.py")
 """Sources of dgraph that turn a region's text into what Inductor compiles."""
 CAPTURERS = (
     "frontend/capture.py",

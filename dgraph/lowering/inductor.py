@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +12,8 @@ from torch import Tensor
 
 from dgraph.cache.key import Key, region_key, sources_of
 from dgraph.cache.store import Store
-from dgraph.early import hasty_kernels
 from dgraph.errors import LoweringError
-from dgraph.private.torch import (
-    EARLY,
-    compile_region,
-    inductor_settings,
-    load_region,
-    pack_region,
-    source_of_region,
-)
+from dgraph.private.torch import compile_region, inductor_settings, load_region, pack_region
 
 RegionFunction = Callable[..., Sequence[Tensor]]
 """Takes the region's inputs in order, returns its outputs in order."""
@@ -147,22 +138,17 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
         files = pack_region(function)
         _run(function, source.inputs)
     except Exception as error:
-        found = _compile(source, early=False)
+        found = _compile(source)
         store.warn(f"a compiled region cannot be kept in the artifact cache {store.root}: {_reason(error)}.")
         return found
     return Compiled(function, files, new=True, stored=store.put(key, files))
 
 
-def _compile(source: Source, early: bool = True) -> Compiled:
-    """A region compiled now, with kernels that start early only if that is sound, and `early` is given."""
-    if early and source.options.get(EARLY):
-        with suppress(Exception):  # torch may keep no copy, which says what it generated
-            function = _with_copy(source)
-            _run(function, source.inputs)
-            return Compiled(function, {}, new=True)
+def _compile(source: Source) -> Compiled:
+    """A region compiled now, of which torch need not keep a copy."""
     module = source.module()
     try:
-        function = compile_region(module, _placeholders(module), {**source.options, EARLY: False})
+        function = compile_region(module, _placeholders(module), source.options)
         _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
@@ -173,18 +159,11 @@ def _compile(source: Source, early: bool = True) -> Compiled:
 
 
 def _with_copy(source: Source) -> RegionFunction:
-    """A region of which torch keeps a copy. Should its kernels start early and not wait, it is compiled again."""
+    """A region compiled now, of which torch keeps a copy."""
     hashes = "".join(sources_of(source.functions).values())
     allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
-
-    def made(options: dict[str, Any]) -> RegionFunction:
-        module = source.module()
-        return compile_region(module, _placeholders(module), options, allowed)
-
-    function = made(source.options)
-    if source.options.get(EARLY) and hasty_kernels(source_of_region(function)):
-        function = made({**source.options, EARLY: False})
-    return function
+    module = source.module()
+    return compile_region(module, _placeholders(module), source.options, allowed)
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:

@@ -22,11 +22,9 @@ from torch import Tensor
 # The type of `torch.ops.aten.add.Tensor`; it has no public name. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 
-from dgraph.early import WAIT, regions_start_early
 from dgraph.errors import LoweringError
 
 __all__ = [
-    "EARLY",
     "OpOverload",
     "compile_region",
     "copy_all",
@@ -38,12 +36,8 @@ __all__ = [
     "new_symbol",
     "pack_region",
     "settle_kernels",
-    "source_of_region",
     "typing",
 ]
-
-EARLY = "triton.enable_pdl"
-"""The setting of Inductor under which its kernels start early; see `dgraph.early`."""
 
 
 def fake_mode() -> Any:
@@ -119,7 +113,7 @@ def compile_region(
     Args:
         module: the module; its targets are ops of torch and functions.
         example_inputs: fake values of its placeholders.
-        settings: of Inductor, for this compilation. Kernels that start early wait at their start.
+        settings: of Inductor, for this compilation.
         functions: if given, the result can be packed by `pack_region`. Torch keeps no code for functions that are not
             its own unless they are named, with a text that changes whenever they do: qualified name -> hash.
     """
@@ -130,10 +124,8 @@ def compile_region(
             node.meta["example_value"] = node.meta["val"]
     options = dict(settings)
     if functions is not None:
-        # Torch's caches have these in their keys, and would give what was generated without `wait_first`.
-        marked = {f"{__name__}.wait_first": str(_START)} if settings.get(EARLY) else {}
-        options["unsafe_marked_cacheable_functions"] = {**functions, **marked}
-    with torch.no_grad(), wait_first() if settings.get(EARLY) else contextlib.nullcontext():
+        options["unsafe_marked_cacheable_functions"] = dict(functions)
+    with torch.no_grad():
         return inductor.standalone_compile(  # type: ignore[attr-defined]
             module,
             list(example_inputs),
@@ -141,37 +133,6 @@ def compile_region(
             options={"config_patches": options},
             aot=functions is not None,
         )
-
-
-_START = [WAIT, "tl.extra.cuda.gdc_launch_dependents()"]
-
-
-@contextlib.contextmanager
-def wait_first() -> Iterator[None]:
-    """Kernels that Inductor generates inside of the block, if they start early, wait before anything else.
-
-    Left alone it puts the wait where `dgraph.early` says that it may not be. Nothing public changes that: this stands
-    in place of the method that takes repeated waits out of a kernel's finished body. In a version without that method,
-    kernels stay as they are. Checked on 2.11 and 2.13.
-    """
-    from torch._inductor.codegen.triton import TritonKernel
-
-    owner: Any = TritonKernel
-    before = getattr(owner, "_filter_pdl", None)
-
-    def start(kernel: Any, code: Any) -> None:
-        if kernel._enable_pdl_codegen():
-            rest = [line for line in code._lines if not (isinstance(line, str) and line.strip() in _START)]
-            code._lines = [*_START, *rest]
-
-    if before is None:
-        yield
-        return
-    owner._filter_pdl = start
-    try:
-        yield
-    finally:
-        owner._filter_pdl = before
 
 
 _STARTS_COMPILING = "async_compile = AsyncCompile()"
@@ -199,15 +160,6 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
         exec(compile(source, "region", "exec", dont_inherit=True), {"__name__": "region", "_built_kernels": built})
         files |= {name: path.read_bytes() for name, path in built.paths.items()}
     return files
-
-
-def source_of_region(compiled: Callable[..., Any]) -> str:
-    """The Python that Inductor generated for a region that can be packed, kernels included.
-
-    Raises:
-        LoweringError: as `pack_region`.
-    """
-    return str(_generated(_copy(compiled)[0]).source_code)
 
 
 def _copy(compiled: Callable[..., Any]) -> tuple[Any, bytes]:
@@ -327,8 +279,8 @@ def settle_kernels() -> None:
 def launched_by_triton() -> list[Any]:
     """Triton's objects of the kernels in compiled regions that Triton launches, as far as this process has loaded them.
 
-    Inductor launches most by a library of its own, but none that starts early, and none whose name has more than 150
-    characters: it looks for a file of that name, which Triton cuts there. Checked on 2.11 and 2.13.
+    Inductor launches most by a library of its own, but none whose name has more than 150 characters: it looks for a
+    file of that name, which Triton cuts there. Checked on 2.11 and 2.13.
     """
     if "torch._inductor.codecache" not in sys.modules:
         return []
@@ -357,11 +309,12 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
         return {}
     # A CUDA graph is captured over the whole stage, so Inductor must not capture its own. Of its patterns one matches
     # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
-    # left alone the sum is part of the norm behind it. Layouts of kernels are not timed when a process first runs them:
-    # that takes longer than loading them, and sums would differ from process to process.
+    # left alone the sum is part of the norm after it. Layouts of kernels are not timed when a process first runs them:
+    # that takes longer than loading them, and sums would differ from process to process. None starts early, whatever
+    # the environment says: Inductor's wait where `dgraph.ops.triton.early` shows that they must not.
     return {
         "triton.cudagraphs": False,
         "pattern_matcher": False,
         "triton.autotune_pointwise": False,
-        EARLY: regions_start_early(device),
+        "triton.enable_pdl": False,
     }

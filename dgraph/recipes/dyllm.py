@@ -53,13 +53,13 @@ def dyllm(
             such a step. 0: never the prompt's again. Bidirectional models only; default 4, as published. 8 spares half
             of what takes most of the time, and changed next to nothing on the embedded model. Where several tokens are
             committed per step, full steps take most of it: at four, two of them, a period of 0 and update=False are 1.6
-            times faster than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/RESULTS.md).
+            times faster than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/results/dyllm.md).
         gate: whether feed-forward networks run on salient rows only.
         partial: whether keys and values are projected for salient rows only, and attention is updated.
         update: where partial: whether the context of the other rows is the one of the step before, updated by what the
             changed values contribute (as published). False: they attend to all keys and values that there are, which is
-            exact, and at 1280 keys on an H200 faster, too (benchmarks/RESULTS.md). On a bidirectional model the last
-            layer then runs on masked rows alone, and keeps nothing of them.
+            exact, and at 1280 keys on an H200 faster, too (benchmarks/results/dyllm.md). On a bidirectional model the
+            last layer then runs on masked rows alone, and keeps nothing of them.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
         recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.

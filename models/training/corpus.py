@@ -4,7 +4,7 @@ Each passage is one function, one docstring or one paragraph group. The package'
 licences of `ALLOWED`; vendored copies (which carry their own terms) and tests are left out. What went in is
 recorded per package with version, licence and bytes, for the model card.
 
-    python -m dgraph.models.training.corpus OUT      writes OUT/corpus.jsonl.gz and OUT/sources.json
+    python -m models.training.corpus OUT      writes OUT/corpus.jsonl.gz and OUT/sources.json
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .tasks import TASKS, make
+from dgraph.models.tasks import TASKS, make
+
 from .tokenizer import EOS_ID, PAD_ID, USER_ID, encode_prompt
 
 BLOCK = 32

@@ -1,6 +1,6 @@
 """The figures of a tiny model, measured with the plain decoders of `decode`.
 
-    python -m dgraph.models.training.evaluate CHECKPOINT --out FILE
+    python -m models.training.evaluate CHECKPOINT --out FILE
 
 Open text comes from a corpus folder, or else from the checkpoint's own held_out.jsonl.
 
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from dgraph.models.tasks import TASKS, Example, held_out, matches, needle, read_examples, write_examples
+
 from . import checkpoint, corpus
 from .data import BLOCK, RESPONSE_LENGTH, Batch, document, pack, region_document, split_passage, tail
 from .decode import Decoded, decode, summarize
 from .masked_diffusion import masked_diffusion
 from .model import TinyModel
 from .objective import block_diffusion, dense_mask, token_losses
-from .tasks import TASKS, Example, held_out, matches, needle, read_examples, write_examples
 from .tokenizer import encode_prompt, load
 
 NEW_TOKENS = {"sdar": 96, "llada": RESPONSE_LENGTH}
@@ -175,7 +176,7 @@ def evaluate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--corpus", type=Path, help="folder made by dgraph.models.training.corpus, for open text")
+    parser.add_argument("--corpus", type=Path, help="folder made by models.training.corpus, for open text")
     parser.add_argument("--count", type=int, default=200, help="held-out prompts per task")
     parser.add_argument("--text-count", type=int, default=100)
     parser.add_argument("--threshold", type=float, default=0.9)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .tasks import TASKS, make
+from dgraph.models.tasks import TASKS, make
 
 PAD, EOS, MASK, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|mask|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, EOS, MASK, USER, ASSISTANT)

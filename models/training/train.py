@@ -1,8 +1,8 @@
 """Train a tiny model: next-token prediction first, then diffusion, on tasks and open text.
 
-    python -m dgraph.models.training.corpus CORPUS
-    python -m dgraph.models.training.train --corpus CORPUS --phase ar --out AR
-    python -m dgraph.models.training.train --corpus CORPUS --phase diffusion --init AR --out OUT
+    python -m models.training.corpus CORPUS
+    python -m models.training.train --corpus CORPUS --phase ar --out AR
+    python -m models.training.train --corpus CORPUS --phase diffusion --init AR --out OUT
 
 `--family` says which: "sdar" (block diffusion) or "llada" (full bidirectional masked diffusion, whose retrieval task
 grows from 15 to 62 pairs, a prompt of 512 tokens). Weights are kept in fp32 and computed in bf16 by autocast. Batches
@@ -23,6 +23,8 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
+from dgraph.models.tasks import TASKS, held_out
+
 from . import checkpoint, corpus
 from . import tokenizer as bpe
 from .data import Batch, Layout, Mixture
@@ -30,7 +32,6 @@ from .evaluate import evaluate, run_examples, text_examples
 from .masked_diffusion import masked_diffusion
 from .model import SHAPES, TinyModel
 from .objective import Inputs, block_diffusion, next_token
-from .tasks import TASKS, held_out
 from .trainer import LogLine, Stage, Trainer, run_phase
 
 STAGES = {"sdar": (Stage(16),), "llada": (Stage(15, 0.45), Stage(30, 0.65), Stage(62))}
@@ -126,7 +127,7 @@ def _frozen(model: TinyModel) -> TinyModel:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", choices=list(SHAPES), default="sdar")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder made by dgraph.models.training.corpus")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder made by models.training.corpus")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="checkpoint folder to go on from")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; else that of --init, or a new one")

@@ -116,6 +116,11 @@ def test_settings_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inductor_settings(CPU) == {}
 
 
+def test_regions_never_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "1")
+    assert inductor_settings(torch.device("cuda", 0))["triton.enable_pdl"] is False
+
+
 def test_settings_are_the_same_in_every_process() -> None:
     values = [v for value in inductor_config().values() for v in (value if isinstance(value, list) else [value])]
     assert not [v for v in values if "0x" in repr(v)]
@@ -124,7 +129,6 @@ def test_settings_are_the_same_in_every_process() -> None:
 
 def test_sources_of_inlined_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(sources_of([NORM])) == {
-        "dgraph/early.py",
         "dgraph/lowering/inductor.py",
         "dgraph/lowering/regions.py",
         "dgraph/shapes.py",

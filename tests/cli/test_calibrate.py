@@ -12,7 +12,7 @@ import dgraph
 from dgraph.cli.calibrate import OWN_SEEDS, _drawn
 from dgraph.evaluate.questions import drawn, stored
 from dgraph.families import embedded
-from dgraph.models.training.tasks import TASKS, is_held_out
+from dgraph.models.tasks import TASKS, is_held_out
 from dgraph.plans.calibration import FILE, read_calibration
 from tests.cli.conftest import Run
 from tests.cli.folders import WINDOW, write_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.questions import Question, choose, drawn, read_questions, right, stored
-from dgraph.models.training.tasks import Example, is_held_out, matches
+from dgraph.models.tasks import Example, is_held_out, matches
 
 ANSWERS = [
     ("12 + 5 = 17. #### 17", "12 + 5 = 17. #### 17"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dgraph.cache import key as keys
 from dgraph.cache.store import Store
 from dgraph.lowering import kernels
 from dgraph.lowering.kernels import FILE, LAUNCHERS, Kernels, names_of, packed, unpacked
+from dgraph.private.torch import launched_by_triton, settle_kernels
 from tests.cache.stores import flip, folders
 from tests.lowering.one_kernel import HASH, KERNEL, TARGET, Binary, files_below
 
@@ -252,3 +254,31 @@ def test_a_bundle_is_the_same_for_the_same_kernels() -> None:
     other = dict(reversed(KERNEL.items()))
     assert packed({HASH: KERNEL, "cd" * 32: KERNEL}) == packed({"cd" * 32: other, HASH: other})
     assert names_of(packed({HASH: KERNEL, "cd" * 32: KERNEL})) == {"_list_kept": [36, 36]}
+
+
+def test_triton_keeps_kernels_where_inductor_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "undone")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    settle_kernels()
+    cache_folder = pytest.importorskip("dgraph.private.triton").cache_folder
+    pytest.importorskip("triton")
+    assert cache_folder() == str(tmp_path / "triton" / "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    settle_kernels()
+    assert cache_folder() == str(tmp_path / "own")
+
+
+def test_kernels_of_regions_that_triton_launches_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecache = pytest.importorskip("torch._inductor.codecache")
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    launched, other = (SimpleNamespace(_run=SimpleNamespace(launch=len)) for _ in range(2))
+    asleep, of_torch = SimpleNamespace(_run=None), SimpleNamespace(run=len)
+    tuners = []
+    for of_region in ((asleep, launched, of_torch), (other,)):
+        tuners.append(object.__new__(CachingAutotuner))
+        tuners[-1].compile_results = [SimpleNamespace(kernel=k) for k in of_region]  # type: ignore[misc]
+    generated = SimpleNamespace(kernel_0=tuners[0], call=len, kernel_1=tuners[1])
+    monkeypatch.setattr(codecache.PyCodeCache, "modules", [SimpleNamespace(x=1), generated])
+    assert launched_by_triton() == [launched, other]

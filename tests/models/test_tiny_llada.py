@@ -12,19 +12,19 @@ import torch
 
 import dgraph
 import dgraph.models
-from dgraph.models.training import checkpoint, corpus, tokenizer
-from dgraph.models.training.data import KIND_NAMES, RESPONSE, Layout, Mixture
-from dgraph.models.training.evaluate import (
+from dgraph.models.tasks import TASKS, Example, is_held_out, make, matches, read_examples
+from models.training import checkpoint, corpus, tokenizer
+from models.training.data import KIND_NAMES, RESPONSE, Layout, Mixture
+from models.training.evaluate import (
     DEPTHS,
     NEEDLE_LENGTHS,
     needle_cell,
     needle_table,
     run_examples,
 )
-from dgraph.models.training.model import LLADA, TinyModel
-from dgraph.models.training.tasks import TASKS, Example, is_held_out, make, matches, read_examples
-from dgraph.models.training.tokenizer import EOS_ID, MASK_ID, PAD_ID
-from dgraph.models.training.train import LIMITS, STAGES
+from models.training.model import LLADA, TinyModel
+from models.training.tokenizer import EOS_ID, MASK_ID, PAD_ID
+from models.training.train import LIMITS, STAGES
 from tests.tiny import interpret
 
 MODELS = Path(dgraph.models.__path__[0])

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import dgraph.models
-from dgraph.models.training import checkpoint, corpus, tokenizer
-from dgraph.models.training.data import BLOCK, KIND_NAMES, Batch, Mixture, document, pack
-from dgraph.models.training.decode import decode
-from dgraph.models.training.evaluate import run_examples
-from dgraph.models.training.model import TinyConfig, TinyModel
-from dgraph.models.training.objective import block_diffusion, dense_mask, next_token
-from dgraph.models.training.tasks import TASKS, Example, held_out, is_held_out, make, matches, read_examples
-from dgraph.models.training.tokenizer import EOS_ID, MASK_ID
-from dgraph.models.training.trainer import Trainer
+from dgraph.models.tasks import TASKS, Example, held_out, is_held_out, make, matches, read_examples
+from models.training import checkpoint, corpus, tokenizer
+from models.training.data import BLOCK, KIND_NAMES, Batch, Mixture, document, pack
+from models.training.decode import decode
+from models.training.evaluate import run_examples
+from models.training.model import TinyConfig, TinyModel
+from models.training.objective import block_diffusion, dense_mask, next_token
+from models.training.tokenizer import EOS_ID, MASK_ID
+from models.training.trainer import Trainer
 
 FOLDER = Path(dgraph.models.__path__[0]) / "tiny_sdar"
 SMALL = TinyConfig(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dgraph.models
-from dgraph.models.training import checkpoint, tokenizer
-from dgraph.models.training.data import (
+from models.training import checkpoint, tokenizer
+from models.training.data import (
     EOS_PADDING,
     RESPONSE,
     Batch,
@@ -20,13 +20,13 @@ from dgraph.models.training.data import (
     region_document,
     tail,
 )
-from dgraph.models.training.decode import decode
-from dgraph.models.training.evaluate import decode_all
-from dgraph.models.training.masked_diffusion import mask_chance, masked_diffusion
-from dgraph.models.training.model import TinyConfig, TinyModel
-from dgraph.models.training.objective import Inputs, dense_mask, next_token
-from dgraph.models.training.tokenizer import ASSISTANT_ID, EOS_ID, MASK_ID, USER_ID
-from dgraph.models.training.trainer import Stage, Trainer, run_phase
+from models.training.decode import decode
+from models.training.evaluate import decode_all
+from models.training.masked_diffusion import mask_chance, masked_diffusion
+from models.training.model import TinyConfig, TinyModel
+from models.training.objective import Inputs, dense_mask, next_token
+from models.training.tokenizer import ASSISTANT_ID, EOS_ID, MASK_ID, USER_ID
+from models.training.trainer import Stage, Trainer, run_phase
 
 CPU = torch.device("cpu")
 TOKENIZER = tokenizer.load(Path(dgraph.models.__path__[0]) / "tiny_sdar")

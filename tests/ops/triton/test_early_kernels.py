@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from dgraph.early import starts_early
+from dgraph.ops.triton.early import starts_early
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
 pytest.importorskip("triton", reason="needs Triton")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    starts_early.cache_clear()
+    yield
+    starts_early.cache_clear()
 
 
 def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None:
@@ -34,6 +42,42 @@ def test_a_launch_says_so_where_kernels_start_early(early: bool, monkeypatch: py
     monkeypatch.setattr(rows, "starts_early", lambda device: early)
     expected = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     assert rows.start_of(torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("device", "capability", "environment", "expected"),
+    [
+        ("cuda", (9, 0), {}, True),
+        ("cuda", (12, 0), {}, True),
+        ("cuda", (9, 0), {"TORCHINDUCTOR_ENABLE_PDL": "1"}, True),
+        ("cuda", (9, 0), {"TORCHINDUCTOR_ENABLE_PDL": "0"}, False),
+        ("cuda", (9, 0), {"TRITON_INTERPRET": "1"}, False),
+        ("cuda", (8, 9), {"TORCHINDUCTOR_ENABLE_PDL": "1"}, False),
+        ("cpu", (9, 0), {}, False),
+    ],
+)
+def test_where_kernels_start_early(
+    device: str,
+    capability: tuple[int, int],
+    environment: dict[str, str],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TORCHINDUCTOR_ENABLE_PDL", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert starts_early(torch.device(device, 0)) is expected
+
+
+@pytest.mark.usefixtures("fresh")
+def test_another_maker_of_gpus_has_no_such_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert not starts_early(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
