@@ -92,6 +92,11 @@ class Family(Protocol):
         """A checkpoint folder of this family; None if its config names another family."""
         ...
 
+    def random(self, seed: int = 0) -> Model:
+        """A model of this family with few random weights, in fp32 on the CPU, whose decoding is not trivial: what
+        `dgraph.testing` checks methods on."""
+        ...
+
 
 class Exam(Protocol):
     """Tasks with one right answer that an embedded model was trained on, and prompts of them that it never saw.

@@ -118,4 +118,5 @@ family = RemoteCodeFamily(
     facts=FACTS,
     translate=translate,
     stored=stored,
+    tiny={"num_key_value_heads": 4},
 )

@@ -279,4 +279,5 @@ family = MoEFamily(
     classes=(CLASS,),
     facts=FACTS,
     build=build,
+    tiny={"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2},
 )

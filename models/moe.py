@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ import dgraph.ops  # noqa: F401  (registers dgraph::route and dgraph::experts)
 from dgraph.families import Model
 from dgraph.models.checkpoint import WithOwnKeys, match_shapes, read_config, read_tensors, restore_buffers
 from dgraph.models.native import native_spec
+from dgraph.models.tiny import FACTS as TINY_FACTS
+from dgraph.models.tiny import build_tiny
 from dgraph.models.tokenizer import read_tokenizer
 
 
@@ -191,6 +193,7 @@ class MoEFamily:
         translate: its config (and its folder's name, "" for a model object) with what the name says.
         wrap: a built model as a module that can be captured.
         prefix: where `wrap` keeps the model, in front of every weight's name.
+        tiny: keys of the config in which a tiny model of the family differs from others'.
     """
 
     name: str
@@ -201,6 +204,7 @@ class MoEFamily:
     translate: Callable[[dict[str, Any], str], dict[str, Any]] = lambda config, folder: config
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     prefix: str = ""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
@@ -217,6 +221,11 @@ class MoEFamily:
         first = next(model.parameters())
         restore_buffers(built, built.config, first.device)
         return self.model(self.name, built, config, first.dtype, **facts)
+
+    def random(self, seed: int = 0) -> Model:
+        """See `Family.random`."""
+        built = build_tiny(self.build, self.tiny, seed)
+        return self.model(f"tiny random {self.name}", built, {}, torch.float32, **TINY_FACTS)
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
         """See `Family.load`."""

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +149,14 @@ class NativeFamily:
         dtype = next(model.parameters()).dtype
         spec = native_spec(model.config, type(model).__name__, dtype, **facts)
         return Model(type(model).__name__, Forward(model), spec, None, PREFIX)
+
+    def random(self, seed: int = 0) -> Model:
+        """See `Family.random`."""
+        from dgraph.models.checkpoint import build_native
+        from dgraph.models.tiny import FACTS, build_tiny
+
+        model = build_tiny(lambda keys, source: build_native("LlamaForCausalLM", keys, source), {}, seed)
+        return cast(Model, self.adopt(model, **FACTS))
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
         from dgraph.models.checkpoint import load_checkpoint, read_config

@@ -7,7 +7,7 @@ tensors. A model object that such code made is adopted the same way, its tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,8 @@ from dgraph.models.checkpoint import (
     restore_buffers,
 )
 from dgraph.models.native import PREFIX, Forward, native_spec
+from dgraph.models.tiny import FACTS as TINY_FACTS
+from dgraph.models.tiny import build_tiny
 
 
 def as_it_is(config: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class RemoteCodeFamily:
         translate: its config (and its folder's name, "" for a model object) to one in the native class's keys;
             raises CheckpointError, with the key's name, for what the native class cannot represent.
         stored: a native parameter's name to its own.
+        tiny: keys of the native class's config in which a tiny model of the family differs from others'.
     """
 
     name: str
@@ -53,6 +56,7 @@ class RemoteCodeFamily:
     facts: Mapping[str, Any]
     translate: Callable[[dict[str, Any], str], dict[str, Any]] = as_it_is
     stored: Callable[[str], str] = str
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
@@ -82,6 +86,11 @@ class RemoteCodeFamily:
         """A filled native model with its facts."""
         spec = native_spec(WithOwnKeys(native.config, config), self.name, dtype, self.facts, **facts)
         return Model(name, Forward(native.eval()), spec, None, PREFIX)
+
+    def random(self, seed: int = 0) -> Model:
+        """See `Family.random`."""
+        native = build_tiny(self.build, self.tiny, seed)
+        return self.model(f"tiny random {self.name}", native, {}, torch.float32, **TINY_FACTS)
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
         """See `Family.load`."""

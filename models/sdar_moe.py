@@ -62,4 +62,5 @@ family = MoEFamily(
     translate=translate,
     wrap=MoEForward,
     prefix=PREFIX,
+    tiny={"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 )

@@ -1,0 +1,35 @@
+"""What a package that brings a method tests it with: tiny random models of every family, and the checks a method owes.
+
+    from dgraph.testing import check_batch_equals_alone, check_lossless, models
+
+    @pytest.mark.parametrize("model", models("bidirectional"), ids=str)
+    def test_lossless(model):
+        check_lossless(model, "mine", {"share": 1.0})
+
+Each check runs a recipe on a model and raises AssertionError with what differs. Recipes are found by name as
+everywhere, those of installed packages included; a `Recipe` value works, too.
+"""
+
+from __future__ import annotations
+
+from dgraph.testing.checks import (
+    check_against,
+    check_backends_agree,
+    check_batch_equals_alone,
+    check_fires,
+    check_lossless,
+    check_skips,
+)
+from dgraph.testing.models import TinyModel, models, prompts
+
+__all__ = [
+    "TinyModel",
+    "check_against",
+    "check_backends_agree",
+    "check_batch_equals_alone",
+    "check_fires",
+    "check_lossless",
+    "check_skips",
+    "models",
+    "prompts",
+]

@@ -1,0 +1,163 @@
+"""The checks that a method owes, as functions; see `dgraph.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dgraph.api import Result
+from dgraph.passes.base import Pass
+from dgraph.passes.manager import run_passes
+from dgraph.recipes import Recipe
+from dgraph.testing.models import TinyModel, prompts
+
+NEW_TOKENS = 20
+"""Length of the responses that checks decode: two blocks and a half."""
+TOLERANCE = 1e-4
+"""How far keys and values may differ where sums may be reassociated; fp32, values of about 1."""
+
+Options = Mapping[str, Any]
+
+
+def check_lossless(
+    tiny: TinyModel,
+    recipe: str | Recipe,
+    identity: Options,
+    *,
+    against: str | Recipe = "dense",
+    exact: bool = False,
+    **decoding: Any,
+) -> None:
+    """At its identity setting a method gives the tokens, and the keys and values, of the model without it.
+
+    Args:
+        tiny: the model.
+        recipe: the method.
+        identity: its options at which it must change nothing.
+        against: the recipe without the method.
+        exact: keys and values are equal bit for bit, not only to 1e-4.
+        decoding: as for `Optimized.generate`; default 20 tokens at a threshold of 0.7.
+    """
+    got = _run(tiny, recipe, identity, keep_kv=True, **decoding)
+    wanted = _run(tiny, against, {}, keep_kv=True, **decoding)
+    _same_tokens(tiny, got, wanted, f"{_name(recipe)} with {dict(identity)}", _name(against))
+    for index, (mine, other) in enumerate(zip(got.kv or (), wanted.kv or (), strict=True)):
+        for layer, pairs in enumerate(zip(mine.layers, other.layers, strict=True)):
+            for kind, a, b in zip(("keys", "values"), *pairs, strict=True):
+                same = torch.equal(a, b) if exact else torch.allclose(a, b, atol=TOLERANCE, rtol=TOLERANCE)
+                assert same, (
+                    f"{tiny}: {kind} of layer {layer} of prompt {index} under {_name(recipe)} differ from those under "
+                    f"{_name(against)} by up to {(a - b).abs().max():.2g}"
+                )
+
+
+def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
+    """Each prompt of a batch gets the tokens that it gets alone.
+
+    Draws depend on a prompt's index in the call, so a method that draws is checked with `temperature=0`, the default.
+    """
+    made = tiny.optimized(recipe, **options)
+    ids = prompts(tiny)
+    together = made.generate(input_ids=ids, **_settings(decoding)).token_ids
+    for index, prompt in enumerate(ids):
+        alone = made.generate(input_ids=[prompt], **_settings(decoding)).token_ids[0]
+        assert together[index] == alone, (
+            f"{tiny}: prompt {index} gets {together[index]} in a batch of {len(ids)} and {alone} alone, under "
+            f"{_name(recipe)} with {dict(options)}"
+        )
+
+
+def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
+    """Inductor's regions give the tokens that the graph gives op by op. It compiles: some ten seconds."""
+    eager = _run(tiny, recipe, options, **decoding)
+    compiled = _run(tiny, recipe, options, backend="inductor", buckets="fine", **decoding)
+    _same_tokens(tiny, compiled, eager, "Inductor", "eager")
+
+
+def check_against(
+    tiny: TinyModel,
+    recipe: str | Recipe,
+    options: Options,
+    oracle: Callable[[TinyModel, list[int], Options], list[int]],
+    **decoding: Any,
+) -> None:
+    """The compiled program gives the tokens of a plain implementation of the method.
+
+    Args:
+        tiny: the model.
+        recipe, options: the method.
+        oracle: of the model, a prompt, and what is decoded by (max_new_tokens, threshold, ...), the response's ids up
+            to a stop token, which is left out.
+        decoding: as for `Optimized.generate`.
+    """
+    got = _run(tiny, recipe, options, **decoding)
+    for index, prompt in enumerate(prompts(tiny)):
+        wanted = oracle(tiny, prompt, _settings(decoding))
+        assert got.token_ids[index] == wanted, (
+            f"{tiny}: prompt {index} gets {got.token_ids[index]} under {_name(recipe)} with {dict(options)}; the plain "
+            f"implementation gives {wanted}"
+        )
+
+
+def check_fires(
+    tiny: TinyModel, recipe: str | Recipe, options: Options, step: str, layers: Sequence[int | None]
+) -> None:
+    """A pass of a recipe's step program fires once in each of these layers, in order, and nowhere else.
+
+    Args:
+        tiny: the model.
+        recipe, options: the method.
+        step: the pass's name.
+        layers: where it fires; None outside the layers.
+
+    Raises:
+        UnknownName: the step does not run the pass.
+    """
+    made = tiny.optimized(recipe, **options)
+    made.graph("step", after=step)  # an unknown pass is named with its closest match
+    report = next(r for r in made.report["step"] if r.name == step)
+    fired = [applied.layer for applied in report.applied]
+    assert fired == list(layers), f"{tiny}: {step} fired in layers {fired}, expected {list(layers)}"
+
+
+def check_skips(tiny: TinyModel, before: Sequence[Pass], step: Pass, reason: str) -> None:
+    """A pass that cannot apply says why: one of its reasons to skip contains `reason`.
+
+    Args:
+        tiny: the model.
+        before: passes that run first.
+        step: the pass.
+        reason: part of the reason.
+    """
+    *_, report = run_passes(tiny.graph.copy(), [*before, step], optional=frozenset({step.name}))
+    reasons = [skipped.reason for skipped in report.skipped]
+    assert any(reason in said for said in reasons), f"{tiny}: {step.name} skipped for {reasons}, expected {reason!r}"
+
+
+def _settings(decoding: Options) -> dict[str, Any]:
+    rule = {} if {"threshold", "steps", "policy"} & set(decoding) else {"threshold": 0.7}
+    return {"max_new_tokens": NEW_TOKENS, **rule, **decoding}
+
+
+def _run(
+    tiny: TinyModel,
+    recipe: str | Recipe,
+    options: Options,
+    *,
+    backend: str = "eager",
+    buckets: str = "exact",
+    **decoding: Any,
+) -> Result:
+    made = tiny.optimized(recipe, backend, buckets, **options)
+    return made.generate(input_ids=prompts(tiny), **_settings(decoding))
+
+
+def _same_tokens(tiny: TinyModel, got: Result, wanted: Result, mine: str, other: str) -> None:
+    for index, (a, b) in enumerate(zip(got.token_ids, wanted.token_ids, strict=True)):
+        assert a == b, f"{tiny}: prompt {index} gets {a} under {mine} and {b} under {other}"
+
+
+def _name(recipe: str | Recipe) -> str:
+    return recipe if isinstance(recipe, str) else recipe.name

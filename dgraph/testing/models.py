@@ -1,0 +1,84 @@
+"""Tiny random models of every family, each captured once, and prompts for them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from dgraph.api import Optimized
+from dgraph.errors import UnknownName
+from dgraph.families import Model, families
+from dgraph.frontend.frozen import captured
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.recipes import RECIPES, Recipe, build
+
+
+@dataclass(frozen=True, eq=False)
+class TinyModel:
+    """A model of a family with few random weights; prints as the family's name.
+
+    Attributes:
+        family: the family's name.
+        model: the model, in fp32 on the CPU.
+        graph: its captured forward; copy it before you rewrite it.
+    """
+
+    family: str
+    model: Model
+    graph: Graph
+
+    def __str__(self) -> str:
+        return self.family
+
+    def recipe(self, recipe: str | Recipe, **options: object) -> Recipe:
+        """A recipe for this model; see `dgraph.recipe`."""
+        return build(RECIPES, recipe, self.model.spec, dict(options))
+
+    def optimized(
+        self, recipe: str | Recipe, backend: str = "eager", buckets: str = "exact", **options: object
+    ) -> Optimized:
+        """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share it."""
+        return _optimized(self, self.recipe(recipe, **options), backend, buckets)
+
+
+@functools.lru_cache(maxsize=64)
+def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> Optimized:
+    return Optimized(tiny.model, tiny.graph, recipe, RegionCompiler(backend), Buckets.of(buckets))
+
+
+@functools.cache
+def _tiny(family: str, seed: int) -> TinyModel:
+    model = families()[family].random(seed)
+    return TinyModel(family, model, captured(model.module, model.spec, model.prefix)[0])
+
+
+def models(attention: str | None = None, *names: str, seed: int = 0) -> list[TinyModel]:
+    """Tiny models of all families, in order of their names.
+
+    Args:
+        attention: only those of "block_causal" or "bidirectional" models; None for both.
+        names: only these families; all by default.
+        seed: of the weights.
+
+    Raises:
+        UnknownName: no such family.
+    """
+    for name in names:
+        if name not in families():
+            raise UnknownName("family", name, families())
+    found = [_tiny(name, seed) for name in sorted(names or families())]
+    return [tiny for tiny in found if attention in (None, tiny.model.spec.attention)]
+
+
+def prompts(tiny: TinyModel, seed: int = 0) -> list[list[int]]:
+    """Ragged prompts: shorter than a block, more than a block, two whole blocks; without mask and stop tokens."""
+    spec = tiny.model.spec
+    taken = {spec.mask_id, *spec.eos_ids}
+    ids = torch.tensor([token for token in range(spec.vocab) if token not in taken])
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (3, spec.block_length + 5, 2 * spec.block_length)
+    return [ids[torch.randint(len(ids), (n,), generator=draw)].tolist() for n in lengths]
