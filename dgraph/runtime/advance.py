@@ -23,9 +23,9 @@ from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.sparse import REUSE
 from dgraph.private.torch import copy_all
-from dgraph.runtime.cudagraph import GraphPool, Replay
+from dgraph.runtime.cudagraph import GraphPool, Held, Replay
 from dgraph.runtime.decode_state import BlockCache, DecodeState
-from dgraph.runtime.policies import Policy, edits, needs_of
+from dgraph.runtime.policies import Policy, edits, needs_of, policy_key
 from dgraph.runtime.rows import RowResults, StepRows, row_results
 from dgraph.runtime.script import Script
 from dgraph.runtime.seeds import policy_noise, row_seeds, sequence_keys, uniform
@@ -45,6 +45,12 @@ class Rule:
     temperature: float
     seed: int
     scripted: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two rules of which one may run what was captured for the other, each with its own seed."""
+        others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("policy", "seed"))
+        return (policy_key(self.policy), *others)
 
 
 Assignment = tuple[Tensor, Tensor]
@@ -91,8 +97,9 @@ class Advance:
         self.summary = state.summary()
         self.inputs = inputs_of(self.rows, state, rule, state.keys)
         self._given: dict[str, Tensor] = {}
-        self._graph: Replay | None = None
+        self._graph: tuple[Replay, Held] | None = None
         self._plain = False  # whether it was captured op by op, and might be compiled
+        self._fits = True  # whether memory sufficed for capturing it
         self._steps = 0
 
     def load(self, state: DecodeState, seed: int) -> None:
@@ -113,15 +120,21 @@ class Advance:
             return self._transition()
         if self._pool is not None:
             # The first step runs op by op: a short generation is over before a capture would have paid.
-            if self._graph is None and self._steps > 1:
-                self._graph = self._capture(self._pool)
-            elif self._plain and self._compiler is not None and self._steps >= self._compiler.often:
-                self._graph = self._capture(self._pool) or self._graph
-        if self._graph is None:
-            self._transition()
-        else:
-            self._graph.replay()
+            often = self._compiler is not None and self._steps >= self._compiler.often
+            if self._fits and self._steps > 1 and (self._graph is None or (self._plain and often)):
+                self._capture(self._pool)
+            if self._graph is not None:
+                graph, held = self._graph
+                self._pool.use(held)
+                graph.replay()
+                return None
+        self._transition()
         return None
+
+    def let_go(self) -> None:
+        """Drop the captured transition; the next step captures another."""
+        if self._pool is not None and self._graph is not None:
+            self._pool.let_go(self._graph[1])
 
     def compile(self, outputs: Mapping[str, Tensor]) -> None:
         """Compile the transition for outputs of these types, unless that has been done before."""
@@ -189,14 +202,10 @@ class Advance:
         given = tuple((name, value.dtype) for name, value in self._given.items())
         values = (getattr(self.state, field.name) for field in fields(self.state))
         fixed = tuple(value for value in values if not isinstance(value, Tensor))
-        rule = replace(self.rule, seed=0, temperature=float(self.rule.temperature > 0))
+        rule = replace(self.rule, temperature=float(self.rule.temperature > 0)).key
         shapes = tuple(value.shape for value in held)
-        key: Hashable = (rule, type(self.state), self.state.block, fixed, given, shapes)
+        key = (rule, type(self.state), self.state.block, fixed, given, shapes)
         name = f"the transition between steps under policy {type(self.rule.policy).__name__}"
-        try:
-            hash(key)
-        except TypeError:  # a policy without a hash; it is traced each time
-            key = None
         return self._compiler.function(name, self._traceable(held), held, key, ahead)
 
     def _held(self) -> list[Tensor]:
@@ -224,7 +233,9 @@ class Advance:
 
         return function
 
-    def _capture(self, pool: GraphPool) -> Replay | None:
+    def _capture(self, pool: GraphPool) -> None:
+        if self._graph is None and not pool.has_room("transition", self.capacity):
+            return
         before = [(tensor, tensor.clone()) for tensor in self._held()]
         often = self._compiler is not None and self._steps >= self._compiler.often
         function = self._compiled(ahead=often)
@@ -232,9 +243,9 @@ class Advance:
         try:
             graph = pool.record(function or self._transition, warm=False)
         except torch.OutOfMemoryError as error:
-            pool.refused.append(("transition", self.capacity, str(error).partition("\n")[0]))
-            self._pool = None
-            return None
+            pool.refuse("transition", self.capacity, str(error).partition("\n")[0])
+            self._fits = False
+            return
         except RuntimeError as error:
             raise LoweringError(
                 f"the transition between steps cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
@@ -243,8 +254,11 @@ class Advance:
         finally:  # a capture runs the transition to warm up
             for tensor, value in before:
                 tensor.copy_(value)
-        pool.captured.append(("transition", self.capacity))
-        return graph
+        self.let_go()
+        self._graph = graph, pool.hold("transition", self.capacity, (), self._forget)
+
+    def _forget(self) -> None:
+        self._graph = None
 
 
 def inputs_of(

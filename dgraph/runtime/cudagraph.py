@@ -1,11 +1,14 @@
 """Stages as CUDA graphs: one graph per bucket, captured when the bucket is first met.
 
-A graph replays fixed addresses. So a stage's inputs are copied into buffers in front of each replay, and its outputs
+A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs
 into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
 buckets of a stage use the same buffers, and all graphs of a model the same memory for what lies between: stages run one
 after another, and what a stage leaves in its buffers is read before the next step.
 
-Behind a cut the host has just read how many rows live on, and the device waits for it. So such a stage copies nothing:
+A cache that has grown lies elsewhere, so nobody will replay the graphs that read the old one: `GraphPool.keep` lets
+them go. So does a pool that is full with a graph that nobody has replayed for long.
+
+After a cut the host has just read how many rows live on, and the device waits for it. So such a stage copies nothing:
 its graph reads the buffers of the stages before, whose addresses belong to the key, and begins with the gathers of what
 lives on. These take whole buffers, since the bucket of the stage before, which says how many rows of them are filled,
 is no part of the key: the rows that an index names are always filled.
@@ -13,7 +16,8 @@ is no part of the key: the rows that an index names are always filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,10 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dgraph.errors import warn
 from dgraph.lowering.plan import Runner, StagePlan
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
+
+IDLE = 16
+"""A full pool lets a graph go that was not replayed in the last IDLE * limit runs: capturing costs as much as many."""
 
 
 class Replay(Protocol):
@@ -41,10 +49,11 @@ class _Captured:
 
     Attributes:
         graph: what replays it.
-        copied: inputs that are copied in front of it, by slot: the first rows of their buffers.
+        copied: inputs that are copied before it, by slot: the first rows of their buffers.
         outputs: by slot: the first rows of their buffers.
         buffers: whole ones of all inputs and outputs that do not lie in place, by slot.
         ran: whether capturing it ran it.
+        held: what the pool knows of it.
     """
 
     graph: Replay
@@ -52,6 +61,22 @@ class _Captured:
     outputs: dict[int, Tensor]
     buffers: dict[int, Tensor]
     ran: bool
+    held: Held
+
+
+@dataclass(eq=False)
+class Held:
+    """A graph that the pool counts.
+
+    Attributes:
+        places: addresses that it reads or writes in place, outside of its buffers.
+        forget: removes it from where its owner keeps it.
+        used: number of the run that replayed it last.
+    """
+
+    places: frozenset[int]
+    forget: Callable[[], object]
+    used: int
 
 
 @dataclass
@@ -59,10 +84,11 @@ class GraphPool:
     """Captures stages of one model; shared by its phases.
 
     Attributes:
-        limit: graphs kept at most; a bucket beyond it runs step by step.
-        captured: names and row counts of what was captured, in order.
+        limit: graphs kept at a time. A full pool lets the least recently used go if it has been idle (see `IDLE`); if
+            none has, a further bucket runs op by op, with a `DgraphWarning` the first time.
+        captured: names and row counts of what was captured, in order, graphs that are gone among them.
         bytes: device memory that graphs took: buffers, and what lies between them.
-        refused: the same for buckets that did not fit or run in chunks of rows, with the reason.
+        refused: the same for buckets that did not fit or run in chunks of rows, with the reason; each once.
         preparing: whether stages that nobody waits for are only captured, not run (a warm-up).
         capture: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
             device.
@@ -77,6 +103,67 @@ class GraphPool:
     _pool: Any = None
     _stream: Any = None
     _anchor: Any = None
+    _held: OrderedDict[Held, None] = field(default_factory=OrderedDict)  # the least recently used first
+    _runs: int = 0
+    _places: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def live(self) -> int:
+        """Graphs that can be replayed."""
+        return len(self._held)
+
+    def keep(self, caches: Mapping[str, Tensor]) -> None:
+        """Say where the caches lie now, by name; graphs that read one where it lay before are let go."""
+        now = {name: cache.data_ptr() for name, cache in caches.items()}
+        gone = {place for name, place in self._places.items() if now.get(name, place) != place}
+        self._places |= now
+        if gone:
+            for held in [held for held in self._held if held.places & gone]:
+                self.let_go(held)
+
+    def hold(self, name: str, rows: int, places: Iterable[int], forget: Callable[[], object]) -> Held:
+        """Count a graph that was captured; see `Held`."""
+        held = Held(frozenset(places), forget, self._runs)
+        self._held[held] = None
+        self.captured.append((name, rows))
+        return held
+
+    def use(self, held: Held) -> None:
+        """Note that a graph is replayed."""
+        self._runs += 1
+        held.used = self._runs
+        self._held.move_to_end(held)
+
+    def let_go(self, held: Held) -> None:
+        """Drop a graph; what its owner keeps goes with it."""
+        if held in self._held:
+            del self._held[held]
+            held.forget()
+
+    def has_room(self, name: str, rows: int) -> bool:
+        """Whether one more graph can be kept, after the least recently used was let go if it may; see `limit`."""
+        self._runs += 1
+        if len(self._held) < self.limit:
+            return True
+        if self._held:
+            oldest = next(iter(self._held))
+            if self._runs - oldest.used > IDLE * self.limit:
+                self.let_go(oldest)
+                return True
+        reason = f"limit of {self.limit} graphs"
+        if self.limit and all(why != reason for _, _, why in self.refused):
+            warn(
+                f"{self.limit} CUDA graphs are in use, the most that are kept: {name!r} on {rows} rows runs op by op, "
+                f"and so will others, which takes longer. Use fewer buckets (buckets='hybrid', or a list), or set "
+                f"graph_pool.limit."
+            )
+        self.refuse(name, rows, reason)
+        return False
+
+    def refuse(self, name: str, rows: int, reason: str) -> None:
+        """Note, once, why a bucket has no graph."""
+        if (name, rows, reason) not in self.refused:
+            self.refused.append((name, rows, reason))
 
     def runner(self, plan: StagePlan) -> Runner:
         """A runner that replays graphs where it can; pass it to `LoweredProgram`."""
@@ -156,7 +243,6 @@ class _GraphStage:
         self._behind: dict[Hashable, dict[Hashable, _Captured | None]] = {}
         self._buffers = _Buffers(pool, spare=not plan.last)
         self._warm = False
-        self._in_chunks: set[int] = set()
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
         """What runs the stage on a bucket; one that cannot be captured, or is so large that it runs in chunks, runs
@@ -206,13 +292,14 @@ class _GraphStage:
     ) -> None:
         """Run a graph, with or without the bridge, capturing it if it is not among those that there are."""
         fresh = key not in graphs
-        if fresh:
-            graphs[key] = self._capture(slots, rows, bridged)
-        found = graphs[key]
+        if fresh and self.pool.has_room(self.plan.name, rows):
+            graphs[key] = self._capture(slots, rows, bridged, partial(graphs.pop, key))
+        found = graphs.get(key)
         if found is None:
             for step in self._everything if bridged else self.plan.steps:
                 step.run(slots)
             return
+        self.pool.use(found.held)
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
         if not (self.pool.preparing and self.plan.last) and not (fresh and found.ran):
             if found.copied:
@@ -225,14 +312,9 @@ class _GraphStage:
 
     def _note_chunks(self, rows: int, most: int) -> None:
         # A graph would hold the memory of so many rows for good, and saves launches, which count for little here.
-        if rows not in self._in_chunks:
-            self._in_chunks.add(rows)
-            self.pool.refused.append((self.plan.name, rows, f"more than {most} rows, which run in chunks"))
+        self.pool.refuse(self.plan.name, rows, f"more than {most} rows, which run in chunks")
 
-    def _capture(self, slots: Slots, rows: int, bridged: bool) -> _Captured | None:
-        if len(self.pool.captured) >= self.pool.limit:
-            self.pool.refused.append((self.plan.name, rows, f"limit of {self.pool.limit} graphs"))
-            return None
+    def _capture(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Captured | None:
         plan = self.plan
         steps = self._everything if bridged else plan.steps
         written = written_by(steps)
@@ -266,9 +348,9 @@ class _GraphStage:
 
             graph = self.pool.record(run, warm=not self._warm)
         except torch.OutOfMemoryError as error:
-            self.pool.refused.append((plan.name, rows, str(error).partition("\n")[0]))
+            self.pool.refuse(plan.name, rows, str(error).partition("\n")[0])
             return None
         ran = self.pool.capture is not None or not self._warm
         self._warm = True
-        self.pool.captured.append((plan.name, rows))
-        return _Captured(graph, copied, outputs, buffers, ran)
+        held = self.pool.hold(plan.name, rows, (slots[slot].data_ptr() for slot in plan.in_place), forget)
+        return _Captured(graph, copied, outputs, buffers, ran, held)

@@ -213,6 +213,7 @@ class BlockSession:
                 if self.packed is not None:
                     self.packed.prepare(self._candidates(batch, max_new_tokens, block), len(caches["page_table"]))
                     caches |= self.packed.tensors()
+                self._keep_graphs()
                 unconditional = self.kv.page_table(twins, *shape) if guided else None
                 if causal and any(first_cached):
                     loop = replace(loop, release=partial(self._release, handles, first_cached, caches["page_table"]))
@@ -273,6 +274,7 @@ class BlockSession:
             if self.packed is not None:
                 self.packed.prepare([tokens] * batch, self._sequences)
                 caches |= self.packed.tensors()
+            self._keep_graphs()
             self.pool.preparing = True
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
@@ -291,6 +293,26 @@ class BlockSession:
             for handle in reversed(handles):
                 self.kv.free(handle)
         return len(sizes)
+
+    def reserve(self, sequences: int, tokens: int) -> None:
+        """Make KV pages now for so many sequences of so many positions, prompt and response together.
+
+        Caches grow where more are needed, which replaces them: CUDA graphs that read the old ones are captured again.
+
+        Raises `InputError` for a size out of range.
+        """
+        if sequences < 1 or not 1 <= tokens <= self.spec.max_positions:
+            raise InputError(
+                f"KV pages are made for at least 1 sequence of 1 to {self.spec.max_positions} tokens, got {sequences} "
+                f"of {tokens}."
+            )
+        for handle in reversed(self.kv.allocate([tokens] * sequences)):
+            self.kv.free(handle)
+
+    def _keep_graphs(self) -> None:
+        """Let go of CUDA graphs that read caches which have been replaced since."""
+        if self.pool is not None:
+            self.pool.keep(self.kv.tensors() if self.packed is None else self.kv.tensors() | self.packed.tensors())
 
     def _first_cached(self, prompt: int, block: int) -> int:
         """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""

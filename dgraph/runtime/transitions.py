@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -51,9 +50,11 @@ class Transitions:
 
     def lasting(self, rule: Rule, state: DecodeState) -> Advance:
         """A captured transition for a batch of this shape: the one of the call before, if it fits."""
-        key = (replace(rule, seed=0), state.block, tuple(state.canvas.shape))
+        key = (rule.key, state.block, tuple(state.canvas.shape))
         if self._last is None or self._last[0] != key:
-            self._last = None  # let go of its tensors first
+            if self._last is not None:
+                self._last[1].let_go()
+                self._last = None  # its tensors, too, before others are made
             self._last = (key, Advance(rule, state, state.capacity, self._pool, self._compiler))
         else:
             self._last[1].load(state, rule.seed)

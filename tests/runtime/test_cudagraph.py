@@ -6,21 +6,23 @@ with, so a stage that forgot to fill a buffer replays old values here, too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import dgraph
-from dgraph.errors import InputError, LoweringError
+from dgraph.errors import DgraphWarning, InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.steps import Slot, Slots, Step
 from dgraph.recipes import RECIPES, build
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, Policy
+from dgraph.runtime.cudagraph import IDLE, GraphPool
+from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy, policy_key
 from dgraph.runtime.session import BlockSession, Generation
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 
@@ -84,8 +86,32 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
 def test_a_stage_runs_once_where_it_is_captured() -> None:
     """Capturing ran it; one that compares rows with what it cached of them would find nothing new the second time."""
     cache, x = torch.zeros(1, 4), torch.arange(4.0)
+    pool = GraphPool(capture=Recorder)
+    step = stage_of(pool)
+    for count in (1, 2, 3):
+        step(cache, x)
+        assert cache.equal(count * x[None])
+    assert pool.captured == [("step", 4)]
+
+
+def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgraph.runtime.cudagraph.IDLE", 10**6)
+    pool = GraphPool(limit=1, capture=Recorder)
+    with pytest.warns(DgraphWarning, match="1 CUDA graphs are in use.* on .* rows runs op by op") as seen:
+        result = generate(phases, pool.runner)
+    assert len(seen) == 1, "once, not in every step"
+    assert result.token_ids == generate(phases, run_steps).token_ids
+    assert len(pool.captured) == 1
+    assert len(pool.refused) == len(set(pool.refused)) > 1
+    assert all("limit of 1" in reason for _, _, reason in pool.refused)
+
+
+def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A stage that adds rows to a cache in place."""
     plan = StagePlan(
-        name="step",
+        name=name,
         bridge=(),
         steps=(Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),),
         inputs=(0, 1),
@@ -97,23 +123,70 @@ def test_a_stage_runs_once_where_it_is_captured() -> None:
         last=True,
         chunk_rows=None,
     )
-    pool = GraphPool(capture=Recorder)
     run = pool.runner(plan)
-    for count in (1, 2, 3):
-        run(Slots([cache, x]))(4)
-        assert cache.equal(count * x[None])
-    assert pool.captured == [("step", 4)]
+    return lambda cache, x: run(Slots([cache, x]))(len(x))
 
 
-def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(
+def test_graphs_of_caches_that_have_grown_are_let_go() -> None:
+    """They counted toward the limit, so that after enough growth every stage ran op by op."""
+    pool = GraphPool(limit=2, capture=Recorder)
+    step = stage_of(pool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DgraphWarning)
+        for pages in range(1, 9):
+            cache, x = torch.zeros(pages, 4), torch.arange(4.0)
+            pool.keep({"k_cache_0": cache})
+            for count in (1, 2, 3):
+                step(cache, x)
+                assert cache.equal((count * x).expand(pages, 4))
+            assert pool.live == 1
+    assert len(pool.captured) == 8
+    assert not pool.refused
+
+
+def test_a_session_lets_graphs_go_when_its_caches_grow(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:
+    pool = GraphPool(capture=Recorder)
+    session = captured_session(phases, pool)
+    options: dict[str, Any] = {"max_new_tokens": 20, "policy": ConfidenceThreshold(0.7)}
+    for length in (10, 40, 70):
+        before = len(pool.captured)
+        session.generate([list(range(6, 6 + length))], **options)
+        stages = [name for name, _ in pool.captured[before:] if name != "transition"]
+        assert stages
+        assert pool.live == len(stages) + 1, "the transition stays, graphs of caches that are gone do not"
+    reserved = captured_session(phases, GraphPool(capture=Recorder))
+    reserved.reserve(1, 96)
+    for length in (10, 40, 70):
+        reserved.generate([list(range(6, 6 + length))], **options)
+    assert reserved.pool is not None
+    names = [name for name, _ in reserved.pool.captured]
+    assert reserved.pool.live == len(names), "caches of their final size: nothing is let go"
+
+
+def test_a_session_reserves_pages_within_the_models_positions(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
 ) -> None:
-    pool = GraphPool(limit=1, capture=Recorder)
-    result = generate(phases, pool.runner)
-    assert result.token_ids == generate(phases, run_steps).token_ids
-    assert len(pool.captured) == 1
-    assert pool.refused
-    assert all("limit of 1" in reason for _, _, reason in pool.refused)
+    session = captured_session(phases, GraphPool(capture=Recorder))
+    for sequences, tokens in ((0, 16), (1, 0), (1, 10**6)):
+        with pytest.raises(InputError, match="KV pages are made for at least 1 sequence of 1 to"):
+            session.reserve(sequences, tokens)
+
+
+def test_a_full_pool_lets_an_idle_graph_go() -> None:
+    pool = GraphPool(limit=2, capture=Recorder)
+    cache, x = torch.zeros(1, 1), torch.ones(1)
+    first, second, third = (stage_of(pool, name) for name in ("first", "second", "third"))
+    first(cache, x)
+    second(cache, x)
+    with pytest.warns(DgraphWarning, match="2 CUDA graphs are in use"):
+        third(cache, x)
+    assert pool.refused == [("third", 1, "limit of 2 graphs")]
+    for _ in range(IDLE * pool.limit):
+        second(cache, x)
+    third(cache, x)
+    assert [name for name, _ in pool.captured] == ["first", "second", "third"]
+    assert pool.live == 2
+    assert float(cache) == 3 + IDLE * pool.limit + 1
 
 
 def test_a_bucket_that_does_not_fit_runs_step_by_step(
@@ -212,3 +285,46 @@ def test_a_policy_that_reads_on_the_host_is_named(phases: tuple[dgraph.Model, di
     session = captured_session(phases, GraphPool(capture=capture))
     with pytest.raises(LoweringError, match="Policy Reads may read values on the host; decode with graphs=False"):
         session.generate([list(range(6, 30))], max_new_tokens=40, policy=Reads(0.7))
+
+
+def test_an_equal_policy_with_state_of_its_own_is_another_policy(
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
+) -> None:
+    """A captured transition reads the tensors of the policy that it was captured with."""
+
+    class AtLeast(ConfidenceThreshold):
+        def __init__(self, least: float):
+            super().__init__(0.99)
+            object.__setattr__(self, "least", torch.tensor(least))
+
+        def choose(self, candidates: Candidates) -> torch.Tensor:
+            return super().choose(candidates) | (candidates.committable & (candidates.confidence >= self.least))
+
+    everything, nothing = AtLeast(0.0), AtLeast(2.0)
+    assert everything == nothing
+    session = captured_session(phases, GraphPool(capture=Recorder))
+    prompts = [list(range(6, 30)), list(range(40, 45)), list(range(50, 82))]
+    steps = []
+    for policy in (everything, nothing, everything):
+        want = captured_session(phases, GraphPool(limit=0, capture=Recorder)).generate(
+            prompts, max_new_tokens=40, policy=policy, observer=lambda record: None
+        )
+        got = session.generate(prompts, max_new_tokens=40, policy=policy)
+        assert got.token_ids == want.token_ids
+        assert got.stats.sequence_steps == want.stats.sequence_steps
+        steps.append(sum(got.stats.sequence_steps))
+    assert steps[0] == steps[2] < steps[1]
+
+
+def test_only_values_share_what_was_captured() -> None:
+    class Holds(ConfidenceThreshold):
+        pass
+
+    holds = Holds(0.5)
+    object.__setattr__(holds, "seen", torch.zeros(1))
+    assert policy_key(ConfidenceThreshold(0.5)) == policy_key(ConfidenceThreshold(0.5))
+    assert policy_key(ConfidenceThreshold(0.5)) != policy_key(ConfidenceThreshold(0.6))
+    assert policy_key(Holds(0.5)) == policy_key(Holds(0.5)), "nothing of its own"
+    assert policy_key(holds) == policy_key(holds)
+    assert policy_key(holds) != policy_key(Holds(0.5))
+    assert policy_key(object()) != policy_key(object())  # type: ignore[arg-type]

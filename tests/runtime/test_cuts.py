@@ -210,6 +210,7 @@ def test_a_stage_that_does_not_fit_leaves_the_others_captured(graph: Graph, refu
     assert len(pool.captured) >= len(program.stages)
 
 
+@pytest.mark.filterwarnings("ignore:.* CUDA graphs are in use")
 @pytest.mark.parametrize("limit", range(5))
 def test_a_full_pool(graph: Graph, limit: int) -> None:
     pool = GraphPool(limit=limit, capture=Recorder)

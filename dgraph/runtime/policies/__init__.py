@@ -19,6 +19,7 @@ from dgraph.runtime.policies.base import (
     foresees,
     may_wait,
     needs_of,
+    policy_key,
     remasks,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
@@ -158,6 +159,7 @@ __all__ = [
     "may_wait",
     "needs_of",
     "options_of",
+    "policy_key",
     "policy_of",
     "remasks",
 ]

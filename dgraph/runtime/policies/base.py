@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -178,6 +179,42 @@ class DecodeRule:
         """`InputError` unless the field is one of the choices."""
         if getattr(self, field) not in choices:
             raise self.refuse(field, f"one of {', '.join(choices)}")
+
+
+class _Own:
+    """Stands for one object: equal to what stands for the same one."""
+
+    def __init__(self, owner: object):
+        self.owner = owner  # held, so that no other object gets its address
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Own) and other.owner is self.owner
+
+    def __hash__(self) -> int:
+        return id(self.owner)
+
+
+def policy_key(policy: Policy) -> Hashable:
+    """Equal for two policies of which one may run what was captured for the other.
+
+    That is true of equal values: frozen dataclasses all of whose attributes are fields that are compared and cannot
+    change. Any other policy may hold state that its equality does not tell, and is equal to itself alone.
+    """
+    own: Hashable = _Own(policy)
+    return policy if _is_value(policy) and isinstance(policy, Hashable) else own
+
+
+def _is_value(value: object) -> bool:
+    if value is None or isinstance(value, bool | int | float | str | bytes | Enum | torch.dtype):
+        return True
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_value, value))
+    settings = getattr(type(value), "__dataclass_params__", None)
+    if settings is None or isinstance(value, type) or not (settings.frozen and settings.eq):
+        return False
+    compared = {field.name for field in fields(value) if field.compare}  # type: ignore[arg-type]
+    held = {*getattr(value, "__dict__", {}), *(field.name for field in fields(value))}  # type: ignore[arg-type]
+    return held == compared and all(_is_value(getattr(value, name)) for name in compared)
 
 
 def needs_of(policy: Policy) -> frozenset[str]:
