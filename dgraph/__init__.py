@@ -2,45 +2,79 @@
 
 opt = dgraph.optimize("tiny_sdar", recipe="focus")
 print(opt.generate("Sort these words: river stone cloud maple").texts[0])
+
+A public name is imported when it is first used, so that what needs no torch does not wait for it.
 """
 
 from __future__ import annotations
 
-from dgraph.api import Optimized, Result, adopt, capture, load, optimize, recipe
-from dgraph.errors import DgraphError, DgraphWarning
-from dgraph.evaluate.calibrate import calibrate
-from dgraph.families import Embedded, Family, Model
-from dgraph.graph import Graph
-from dgraph.phases import rewrite
-from dgraph.plans.calibration import Calibration
-from dgraph.recipes import RECIPES, Phase, Recipe
-from dgraph.spec import ModelSpec
-from dgraph.views import diff, dump, explain
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dgraph.api import Optimized as Optimized
+    from dgraph.api import Result as Result
+    from dgraph.api import adopt as adopt
+    from dgraph.api import capture as capture
+    from dgraph.api import load as load
+    from dgraph.api import optimize as optimize
+    from dgraph.api import recipe as recipe
+    from dgraph.errors import DgraphError as DgraphError
+    from dgraph.errors import DgraphWarning as DgraphWarning
+    from dgraph.evaluate.calibrate import calibrate as calibrate
+    from dgraph.families import Embedded as Embedded
+    from dgraph.families import Family as Family
+    from dgraph.families import Model as Model
+    from dgraph.graph import Graph as Graph
+    from dgraph.phases import rewrite as rewrite
+    from dgraph.plans.calibration import Calibration as Calibration
+    from dgraph.recipes import RECIPES as RECIPES
+    from dgraph.recipes import Phase as Phase
+    from dgraph.recipes import Recipe as Recipe
+    from dgraph.spec import ModelSpec as ModelSpec
+    from dgraph.views import diff as diff
+    from dgraph.views import dump as dump
+    from dgraph.views import explain as explain
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RECIPES",
-    "Calibration",
-    "DgraphError",
-    "DgraphWarning",
-    "Embedded",
-    "Family",
-    "Graph",
-    "Model",
-    "ModelSpec",
-    "Optimized",
-    "Phase",
-    "Recipe",
-    "Result",
-    "adopt",
-    "calibrate",
-    "capture",
-    "diff",
-    "dump",
-    "explain",
-    "load",
-    "optimize",
-    "recipe",
-    "rewrite",
-]
+_HOMES = {
+    "RECIPES": "recipes",
+    "Calibration": "plans.calibration",
+    "DgraphError": "errors",
+    "DgraphWarning": "errors",
+    "Embedded": "families",
+    "Family": "families",
+    "Graph": "graph",
+    "Model": "families",
+    "ModelSpec": "spec",
+    "Optimized": "api",
+    "Phase": "recipes",
+    "Recipe": "recipes",
+    "Result": "api",
+    "adopt": "api",
+    "calibrate": "evaluate.calibrate",
+    "capture": "api",
+    "diff": "views",
+    "dump": "views",
+    "explain": "views",
+    "load": "api",
+    "optimize": "api",
+    "recipe": "api",
+    "rewrite": "phases",
+}
+"""The module below dgraph that each public name comes from."""
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -4,6 +4,8 @@ The text is stored beside the artifact, so that `dgraph cache why` can say what 
 value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
 one artifact serves every model, phase and bucket in which the same region occurs. So do plans of kernels, by shape, and
 compiled kernels, by what Triton's own hash covers.
+
+Keys that are made need torch, keys that are read do not: torch is imported where one is made.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.artifact import FORMAT
-from dgraph.private.torch import inductor_config
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = Path(__file__).parents[1]
 MAKERS = ("lowering/inductor.py", "lowering/regions.py", "shapes.py", "private/torch.py")
@@ -125,6 +127,8 @@ def region_key(
         settings: of Inductor, for this region.
         functions: references of the ops that were inlined into it.
     """
+    from dgraph.private.torch import inductor_config
+
     return Key(
         {
             "format": FORMAT,
@@ -145,6 +149,8 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
         device: of the weights; a graph may name it.
         family: source file of the module whose forward was captured.
     """
+    import torch
+
     ops = sorted((PACKAGE / "ops").glob("*.py"))
     sources = [*(PACKAGE / name for name in CAPTURERS), *ops]
     found = {f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in sources}
@@ -201,6 +207,8 @@ def kernel_keys(target: str) -> dict[str, Key]:
 
 def environment(device: torch.device) -> dict[str, str]:
     """What code for a device depends on besides the region: torch, triton, Python, the device, numeric settings."""
+    import torch
+
     found = {
         "torch": f"{torch.__version__} git {torch.version.git_version}",
         "triton": _version("triton"),
@@ -242,6 +250,8 @@ def _machine() -> str:
 
 
 def _matmul_precision() -> str:
+    import torch
+
     # torch.get_float32_matmul_precision() raises where a program has used the newer settings.
     backends: Any = torch.backends
     per_backend = (f"{name} {getattr(backends, name).matmul.fp32_precision}" for name in ("cuda", "mkldnn"))

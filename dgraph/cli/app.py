@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from dgraph.cli import bench, cache, doctor, eval, generate, tables, views
-from dgraph.cli.calibrate import calibrate
-from dgraph.cli.compile import compile_
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.errors import DgraphError
 
@@ -24,11 +22,54 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 
+COMMANDS = {
+    "generate": "generate:generate",
+    "dump": "views:dump",
+    "diff": "views:diff",
+    "explain": "views:explain",
+    "compile": "compile:compile_",
+    "calibrate": "calibrate:calibrate",
+    "cache": "cache:app",
+    "bench": "bench:app",
+    "eval": "eval:evaluate",
+    "recipes": "tables:recipes",
+    "policies": "tables:policies",
+    "passes": "tables:passes",
+    "models": "tables:models",
+    "doctor": "doctor:doctor",
+}
+"""Per command the module below dgraph.cli, and in it the function, or the application with commands of its own."""
+
+
+class Imported(Mapping[str, Any]):
+    """The commands by name, in the order of `COMMANDS`; one is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = COMMANDS[name].partition(":")
+        found = getattr(import_module(f"dgraph.cli.{module}"), attribute)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(name)(function)
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
 class Commands(TyperGroup):
-    """The commands in the order of their definition; errors as one line."""
+    """The commands; errors as one line."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands: Any = Imported()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order in which the commands were added."""
+        """Names in their order, none imported."""
         return list(self.commands)
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -86,22 +127,6 @@ def root(
     \b
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
     """
-
-
-app.command("generate")(generate.generate)
-app.command("dump")(views.dump)
-app.command("diff")(views.diff)
-app.command("explain")(views.explain)
-app.command("compile")(compile_)
-app.command("calibrate")(calibrate)
-app.add_typer(cache.app, name="cache")
-app.add_typer(bench.app, name="bench")
-app.command("eval")(eval.evaluate)
-app.command("recipes")(tables.recipes)
-app.command("policies")(tables.policies)
-app.command("passes")(tables.passes)
-app.command("models")(tables.models)
-app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

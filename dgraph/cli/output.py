@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.theme import Theme
 
 from dgraph.errors import DgraphWarning
-from dgraph.text.notation import table as plain_table
+from dgraph.text.columns import table as plain_table
 
 _THEME = Theme(
     {

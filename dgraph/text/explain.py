@@ -19,7 +19,8 @@ from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.nodes import op_name
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
-from dgraph.text.notation import ranges_text, table
+from dgraph.text.columns import table
+from dgraph.text.notation import ranges_text
 
 
 class Phase(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dgraph.shapes import DTYPES, InputSpec
@@ -84,11 +84,3 @@ def fold_names(types: Mapping[str, str]) -> list[str]:
 def input_type(spec: InputSpec) -> str:
     """An input's declared type: `i32[b+1]`."""
     return f"{DTYPES.get(spec.dtype, str(spec.dtype))}[{', '.join(map(str, spec.shape))}]"
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Lines of left-aligned columns, the last as wide as it likes."""
-    cells = [titles, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return [f"{indent}{line}".rstrip() for line in lines]

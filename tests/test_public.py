@@ -1,0 +1,60 @@
+"""The public names of the package, and what is imported for them."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dgraph
+from dgraph.cli.app import COMMANDS, Imported
+
+HEAVY = ("jinja2", "matplotlib", "numpy", "safetensors", "sympy", "tokenizers", "torch", "transformers", "triton")
+
+
+def imported_by(*args: str) -> list[str]:
+    """Heavy modules that a command imports."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['dgraph', *{list(args)!r}]\n"
+        "try:\n    runpy.run_module('dgraph', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    return done.stderr.split()
+
+
+@pytest.mark.parametrize("args", [("--help",), ("--version",), ("cache", "ls"), ("generate", "--help")], ids=" ".join)
+def test_what_runs_no_model_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    assert imported_by(*args) == []
+
+
+def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
+    assert set(dgraph.__all__) <= set(dir(dgraph))
+    tree = ast.parse(Path(dgraph.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    homes = {a.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert homes == {name: f"dgraph.{home}" for name, home in dgraph._HOMES.items()}
+    for name in dgraph.__all__:
+        assert getattr(dgraph, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        dgraph.optimise  # noqa: B018
+
+
+def test_no_public_name_is_a_module_too() -> None:
+    modules = {found.name for found in pkgutil.iter_modules(dgraph.__path__)}
+    assert "api" in modules
+    assert modules.isdisjoint(dgraph.__all__)
+
+
+def test_every_command_is_listed_and_can_be_imported() -> None:
+    commands = Imported()
+    assert list(commands) == list(COMMANDS)
+    assert all(command.name == name for name, command in commands.items())
