@@ -69,6 +69,16 @@ def test_a_rule_that_edits_replaces_tokens_and_ends(dense: dgraph.Optimized, foc
         focus.generate(PROMPTS, policy=rule, **OPTIONS)
 
 
+def test_a_last_block_that_is_cut_short_is_edited_as_a_whole(dense: dgraph.Optimized) -> None:
+    """Columns after the last new token are decoded with the block, so what they become must not depend on the cut."""
+    prompt, rule = [*range(40, 49)], JointThreshold(threshold=0.05)
+    new = 2 * dense.spec.block_length - len(prompt)
+    whole, short = (dense.generate(input_ids=[prompt], max_new_tokens=n, policy=rule) for n in (new, new - 11))
+    assert len(whole.token_ids[0]) == new
+    assert short.token_ids[0] == whole.token_ids[0][: new - 11]
+    assert short.stats.steps == whole.stats.steps
+
+
 def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
     expected = dense.generate(PROMPTS, **OPTIONS)
     same = dense.generate(PROMPTS, sampler=Sampler(top_k=dense.spec.vocab - 1), **OPTIONS)

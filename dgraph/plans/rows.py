@@ -17,6 +17,7 @@ from typing import Any
 from dgraph.errors import InputError, UnknownName
 
 REGIONS = ("all", "response", "suffix", "block", "next")
+FIRSTS = ("policy", "position")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class RowPlan:
         window: masked rows that each row that the step decodes from brings into the region "next": one after the other,
             in the order in which they are decoded, takes the nearest ones of the response, in the block or behind it,
             that do not belong to the region yet, and of two that are equally near the left one first.
+        first: what the first step of a block commits: "policy" (what the policy chooses) or "position" (the block's
+            first position alone, whatever its confidence; later steps of a model with shifted logits then forward the
+            block without the row before it, which predicts that position and nothing else).
     """
 
     region: str = "all"
@@ -54,11 +58,14 @@ class RowPlan:
     behind: int = 0
     ahead: int = 0
     window: int = 0
+    first: str = "policy"
 
     def __post_init__(self) -> None:
         if self.region not in REGIONS:
             raise UnknownName("region", str(self.region), REGIONS)
-        for name in (f.name for f in fields(self) if f.name != "region"):
+        if self.first not in FIRSTS:
+            raise UnknownName("first commit of a block", str(self.first), FIRSTS)
+        for name in (f.name for f in fields(self) if f.name not in ("region", "first")):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise InputError(f"{name} must be an integer of at least 0, got {value!r}.")
@@ -81,6 +88,11 @@ class RowPlan:
             raise InputError(f"behind and ahead widen the region 'block', not {self.region!r}; leave them at 0.")
         if self.region != "next" and self.window:
             raise InputError(f"window widens the region 'next', not {self.region!r}; leave it at 0.")
+        if self.region == "next" and self.first != "policy":
+            raise InputError(
+                f"the region 'next' is the rows that the policy decodes from, but first={self.first!r} commits another "
+                f"one in the first step of a block; leave it at 'policy'."
+            )
 
     def rows_of(self, step: int, prompt: int, new: int, shift: int) -> int | None:
         """The most rows that a sequence forwards in a step, known without looking at what it has decoded.

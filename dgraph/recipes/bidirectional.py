@@ -18,19 +18,23 @@ DKV_VARIANTS = ("decode", "greedy")
 def fast_dllm(
     spec: ModelSpec,
     cache: str = "dual",
+    first: str = "published",
     every: int = 0,
     block_cache: str = "off",
     max_num_logits: int = 2048,
 ) -> Recipe:
-    """Fast-dLLM: the whole canvas where a block starts, then the block alone (dual) or with all behind it (prefix).
+    """Fast-dLLM: the whole canvas where a block starts, then the block alone (dual) or with all after it (prefix).
 
-    As published, with two differences that change no rule: a block that its first step completes takes no second one,
-    and a model with shifted logits (Dream) has the row in front of the block forwarded with it, so that the block's
-    first position is predicted like the others.
+    As published, for LLaDA and for Dream, with one difference that changes no token: a block that its first step
+    completes takes no second one.
 
     Args:
         spec: the model; bidirectional.
         cache: "prefix" or "dual".
+        first: what a block's first step commits: what the policy chooses ("policy", published for LLaDA), or the
+            block's first position alone, whatever its confidence ("position", published for Dream, whose later steps
+            then leave out the row before the block). "published": "position" on a model with shifted logits, "policy"
+            on others.
         every: forward the whole canvas every so many steps of a block; 0 for its first step only.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         max_num_logits: rows whose logits exist at a time.
@@ -38,7 +42,9 @@ def fast_dllm(
     _bidirectional("fast_dllm", spec)
     if cache not in CACHES:
         raise UnknownName("cache of fast_dllm", cache, CACHES)
-    plan = RowPlan(CACHES[cache], every=every)
+    if first == "published":
+        first = "position" if spec.logit_shift else "policy"
+    plan = RowPlan(CACHES[cache], every=every, first=first)
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("fast_dllm", 2, phases, block_cache, plan=plan)
 

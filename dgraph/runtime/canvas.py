@@ -16,7 +16,7 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BlockCache, DecodeState, full_step, ready_columns
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.policies import Candidates, Policy, overrules
 from dgraph.runtime.rows import StepRows, packed
 
 
@@ -127,6 +127,11 @@ class CanvasState(DecodeState):
             found = torch.where(self._whole(), torch.where(self.counter == 0, SELECT, REPACK), REUSE)
         return torch.where(self.active, found, REUSE).int()
 
+    @property
+    def editable(self) -> Tensor:
+        """As in `DecodeState`; the canvas ends with the response, whatever is left of its last block."""
+        return super().editable & (self.columns < self.end[:, None])
+
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]
 
@@ -153,6 +158,13 @@ class CanvasState(DecodeState):
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,
         )
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        chosen = policy.choose(candidates)
+        if self.plan.first == "policy" or overrules(policy):
+            return chosen
+        first = torch.arange(self.size, device=chosen.device) == 0
+        return torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
 
     def _own_rows(self) -> Tensor:
         live = self.live()
@@ -184,18 +196,22 @@ class CanvasState(DecodeState):
         self._next_block(moved)
         plan = self.plan
         everything = positions < self.end[:, None]
+        # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
+        needed = self._predicting(self.block_masked)
+        # The row in front of the block predicts its first position alone: a block that has that one does without.
+        spared = self.shift if plan.first == "position" else 0
         if plan.region == "all":
             region = everything
         elif plan.region == "response":
             region = everything & (positions >= (self.prompt_end - self.shift)[:, None])
         elif plan.region == "suffix":
-            region = self._span(0, self.canvas.shape[1])
+            region = self._span(-spared, self.canvas.shape[1])
         elif plan.region == "next":
             region = everything & self._next_rows(policy)
         else:
-            region = self._span(plan.behind, plan.ahead)
-        # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
-        needed = self._predicting(self.block_masked)
+            region = self._span(plan.behind - spared, plan.ahead)
+        if spared:  # a position that became a mask again is predicted again, and so is all of a script
+            region = region | (needed & everything)
         self.full = full_step(plan, self.forwards, self.counter)
         self.pending = torch.where(self._whole()[:, None], everything, region & (~self.frozen | needed))
 

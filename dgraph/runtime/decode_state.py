@@ -184,8 +184,10 @@ class DecodeState(ABC):
 
     @property
     def editable(self) -> Tensor:
-        """bool[b, B]: decoded positions of the current block that are not part of the prompt."""
-        return ~self.block_masked & (self.columns >= self.prompt_end[:, None]) & (self.columns < self.end[:, None])
+        """bool[b, B]: decoded positions of the current block that are not part of the prompt. A last block that reaches
+        beyond the response is decoded, and so edited, as a whole.
+        """
+        return ~self.block_masked & (self.columns >= self.prompt_end[:, None])
 
     def clone(self) -> Self:
         """A copy that shares no tensor."""
@@ -239,7 +241,7 @@ class DecodeState(ABC):
             editable=self.editable if editing else None,
             passes=self.passes,
         )
-        commit = policy.choose(candidates)
+        commit = self._chosen(candidates, policy)
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
         progressed = candidates.committable if may_wait(policy) else commit & masked
         masks_left = masked.any(dim=1)
@@ -265,6 +267,10 @@ class DecodeState(ABC):
         self._write(written, token, left)
         self._advance(masked, policy, block_cache, recommit, settled)
         return commit
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        """bool[b, B]: what the step commits."""
+        return policy.choose(candidates)
 
     def _block_rows(self, rows: StepRows) -> Tensor:
         """i64[b, B]: which row stands in each column of the current block; -1 where none does."""

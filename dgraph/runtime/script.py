@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class Script:
 
     block: int
     histories: tuple[History, ...]
+    overrules: ClassVar[bool] = True
     _tables: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

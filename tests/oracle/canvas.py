@@ -139,12 +139,14 @@ def vanilla(moment: Moment) -> set[int] | None:
     return None
 
 
-def fast_dllm(cache: str = "dual", every: int = 0, block_cache: BlockCache = "off") -> Method:
+def fast_dllm(cache: str = "dual", every: int = 0, block_cache: BlockCache = "off", front: bool = True) -> Method:
+    """front: the row that predicts the block's first position goes with the block."""
+
     def rows(moment: Moment) -> set[int] | None:
         if moment.step == 0 or (every and moment.step % every == 0):
             return None
         last = moment.stop if cache == "dual" else moment.end
-        region = moment.clamp(moment.start - moment.shift, last)
+        region = moment.clamp(moment.start - moment.shift * front, last)
         return (region - moment.spared(block_cache)) | moment.predicting()
 
     return rows
@@ -246,13 +248,15 @@ def generate(
     dream_steps: int | None = None,
     order: Callable[[int], float] | None = None,
     schedule: str = "block",
+    first: bool = False,
     eviction: Eviction | None = None,
 ) -> Trace:
     """Decode greedily, committing by a threshold, in `steps` steps per block, or along Dream's timesteps with the least
     entropy first (alg "entropy", alg_temp 0).
 
     order: in `steps` steps, the highest first, whatever is predicted. schedule "masks": the steps share out the masks
-    that the block began with, instead of its length.
+    that the block began with, instead of its length. first: a block's first step commits its first position, whatever
+    is predicted of the others (Fast-dLLM on Dream).
     """
     size, end = block_length, len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]
@@ -297,6 +301,8 @@ def generate(
             else:
                 score = {p: (token, float(q.max()) if order is None else order(p)) for p, (token, q) in found.items()}
             committed = choose(score, threshold, count)
+            if first and moment.step == 0:
+                committed = [(start, score[start][0])]
             for position, token in committed:
                 canvas[position] = token
             yields.append(len(committed))

@@ -29,6 +29,7 @@ def test_a_plan_is_a_value() -> None:
         RowPlan("next", window=4),
         RowPlan("block", 2, 3, 4, behind=5, ahead=6),
         RowPlan(full_steps=0, warm_up=1),
+        RowPlan("block", first="position"),
         APART,
     ],
 )
@@ -64,6 +65,13 @@ def test_only_what_comes_next_has_a_window() -> None:
             continue
         with pytest.raises(InputError, match=rf"window widens the region 'next', not '{region}'; leave it at 0"):
             RowPlan(region, window=1)
+
+
+def test_what_a_block_begins_with() -> None:
+    with pytest.raises(UnknownName, match=r"unknown first commit of a block 'postion'\. Did you mean 'position'"):
+        RowPlan("block", first="postion")
+    with pytest.raises(InputError, match="first='position' commits another one"):
+        RowPlan("next", first="position")
 
 
 def test_the_first_step_is_a_full_one() -> None:

@@ -27,18 +27,20 @@ def recipe(name: str, **options: Any) -> Recipe:
 
 # -- limits -------------------------------------------------------------------------------------------------------
 
+POLICY = {"first": "policy"}
+
 # A recipe at the setting in which it is another one, and that one; the stage that has all rows of each.
 LIMITS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
-    "every step full": (("fast_dllm", {"every": 1}), ("dense", {})),
-    "every step full, prefix": (("fast_dllm", {"cache": "prefix", "every": 1}), ("dense", {})),
-    "every step full, block cache": (("fast_dllm", {"every": 1, "block_cache": "dc+"}), ("dense", {})),
+    "every step full": (("fast_dllm", {"every": 1, **POLICY}), ("dense", {})),
+    "every step full, prefix": (("fast_dllm", {"cache": "prefix", "every": 1, **POLICY}), ("dense", {})),
+    "every step full, block cache": (("fast_dllm", {"every": 1, "block_cache": "dc+", **POLICY}), ("dense", {})),
     "dkv, every step full": (("dkv_cache", {"every": 1}), ("dense", {})),
     "dkv greedy, every step full": (("dkv_cache", {"variant": "greedy", "every": 1}), ("dense", {})),
     "vicinity of everything": (("vicinity", {"behind": 256, "ahead": 256, "warm_up": 0}), ("dense", {})),
     "endless warm-up": (("vicinity", {"warm_up": 999}), ("dense", {})),
-    "vicinity of nothing": (("vicinity", {"behind": 0, "ahead": 0, "warm_up": 0}), ("fast_dllm", {})),
-    "alpha inf": (("focus", {"alpha": math.inf, "block_cache": "off"}), ("fast_dllm", {})),
-    "alpha inf, dc+": (("focus", {"alpha": math.inf}), ("fast_dllm", {"block_cache": "dc+"})),
+    "vicinity of nothing": (("vicinity", {"behind": 0, "ahead": 0, "warm_up": 0}), ("fast_dllm", POLICY)),
+    "alpha inf": (("focus", {"alpha": math.inf, "block_cache": "off"}), ("fast_dllm", POLICY)),
+    "alpha inf, dc+": (("focus", {"alpha": math.inf}), ("fast_dllm", {"block_cache": "dc+", **POLICY})),
 }
 
 
@@ -92,7 +94,7 @@ def test_fewer_rows_than_dense(setups: dict[str, Setup]) -> None:
     for setup in setups.values():
         rows = {
             name: setup.optimized(name, 16, **options).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
-            for name, options in (("dense", {}), ("vicinity", {"behind": 4, "ahead": 4}), ("fast_dllm", {}))
+            for name, options in (("dense", {}), ("vicinity", {"behind": 4, "ahead": 4}), ("fast_dllm", POLICY))
         }
         focus = setup.optimized("focus", 16).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
         counts = [r.stats.kept_rows for r in (*rows.values(), focus)]
@@ -107,6 +109,9 @@ def test_plans() -> None:
     assert recipe("dense").plan == RowPlan("all")
     assert recipe("focus").plan == RowPlan("block")
     assert recipe("fast_dllm").plan == RowPlan("block")
+    shifted = tiny_spec(attention="bidirectional", logit_shift=1)
+    assert build(RECIPES, "fast_dllm", shifted, {}).plan == RowPlan("block", first="position")
+    assert build(RECIPES, "fast_dllm", shifted, POLICY).plan == RowPlan("block")
     assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan("suffix", every=4)
     assert recipe("dkv_cache", every=5).plan == RowPlan("all", full_steps=2, every=5)
     assert recipe("dkv_cache").plan == RowPlan("all", full_steps=2, every=8)
@@ -155,6 +160,7 @@ def test_block_causal_models_are_refused(name: str) -> None:
     ("name", "options", "error", "message"),
     [
         ("fast_dllm", {"cache": "prefx"}, UnknownName, r"unknown cache of fast_dllm 'prefx'\. Did you mean 'prefix'"),
+        ("fast_dllm", {"first": "positoin"}, UnknownName, r"unknown first commit .* Did you mean 'position'"),
         ("fast_dllm", {"every": -1}, InputError, r"every must be an integer of at least 0, got -1"),
         ("fast_dllm", {"block_cache": "on"}, InputError, r"block_cache must be one of"),
         ("dkv_cache", {"every": 2.0}, InputError, r"every must be an integer of at least 0, got 2\.0"),

@@ -50,19 +50,21 @@ GREEDY: dict[str, tuple[dict[str, Any], oracle.Method]] = {
     "all around": ({"every": 0, "window": 999}, oracle.dkv_greedy(0, 999)),
 }
 
+POLICY = {"first": "policy"}
+
 # Recipe, its options, and the same in the oracle's words.
 CASES: dict[str, tuple[str, dict[str, Any], oracle.Method]] = {
     "dense": ("dense", {}, oracle.vanilla),
     "dense dc": ("dense", {"block_cache": "dc"}, oracle.dense("dc")),
     "dense dc+": ("dense", {"block_cache": "dc+"}, oracle.dense("dc+")),
-    "prefix": ("fast_dllm", {"cache": "prefix"}, oracle.fast_dllm("prefix")),
-    "dual": ("fast_dllm", {}, oracle.fast_dllm("dual")),
-    "dual every 3": ("fast_dllm", {"every": 3}, oracle.fast_dllm("dual", 3)),
-    "dual dc": ("fast_dllm", {"block_cache": "dc"}, oracle.fast_dllm("dual", 0, "dc")),
-    "dual dc+": ("fast_dllm", {"block_cache": "dc+"}, oracle.fast_dllm("dual", 0, "dc+")),
+    "prefix": ("fast_dllm", {"cache": "prefix", **POLICY}, oracle.fast_dllm("prefix")),
+    "dual": ("fast_dllm", POLICY, oracle.fast_dllm("dual")),
+    "dual every 3": ("fast_dllm", {"every": 3, **POLICY}, oracle.fast_dllm("dual", 3)),
+    "dual dc": ("fast_dllm", {"block_cache": "dc", **POLICY}, oracle.fast_dllm("dual", 0, "dc")),
+    "dual dc+": ("fast_dllm", {"block_cache": "dc+", **POLICY}, oracle.fast_dllm("dual", 0, "dc+")),
     "prefix dc+ every 4": (
         "fast_dllm",
-        {"cache": "prefix", "block_cache": "dc+", "every": 4},
+        {"cache": "prefix", "block_cache": "dc+", "every": 4, **POLICY},
         oracle.fast_dllm("prefix", 4, "dc+"),
     ),
     "dkv": ("dkv_cache", {}, oracle.dkv_cache(8)),
@@ -165,6 +167,7 @@ def check(
     rule: str,
     method: oracle.Method,
     eviction: Callable[[int], Eviction | None] = lambda prompt: None,
+    **words: Any,
 ) -> list[oracle.Trace]:
     """Every step of a generation, and its caches at the end, are the oracle's, which is returned."""
     prompts, records = prompts_for(block), []
@@ -172,7 +175,7 @@ def check(
     result = run.generate(
         input_ids=prompts, max_new_tokens=new_tokens(block), keep_kv=True, observer=records.append, **mine
     )
-    wanted = traces(setup, prompts, block, method, eviction, **theirs)
+    wanted = traces(setup, prompts, block, method, eviction, **theirs, **words)
     assert result.kv is not None
     for i, trace in enumerate(wanted):
         assert result.token_ids[i] == trace.tokens
@@ -252,6 +255,27 @@ def test_the_cases_differ(setups: dict[str, Setup]) -> None:
 
 
 # -- recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["threshold", "steps", "dream"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_fast_dllm_on_dream_is_the_published_one(setups: dict[str, Setup], cache: str, rule: str) -> None:
+    """A block's first step commits its first position, whatever its confidence, and the row before it rests then."""
+    setup, block = setups["dream"], 8
+    run = setup.optimized("fast_dllm", block, cache=cache)
+    found = check(setup, block, run, rule, oracle.fast_dllm(cache, front=False), first=True)
+    opening = [step for trace in found for step in trace.steps if step.full]
+    assert all(len(step.committed) == 1 for step in opening)
+    assert len(opening) > 3
+    other = check(
+        setup, block, setup.optimized("fast_dllm", block, cache=cache, **POLICY), rule, oracle.fast_dllm(cache)
+    )
+    assert [trace.tokens for trace in other] != [trace.tokens for trace in found]
+
+
+def test_fast_dllm_on_llada_may_open_blocks_in_the_same_way(setups: dict[str, Setup]) -> None:
+    run = setups["llada"].optimized("fast_dllm", 8, first="position")
+    check(setups["llada"], 8, run, "threshold", oracle.fast_dllm(), first=True)
 
 
 @pytest.mark.parametrize("case", CASES)

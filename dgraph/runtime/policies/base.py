@@ -232,6 +232,11 @@ def edits(policy: Policy) -> bool:
     return bool(getattr(policy, "edits", False))
 
 
+def overrules(policy: Policy) -> bool:
+    """Whether the policy decides every step, whatever a plan says of a block's first one."""
+    return bool(getattr(policy, "overrules", False))
+
+
 def remasks(policy: Policy) -> bool:
     """Whether the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
     return bool(getattr(policy, "remasks", False))
