@@ -62,7 +62,7 @@ def adopt(model: Any, **facts: Any) -> Model:
 
 
 def capture(model: Any, **facts: Any) -> Graph:
-    """Capture a model's forward in canonical form.
+    """Capture a model's forward in canonical form; it comes from the user's artifact cache where that has it.
 
     Args:
         model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
@@ -75,7 +75,7 @@ def capture(model: Any, **facts: Any) -> Graph:
         CaptureError: the model cannot be captured; the message names the op, the module and the line.
     """
     found = resolve(model, **facts)
-    return captured(found.module, found.spec, found.prefix)[0]
+    return captured(found.module, found.spec, found.prefix, open_store())[0]
 
 
 def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
@@ -365,7 +365,7 @@ def optimize(
         warmup: "lazy" captures a CUDA graph when its bucket is first met; "full" captures all of them now, for batches
             of up to `max_batch` sequences of up to `max_tokens` positions (see `Optimized.warm_up`).
         max_batch, max_tokens: sizes of a full warm-up; max_tokens None for the model's longest sequence.
-        cache: where compiled code is kept for later processes: True for the user's artifact cache (see
+        cache: where captured graphs and compiled code are kept for later processes: True for the user's artifact cache (see
         `dgraph cache path`), False for nowhere, or a folder.
         tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
             full warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a
@@ -384,13 +384,14 @@ def optimize(
     _check_warmup(warmup, max_batch, max_tokens, graphs)
     check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
-    store = open_store(cache) if backend == "inductor" else None
+    kept = open_store(cache)
+    store = kept if backend == "inductor" else None
     compiler = RegionCompiler(backend, tell, store)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
-    graph, _ = captured(found.module, found.spec, found.prefix, store)
+    graph, _ = captured(found.module, found.spec, found.prefix, kept)
     tell(f"rewriting for {chosen.name}")
     tuning = Tuning(graph.device, store, tell) if tune and store is not None and graph.device.type == "cuda" else None
     kernels = Kernels(target_of(graph.device), store, tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -23,9 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests neither read nor write the user's artifact cache."""
+    """Tests neither read nor write the user's artifact cache; the workers of a run share one of its own."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DGRAPH_CACHE", str(tmp_path_factory.mktemp("artifacts")))
+        patch.setenv("DGRAPH_CACHE", str(folder / "artifacts"))
         yield
 
 

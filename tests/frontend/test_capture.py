@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dgraph
 from dgraph.errors import CaptureError
-from dgraph.frontend.capture import split_layer
+from dgraph.frontend.capture import capture_module, split_layer
 from dgraph.graph import Graph
 from tests.plain import Block, Plain, capture_plain
 from tests.tiny import MASK, VOCAB, interpret, ops_of
@@ -190,7 +190,7 @@ def test_inputs_outputs_and_spec(case: Case) -> None:
 
 
 def test_two_captures_are_alike(model: dgraph.Model, captured: Graph) -> None:
-    again = dgraph.capture(model)
+    again = capture_module(model.module, model.spec, model.prefix)
 
     def text(graph: Graph) -> list[Any]:
         names = {n: i for i, n in enumerate(graph.nodes)}

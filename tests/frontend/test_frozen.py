@@ -51,6 +51,22 @@ def test_a_program_of_a_stored_graph_answers_alike(tmp_path: Path) -> None:
     assert answers[0].token_ids == answers[1].token_ids
 
 
+def test_every_way_to_a_graph_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Op by op as well as compiled, and for a view: one capture serves them all."""
+    times: list[str] = []
+    capture_module = frozen.capture_module
+
+    def counted(*args: Any) -> dgraph.Graph:
+        times.append("captured")
+        return capture_module(*args)
+
+    monkeypatch.setattr(frozen, "capture_module", counted)
+    graph = dgraph.optimize(model(), "dense", backend="eager").captured
+    assert dgraph.dump(dgraph.capture(model())) == dgraph.dump(graph)
+    assert dgraph.optimize(model(), "focus", backend="eager", cache=False).captured is not graph
+    assert times == ["captured", "captured"]
+
+
 def test_another_config_is_another_key() -> None:
     a, b = model(2), model(3)
     keys = {key_of(m.module, m.module.identity, m.spec).digest for m in (a, b, model(2, seed=9))}  # type: ignore[arg-type]
