@@ -365,8 +365,8 @@ def optimize(
         warmup: "lazy" captures a CUDA graph when its bucket is first met; "full" captures all of them now, for batches
             of up to `max_batch` sequences of up to `max_tokens` positions (see `Optimized.warm_up`).
         max_batch, max_tokens: sizes of a full warm-up; max_tokens None for the model's longest sequence.
-        cache: where captured graphs and compiled code are kept for later processes: True for the user's artifact cache (see
-        `dgraph cache path`), False for nowhere, or a folder.
+        cache: where captured graphs and compiled code are kept for later processes: True for the user's artifact cache
+            (`dgraph cache path`), False for nowhere, or a folder.
         tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
             full warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a
             cache none is timed. A plan changes the order of sums, so results may differ in the last bits from those of

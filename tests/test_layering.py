@@ -39,8 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "plans", "private", "spec"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
-    "testing": CORE | {"api", "families", "frontend", "lowering", "ops", "passes", "recipes"},
-    "evaluate": CORE | {"api", "bench", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
+    "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
+    "evaluate": CORE
+    | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.cache.store import open_store
 from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import captured
@@ -85,7 +86,7 @@ def calibrate(
     checked = check_request(
         spec, ids, max_new_tokens=max_new_tokens, block_length=spec.block_length, temperature=0, max_batch=None
     )
-    graph = measuring(captured(found.module, spec, found.prefix)[0])
+    graph = measuring(captured(found.module, spec, found.prefix, open_store())[0])
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
     measured = []
     for i, prompt in enumerate(checked):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dgraph.api import Optimized
+from dgraph.cache.store import open_store
 from dgraph.errors import UnknownName
 from dgraph.families import Model, families
 from dgraph.frontend.frozen import captured
@@ -53,7 +54,7 @@ def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> O
 @functools.cache
 def _tiny(family: str, seed: int) -> TinyModel:
     model = families()[family].random(seed)
-    return TinyModel(family, model, captured(model.module, model.spec, model.prefix)[0])
+    return TinyModel(family, model, captured(model.module, model.spec, model.prefix, open_store())[0])
 
 
 def models(attention: str | None = None, *names: str, seed: int = 0) -> list[TinyModel]:
