@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from dgraph.private.torch import OpOverload
-
-VIEWS = {"reshape", "unsqueeze", "slice", "split_with_sizes", "getitem"}
-"""Names of ops that allocate nothing."""
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -26,9 +25,23 @@ def op_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def is_view(node: Node) -> bool:
+    """Whether a call allocates nothing: its result lies in the memory of its first argument, or is a part of it.
+
+    That is what the schema of an op says, except of those that give their argument back as it is where nothing is to be
+    done, and else a copy in another dtype. What copies only because of strides (reshape) counts as a view.
+    """
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or not node.target.is_view:
+        return False
+    value, made = args_of(node)[0].meta["val"], node.meta["val"]
+    return not isinstance(made, Tensor) or (made.dtype, made.device) == (value.dtype, value.device)
+
+
 def viewed(node: Node) -> Node:
     """What a view is of, which lives as long as it; the node itself if it is none."""
-    while op_name(node.target) in VIEWS:
+    while is_view(node):
         node = args_of(node)[0]
     return node
 

@@ -20,8 +20,6 @@ from dgraph.ops import op_of
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import Evaluator, InputSpec
 
-_READ = {"paged_attention": (1, 2), "partial_attention": (1, 2), "feature_read": (0,), "feature_take": (0,)}
-"""Caches that an op reads, as numbers of its arguments."""
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -147,26 +145,27 @@ def _types(graph: Graph) -> Iterable[str]:
 
 
 def _rows(graph: Graph) -> Iterable[str]:
-    """No op but a gather may read values over two row sets; a size read before a gather is a value of the earlier
-    set."""
+    """No op but a gather may read values over two row sets, apart from arguments that have rows of their own, which are
+    over one as well; a size read before a gather is a value of the earlier set."""
     for node in graph.calls:
         op = op_of(node.target)
-        gathers = op is not None and (op.name in ("compact", "keep_index", "list_kept") or op.own_rows)
-        if gathers or node.target is operator.getitem:
+        if (op is not None and op.gathers) or node.target is operator.getitem:
             continue
-        sets = {s: a.name for a in node.all_input_nodes if (s := graph.row_set(a)) is not None}
-        for value in node.all_input_nodes:
-            size = value.meta["val"]
-            if isinstance(size, torch.SymInt):
-                sets.update({s: value.name for s in graph.symbols.names_in(size) if s[0] in "NK"})
-        if len(sets) > 1:
-            got = ", ".join(f"{name} over {rows}" for rows, name in sorted(sets.items()))
-            yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; compact the others"
+        own = [] if op is None else [a for a in op.values(op.own_rows, args_of(node)) if isinstance(a, Node)]
+        for values in (own, [a for a in node.all_input_nodes if a not in own]):
+            sets = {s: a.name for a in values if (s := graph.row_set(a)) is not None}
+            for value in values:
+                size = value.meta["val"]
+                if isinstance(size, torch.SymInt):
+                    sets.update({s: value.name for s in graph.symbols.names_in(size) if s[0] in "NK"})
+            if len(sets) > 1:
+                got = ", ".join(f"{name} over {rows}" for rows, name in sorted(sets.items()))
+                yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; compact the others"
 
 
 def _writes(graph: Graph) -> Iterable[str]:
     """Mutation only through declared arguments, which are inputs, and which no op of torch reads, since its result may
-    lie in the same memory; every cache read stands behind the write of its layer."""
+    lie in the same memory; an op reads a cache after its write."""
     mutable = {value for n in graph.calls if (o := op_of(n.target)) is not None for value in o.written(args_of(n))}
     written: set[Node] = set()
     for node in graph.calls:
@@ -183,10 +182,10 @@ def _writes(graph: Graph) -> Iterable[str]:
                 yield f"{where(node)} writes {value}; expected a run-time input"
                 continue
             written.add(value)
-        if op.name in _READ:
-            for cache in (args_of(node)[i] for i in _READ[op.name]):
-                if cache in mutable and cache not in written:
-                    yield f"{where(node)} reads {cache.name} in front of its write; expected the write first"
+        for cache in (value for value in op.read(args_of(node)) if isinstance(value, Node)):
+            if cache in mutable and cache not in written:
+                got = f"{where(node)} ({op_name(node.target)}) reads {cache.name} before its write"
+                yield f"{got}; expected the write first"
 
 
 def _weights(graph: Graph) -> Iterable[str]:
@@ -240,6 +239,6 @@ RULES = (
     Rule("host", "no host reads inside a stage", _host),
     Rule("rows", "one row set per op", _rows),
     Rule("types", "recorded types equal recomputed types", _types),
-    Rule("writes", "only declared writes, in front of their reads", _writes),
+    Rule("writes", "only declared writes, before their reads", _writes),
 )
 """Every rule, in the order in which they are checked."""

@@ -11,7 +11,7 @@ import torch
 
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
-from dgraph.ops import OPS
+from dgraph.ops import OPS, define
 from dgraph.passes.base import Pass
 from dgraph.shapes import InputSpec
 from dgraph.verify import RULES, Signature, reads_host, verify
@@ -200,7 +200,11 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("writes", write_in_place, r"node add__tensor, made by Test \(add_\) writes in place"),
     ("writes", write_to_a_value, r"node kv_write_default writes neg_default; expected a run-time input"),
     ("writes", view_of_what_is_written, r"made by Test \(select\) reads k_cache_0, which is written in place"),
-    ("writes", read_in_front_of_write, r"node paged_attention_default reads k_cache_0 in front of its write"),
+    (
+        "writes",
+        read_in_front_of_write,
+        r"node paged_attention_default \(dgraph.paged_attention\) reads k_cache_0 before its write",
+    ),
 ]
 
 
@@ -325,3 +329,49 @@ def test_a_pass_that_breaks_a_rule_is_named() -> None:
 
     with pytest.raises(VerifyError, match=r"after Breaks: rule 'types'"):
         rewritten(sound().graph, Breaks())
+
+
+# -- ops from outside --------------------------------------------------------------------------------------------
+
+
+def peek(q: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return q + memory.sum()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_op_from_outside_reads_a_cache_after_its_write(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgraph.ops.registry.OPS", {})  # leaves no trace in the table
+    op = define(f"outside_verify::peek_{early}", peek, samples=lambda generator: (), contract="")
+    graph = sound().graph
+    write = next(n for n in graph.calls if n.target is OPS["kv_write"].overload)
+    at = write if early else write.next
+    seen = graph.call(op, (write.args[0], graph.input("v_cache_0")), before=at, by="Test", like=write)
+    graph.set_outputs({**graph.results(), "seen": seen})
+    if not early:
+        verify(graph)
+        return
+    with pytest.raises(VerifyError, match=r"\(outside_verify.peek_True\) reads v_cache_0 before its write; expected"):
+        verify(graph)
+
+
+def test_an_op_may_say_that_it_looks_at_the_size_of_a_cache_alone() -> None:
+    graph = sound().graph
+    write = next(n for n in graph.calls if n.target is OPS["kv_write"].overload)
+    args = (*write.args[4:], graph.input("v_cache_0"))
+    slots = graph.call(OPS["row_slots"], args, before=graph.calls[0], by="Test")
+    graph.set_outputs({**graph.results(), "slots": slots})
+    verify(graph)
+
+
+def test_arguments_with_rows_of_their_own_have_the_same_ones() -> None:
+    hand = Hand(layers=1)
+    q, k, other = hand.input("q", "N", 4, 8), hand.input("k", "K", 2, 8), hand.input("other", "K1", dtype=torch.int64)
+    ints = {n: hand.input(n, *shape, dtype=torch.int32) for n, shape in INTS.items()}
+    positions = hand.input("positions", "N", dtype=torch.int64)
+    args = (q, k, positions, other, *ints.values(), 0.5, 0, 1)
+    hand.returns(votes=hand.call(OPS["kv_votes"], *args))
+    with pytest.raises(VerifyError, match=r"kv_votes\) mixes row sets: k over K, other over K1; expected one"):
+        verify(hand.graph)
+
+
+INTS = {"cu_rows": ("b+1",), "cu_keys": ("b+1",), "limit": ("N",), "window": ("b", 2), "action": ("b",)}

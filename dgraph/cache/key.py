@@ -20,29 +20,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.artifact import FORMAT
+from dgraph.cache.sources import hash_of, modules_beside, path_of, sources
 
 if TYPE_CHECKING:
     import torch
 
-PACKAGE = Path(__file__).parents[1]
-MAKERS = ("lowering/inductor.py", "lowering/regions.py", "shapes.py", "private/torch.py")
-"""Sources of dgraph that turn a region's text into what Inductor compiles."""
-CAPTURERS = (
-    "frontend/capture.py",
-    "frontend/canonicalise.py",
-    "frontend/frozen.py",
-    "graph.py",
-    "nodes.py",
-    "shapes.py",
-    "spec.py",
-    "private/torch.py",
-)
-"""Sources of dgraph that turn a module into a captured graph."""
-TUNERS = ("lowering/timing.py", "lowering/tuning.py", "ops/tuning.py")
-"""Sources of dgraph, besides the kernels, that say which plans are timed and how."""
+MAKER = "dgraph.lowering.regions"
+"""Turns a region's text into what Inductor compiles."""
+CAPTURER = "dgraph.frontend.frozen"
+"""Turns a module into a captured graph."""
+TUNER = "dgraph.lowering.tuning"
+"""Says, besides the kernels, which plans are timed and how."""
 LAUNCHERS = "launchers"
 """Name of the entry with the libraries that launch kernels."""
 SETTINGS = "inductor settings"
@@ -134,7 +126,7 @@ def region_key(
             "format": FORMAT,
             "kind": "region",
             **environment(device),
-            **{f"source {name}": digest for name, digest in sources_of(functions).items()},
+            **_named(sources_of(functions)),
             "region": region,
             SETTINGS: "\n".join(f"{k} = {v!r}" for k, v in sorted((inductor_config() | dict(settings)).items())),
         }
@@ -151,9 +143,6 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
     """
     import torch
 
-    ops = sorted((PACKAGE / "ops").glob("*.py"))
-    sources = [*(PACKAGE / name for name in CAPTURERS), *ops]
-    found = {f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in sources}
     return Key(
         {
             "format": FORMAT,
@@ -162,20 +151,20 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
             "transformers": _version("transformers"),
             "device": str(device),
             **facts,
-            "source of the family": _hash_of(family),
-            **found,
+            "source of the family": hash_of(family),
+            **_named(sources([CAPTURER, *modules_beside("dgraph.ops.registry")])),
         }
     )
 
 
-def tuning_key(op: str, device: torch.device) -> Key:
+def tuning_key(op: str, device: torch.device, modules: Iterable[str]) -> Key:
     """The key of the plans that were chosen for an op's kernel on a kind of device, for all shapes together.
 
     Args:
-        op: its short name.
+        op: its name.
         device: any of that kind; its index is left out.
+        modules: of the kernel and its plans.
     """
-    sources = [*(PACKAGE / name for name in TUNERS), *sorted((PACKAGE / "ops" / "triton").glob("*.py"))]
     return Key(
         {
             "format": FORMAT,
@@ -183,12 +172,12 @@ def tuning_key(op: str, device: torch.device) -> Key:
             "op": op,
             **environment(device),
             "device": device.type,
-            **{f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in sources},
+            **_named(sources([TUNER, *modules])),
         }
     )
 
 
-def kernel_keys(target: str) -> dict[str, Key]:
+def kernel_keys(target: str, modules: Mapping[str, str]) -> dict[str, Key]:
     """The keys of the compiled kernels of each module of kernels, by its name, and of the libraries that launch them.
 
     A kernel is found by Triton's hash, so this says only which of them lie together: a change of a source or of Triton
@@ -196,11 +185,10 @@ def kernel_keys(target: str) -> dict[str, Key]:
 
     Args:
         target: what they are compiled for, as "cuda 90".
+        modules: of kernels, by the name that they have in the key.
     """
-    modules = sorted((PACKAGE / "ops" / "triton").glob("[!_]*.py"))
-    sources = {f"source {p.relative_to(PACKAGE.parent).as_posix()}": _hash_of(p) for p in modules}
     built = {"python": _python(), "machine": _machine()}
-    inputs = {path.stem: sources for path in modules} | {LAUNCHERS: built}
+    inputs = {name: _named(sources([module])) for name, module in modules.items()} | {LAUNCHERS: built}
     common = {"triton": _version("triton"), "device": target}
     return {name: Key({"format": FORMAT, "kind": "kernels", "op": name, **common, **i}) for name, i in inputs.items()}
 
@@ -234,11 +222,17 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """SHA-256 of the sources of functions, of functions of dgraph that these call, and of the makers, by path."""
-    found = {PACKAGE / name for name in MAKERS}
+    """SHA-256 of the sources of functions and of what compiles them, by name, with what these import.
+
+    A function from a file that is no module (a script) has that file, one from no file its code.
+    """
+    found = sources([MAKER, *(function.__module__ for function in functions)])
     for function in functions:
-        found |= {Path(inspect.getfile(f)) for f in (function, *_called(function))}
-    return {path.relative_to(PACKAGE.parent).as_posix(): _hash_of(path) for path in sorted(found)}
+        if path_of(function.__module__) is None:
+            path = Path(inspect.getfile(function))
+            text = hash_of(path) if path.is_file() else hashlib.sha256(_text_of(function.__code__).encode()).hexdigest()
+            found[path.name] = text
+    return found
 
 
 def _python() -> str:
@@ -258,14 +252,14 @@ def _matmul_precision() -> str:
     return f"{backends.fp32_precision}, {', '.join(per_backend)}"
 
 
-def _called(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    values = [scope.get(name) for name in (code.co_names if code is not None else ())]
-    return [v for v in values if inspect.isfunction(v) and v.__module__.startswith("dgraph.")]
+def _named(found: Mapping[str, str]) -> dict[str, str]:
+    return {f"source {name}": digest for name, digest in found.items()}
 
 
-def _hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _text_of(code: CodeType) -> str:
+    """What a code object does, without where it is from."""
+    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
 
 @lru_cache

@@ -22,7 +22,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
-from dgraph.nodes import VIEWS, args_of, op_name, viewed
+from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import op_of
 from dgraph.shapes import Symbols, is_row_set
 
@@ -34,18 +34,11 @@ lies between stays small beside keys and values.
 
 # Of these, the sizes tell whether they act row by row: an op that mixes rows has a result whose first dimension is
 # another, or that has the rows in a second one.
-_TOLD_BY_SIZES = {
-    *("linear", "reshape", "unsqueeze", "stack", "sum", "to"),
-    *("dgraph.rms_norm", "dgraph.rope"),
-}
+_TOLD_BY_SIZES = {"linear", "reshape", "unsqueeze", "stack", "sum", "to"}
 # These act along one dimension, which must not be that of the rows; the place of the argument that names it.
 _ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}
 # The rows of these are looked up by the rows of an index, so only the index may be cut.
-_TABLES = {"embedding": 0, "dgraph.feature_take": 0}
-# Opaque calls that act row by row on their first argument, and the place of the one that counts the live rows.
-_COUNTED = {"rows_linear": 3, "rows_glu": 3, "rows_norm": 3, "rows_rope": 3}
-# Further arguments of theirs that they read row by row, in order; no others may have rows.
-_BESIDE = {"rows_rope": (1, 2)}
+_TABLES = {"embedding": 0}
 
 
 @dataclass(frozen=True)
@@ -70,17 +63,15 @@ def cut_of(graph: Graph, step: Region | Call | Fused) -> Cut | None:
         rows = _row_set(graph.symbols, step.inputs[0])
         alike = all(_row_set(graph.symbols, node) in (rows, "") for node in step.inputs)
         return Cut(rows) if step.by_row and is_row_set(rows) and alike else None
-    op = op_of(step.node.target)
-    if op is None or op.name not in _COUNTED:
+    op, args = op_of(step.node.target), args_of(step.node)
+    if op is None or op.count is None:
         return None
-    args = args_of(step.node)
-    x, *beside = [args[i] for i in (0, *_BESIDE.get(op.name, ()))]
-    rows = _row_set(graph.symbols, x)
-    if not is_row_set(rows) or any(_row_set(graph.symbols, n) != rows for n in beside):
+    by_row = op.values(op.by_row, args)
+    found = {_row_set(graph.symbols, n) for n in by_row}
+    rows = found.pop() if len(found) == 1 else ""
+    if not is_row_set(rows) or any(_row_set(graph.symbols, n) for n in step.node.all_input_nodes if n not in by_row):
         return None
-    if any(_row_set(graph.symbols, n) for n in step.node.all_input_nodes if n not in (x, *beside)):
-        return None
-    return Cut(rows, args[_COUNTED[op.name]])
+    return Cut(rows, op.counter(args))
 
 
 def in_chunks(
@@ -130,7 +121,7 @@ def _joined(
     nodes = [n for o in origins for n in _made_by(o)]
     outputs = {n for n in nodes if numbers.get(n) in after}
     held = {viewed(n) for n in outputs}
-    if all(n in held or op_name(n.target) in VIEWS or not _row_set(graph.symbols, n) for n in nodes):
+    if all(n in held or is_view(n) or not _row_set(graph.symbols, n) for n in nodes):
         return None
     outside: dict[Node, None] = {}
     inside = set(nodes)
@@ -181,6 +172,8 @@ def _acts_by_row(symbols: Symbols, node: Node) -> bool:
         return False
     if not rowed:
         return True
+    if (op := op_of(target)) is not None:
+        return set(rowed) <= set(op.values(op.by_row, args))
     name = op_name(target)
     if name in _TABLES:
         return not _row_set(symbols, args[_TABLES[name]])

@@ -63,10 +63,9 @@ def attend_rotated(q: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
     if q.device.type != "cuda":
         turned: Tensor = OPS["paged_attention"].overload(rope.reference(q, cos, sin), *rest)
         return turned
-    from dgraph.ops.triton.paged_attention import kernel
-
     with torch.cuda.device(q.device):
-        return kernel(q, *rest, rotation=(cos, sin))
+        attended: Tensor = OPS["paged_attention"].on_gpu(q, *rest, rotation=(cos, sin))
+        return attended
 
 
 def fused_of(graph: Graph) -> dict[Node, Fused]:

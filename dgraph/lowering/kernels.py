@@ -19,14 +19,17 @@ from functools import cached_property, partial
 from pathlib import Path, PurePath
 
 from dgraph.cache.key import LAUNCHERS, Key, kernel_keys
+from dgraph.cache.sources import modules_beside
 from dgraph.cache.store import Store
+from dgraph.ops import OPS
 from dgraph.private.torch import launched_by_triton, settle_kernels
 from dgraph.private.triton import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
 
-PACKAGE = "dgraph.ops.triton"
 FILE = "kernels.zip"
 
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w[\w.+-]*)")
+
+PACKAGE = "dgraph.ops.triton"
 
 Files = Mapping[str, bytes]
 """What Triton loads a kernel or a library from: content by name."""
@@ -50,18 +53,20 @@ class Kernels:
         self._tell = tell or (lambda what: None)
         self._folder = ""
         self._seen: set[str] = set()
-        self._compilations: list[str] = compilations(PACKAGE) if target is not None else []
+        modules = kernel_modules() if target is not None else []
+        self._modules = {bundle_of(module): module for module in modules}
+        self._compilations: list[str] = compilations(tuple(modules)) if modules else []
         self._before = len(self._compilations)
 
     @property
     def compiled(self) -> list[str]:
         """Kernels ("module.function") that Triton compiled in this process since the object was made, in order."""
-        return self._compilations[self._before :]
+        return [bundle_of(name) for name in self._compilations[self._before :]]
 
     @cached_property
     def _keys(self) -> Mapping[str, Key]:
         assert self._target is not None
-        return kernel_keys(self._target)
+        return kernel_keys(self._target, self._modules)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -131,14 +136,15 @@ class Kernels:
 
     def _new(self) -> list[tuple[str, str, Callable[[], Files]]]:
         """Entry, hash and content of each kernel and library that was not looked at before."""
-        loaded = {name: kernel for name, kernel in loaded_kernels(PACKAGE).items() if name not in self._seen}
+        there = loaded_kernels(self._modules.values())
+        loaded = {name: kernel for name, kernel in there.items() if name not in self._seen}
         self._seen |= loaded.keys()
         mine = {name: kernel for name, kernel in loaded.items() if kernel.target == self._target}
         libraries = launcher_libraries([*(kernel.binary for kernel in mine.values()), *launched_by_triton()])
         libraries = {name: path for name, path in libraries.items() if name not in self._seen}
         self._seen |= libraries.keys()
         return [
-            *((kernel.module.rpartition(".")[2], name, kernel.files) for name, kernel in mine.items()),
+            *((bundle_of(kernel.module), name, kernel.files) for name, kernel in mine.items()),
             *((LAUNCHERS, name, partial(_library, path)) for name, path in libraries.items()),
         ]
 
@@ -157,6 +163,17 @@ class Kernels:
         except (KeyError, ValueError) as error:
             store.reject(key.digest, f"it does not load ({error})")
             return {}
+
+
+def kernel_modules() -> list[str]:
+    """The modules that the ops in the table have their kernels from, and those beside them, sorted."""
+    named = {op.kernel.partition(":")[0] for op in OPS.values() if op.kernel is not None}
+    return sorted({module for name in named for module in modules_beside(name)})
+
+
+def bundle_of(module: str) -> str:
+    """Under which name the kernels of a module lie together: short for one of dgraph's own."""
+    return module.removeprefix(f"{PACKAGE}.")
 
 
 def _library(path: Path) -> Files:

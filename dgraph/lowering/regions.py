@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from torch.fx import Node
 
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
-from dgraph.graph import Graph
 from dgraph.lowering.inductor import RegionFunction, Source, compiled
-from dgraph.lowering.schedule import Region
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.private.torch import typing
 from dgraph.shapes import DTYPES, Symbols
+
+if TYPE_CHECKING:  # neither says how a region is compiled, so a key of compiled code need not follow them
+    from dgraph.graph import Graph
+    from dgraph.lowering.schedule import Region
 
 BACKENDS = ("inductor", "eager")
 

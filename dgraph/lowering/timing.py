@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
-from dgraph.ops import counters
+from dgraph.ops import OPS, counters
 from dgraph.ops.tuning import Shape
 
 WARM_REPLAYS = 3
@@ -63,9 +63,7 @@ def plan_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any],
         LoweringError: a plan computes something else.
         Exception: whatever the compiler or the device say of a plan that does not fit.
     """
-    from dgraph.ops.triton.candidates import TUNABLE
-
-    trial = TUNABLE[op].trial(shape, device)
+    trial = OPS[op].tunable.trial(shape, device)
     expected: list[Tensor] = []
 
     def seconds(plan: Any) -> float:

@@ -20,8 +20,8 @@ from dgraph.cache.store import Store
 from dgraph.graph import Graph
 from dgraph.lowering.timing import plan_seconds
 from dgraph.nodes import args_of
-from dgraph.ops import op_of
-from dgraph.ops.tuning import TUNED, Choice, Choices, Shape, text_of
+from dgraph.ops import OPS, op_of
+from dgraph.ops.tuning import Choice, Choices, Shape, text_of
 
 FILE = "choices.json"
 MARGIN = 0.98
@@ -111,7 +111,8 @@ class Tuning:
             torch.cuda.empty_cache()  # the values that plans were timed on are large, and capturing comes next
 
     def _key(self, op: str) -> Key:
-        return tuning_key(op, self.device)
+        places = (OPS[op].kernel, OPS[op].tuning)
+        return tuning_key(op, self.device, [place.partition(":")[0] for place in places if place is not None])
 
     def _take(self, op: str, choice: Choice) -> None:
         self.found.setdefault(op, {})[choice.shape] = choice
@@ -122,7 +123,7 @@ class Tuning:
         stored = self.store.find(key) if self.store is not None else None
         if self.store is None or stored is None:
             return
-        kernel = _tunable(op)
+        kernel = OPS[op].tunable
         try:
             listed = json.loads(stored.files[FILE])["choices"]
             choices = [Choice.from_json(data, kernel.shape, kernel.plan) for data in listed]
@@ -144,7 +145,7 @@ class Tuning:
     def _choose(self, op: str, shape: Shape) -> Choice:
         from dgraph.ops.triton.attention_plan import multiprocessors
 
-        plans = _tunable(op).candidates(shape, multiprocessors(self.device))
+        plans = OPS[op].tunable.candidates(shape, multiprocessors(self.device))
         times: dict[Any, float] = {}
         failed: list[tuple[str, str]] = []
         try:
@@ -186,21 +187,15 @@ def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, li
 
     for node in graph.calls:
         op = op_of(node.target)
-        if op is not None and op.name in TUNED:
-            shapes = _tunable(op.name).shapes(*map(sized, args_of(node)))
+        if op is not None and op.tuning is not None:
+            shapes = op.tunable.shapes(*map(sized, args_of(node)))
             found.setdefault(op.name, {}).update(dict.fromkeys(shapes))
     return {op: list(shapes) for op, shapes in found.items()}
 
 
 def _ops_of(graph: Graph) -> list[str]:
     ops = (op_of(node.target) for node in graph.calls)
-    return sorted({op.name for op in ops if op is not None} & set(TUNED))
-
-
-def _tunable(op: str) -> Any:
-    from dgraph.ops.triton.candidates import TUNABLE
-
-    return TUNABLE[op]
+    return sorted({op.name for op in ops if op is not None and op.tuning is not None})
 
 
 def _reason(error: Exception) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import check_heads
 
 CONTRACT = """\
@@ -23,7 +24,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).contiguous()
 
 
-def fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -41,12 +42,10 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("strided, large scores", (strided[0] * 30, strided[1], strided[2], 1.0))
 
 
-OP = register(
-    Op(
-        name="attention",
-        overload=define("attention", "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", reference, fake),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 Row index[i] of every tensor, along dimension 0, in the order of `index`. values: tensors [N, ...] of any
@@ -60,12 +60,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"{name}, behind them others", (unequal, rows.clone()), (unequal, padded.clone()))
 
 
-OP = register(
-    Op(
-        name="compact",
-        overload=define("compact", "(Tensor[] values, Tensor index) -> Tensor[]", reference, fake),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "compact",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    gathers=True,
+    padding=(None, None, 0, 0),
+    kernel="dgraph.ops.triton.compact:kernel",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import slots_of
 
 CONTRACT = """\
@@ -52,15 +53,7 @@ def cosine(new: Tensor, old: Tensor) -> Tensor:
     return ratio.clamp(-1, 1)
 
 
-def fake(
-    context: Tensor,
-    c_cache: Tensor,
-    full: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-    tau: float,
-) -> Tensor:
+def fake(context: Tensor, *rest: Any) -> Tensor:
     return torch.empty(context.shape[0], dtype=torch.bool, device=context.device)
 
 
@@ -97,20 +90,13 @@ def nearby(context: Tensor, generator: torch.Generator) -> Tensor:
     return context + amount * noise * context.abs().mean()
 
 
-OP = register(
-    Op(
-        name="drift",
-        overload=define(
-            "drift",
-            "(Tensor context, Tensor(a!) c_cache, Tensor full, Tensor positions, Tensor page_table, Tensor cu_rows, "
-            "float tau) -> Tensor",
-            reference,
-            fake,
-            mutates=("c_cache",),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("c_cache",),
-    )
+OP = define(
+    "drift",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    mutates=("c_cache",),
+    padding=(0,),
+    kernel="dgraph.ops.triton.drift:kernel",
 )

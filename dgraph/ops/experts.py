@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
 x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
@@ -77,7 +78,7 @@ def check(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tens
         )
 
 
-def fake(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -117,17 +118,13 @@ def _sample(
     return Sample(name, (x, choice, weight, *weights), (*padded, *weights))
 
 
-OP = register(
-    Op(
-        name="experts",
-        overload=define(
-            "experts",
-            "(Tensor x, Tensor choice, Tensor weight, Tensor gate_up, Tensor down) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "experts",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    by_row=("x", "choice", "weight"),
+    padding=(0,),
+    kernel="dgraph.ops.triton.experts:kernel",
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
@@ -41,7 +42,7 @@ def reference(
     return out
 
 
-def fake(new: Tensor, index: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> Tensor:
+def fake(new: Tensor, index: Tensor, cache: Tensor, positions: Tensor, *rest: Any) -> Tensor:
     return new.new_empty((positions.shape[0], *new.shape[1:]))
 
 
@@ -71,20 +72,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="feature_merge",
-        overload=define(
-            "feature_merge",
-            "(Tensor new, Tensor index, Tensor(a!) cache, Tensor positions, Tensor page_table, Tensor cu_rows) "
-            "-> Tensor",
-            reference,
-            fake,
-            mutates=("cache",),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("cache",),
-    )
+OP = define(
+    "feature_merge",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    mutates=("cache",),
+    padding=(0,),
+    kernel="dgraph.ops.triton.feature_merge:kernel",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops import feature_write
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import slots_of
 
 CONTRACT = """\
@@ -26,7 +27,7 @@ def reference(cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Ten
     return out
 
 
-def fake(cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> Tensor:
+def fake(cache: Tensor, positions: Tensor, *rest: Any) -> Tensor:
     return cache.new_empty((positions.shape[0], *cache.shape[2:]))
 
 
@@ -38,17 +39,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"{sample.name}, heads", heads[0], heads[1])
 
 
-OP = register(
-    Op(
-        name="feature_read",
-        overload=define(
-            "feature_read",
-            "(Tensor cache, Tensor positions, Tensor page_table, Tensor cu_rows) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "feature_read",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    padding=(0,),
+    kernel="dgraph.ops.triton.feature_read:kernel",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 cache [pages, page, ...], with at least one page; slots i64[N], as row_slots gives them: slot i is
@@ -40,14 +40,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, (cache, rows), (cache, torch.cat([rows, rows.new_full((3,), -1)])))
 
 
-OP = register(
-    Op(
-        name="feature_take",
-        overload=define("feature_take", "(Tensor cache, Tensor slots) -> Tensor", reference, reference),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        inline=True,
-        in_bounds=True,
-    )
+OP = define(
+    "feature_take",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    by_row=("slots",),
+    padding=(0,),
+    inline=True,
+    in_bounds=True,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
@@ -23,10 +23,6 @@ not have is an error in the reference and undefined in a kernel."""
 def reference(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
     rows, slots = placed_rows("feature_write", positions, page_table, cu_rows, cache)
     cache[slots] = values[rows]
-
-
-def fake(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
-    return None
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -57,19 +53,11 @@ def placed_samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="feature_write",
-        overload=define(
-            "feature_write",
-            "(Tensor values, Tensor(a!) cache, Tensor positions, Tensor page_table, Tensor cu_rows) -> ()",
-            reference,
-            fake,
-            mutates=("cache",),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("cache",),
-    )
+OP = define(
+    "feature_write",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    mutates=("cache",),
+    kernel="dgraph.ops.triton.feature_write:kernel",
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import check_heads, groups, offsets_of, take
 
 CONTRACT = """\
@@ -59,7 +60,7 @@ def _mass(q: Tensor, k: Tensor, live: Tensor, scale: float, pool: int) -> Tensor
     return mass.masked_fill_(~live[:, None, :, None], 0).sum((1, 2))
 
 
-def fake(q: Tensor, k: Tensor, masked: Tensor, cu_rows: Tensor, scale: float, pool: int) -> Tensor:
+def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape[0], dtype=numeric(q.dtype))
 
 
@@ -83,17 +84,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="importance",
-        overload=define(
-            "importance",
-            "(Tensor q, Tensor k, Tensor masked, Tensor cu_rows, float scale, int pool) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "importance",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    padding=(0,),
+    kernel="dgraph.ops.triton.importance:kernel",
 )

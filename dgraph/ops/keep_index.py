@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import offsets_of
 
 CONTRACT = """\
@@ -53,18 +53,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, (keep, cu_rows, capacity), (pad_rows(keep, 3), cu_rows, capacity))
 
 
-OP = register(
-    Op(
-        name="keep_index",
-        overload=define(
-            "keep_index",
-            "(Tensor keep, Tensor cu_rows, SymInt capacity) -> (Tensor, Tensor)",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        cut=True,
-    )
+OP = define(
+    "keep_index",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    gathers=True,
+    cut=True,
+    kernel="dgraph.ops.triton.keep_index:kernel",
 )

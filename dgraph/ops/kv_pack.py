@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
@@ -158,31 +158,6 @@ def sizes(plain: Tensor, ranked: Tensor, budget: int, heads: str, floor: float) 
     return found
 
 
-def fake(
-    score: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_positions: Tensor,
-    cu_keys: Tensor,
-    window: Tensor,
-    action: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
-    pack_count: Tensor,
-    pack_index: Tensor,
-    pack_start: Tensor,
-    layer: int,
-    ratio: float,
-    pairs: int,
-    heads: str,
-    floor: float,
-    pool: int,
-    pooling: str,
-    recent: int,
-) -> None:
-    return None
-
-
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     every = (SELECT, DENSE, REUSE, SELECT)
     for name, actions, counts, windows, levels, settings in (
@@ -249,21 +224,11 @@ def padded(call: tuple[object, ...]) -> tuple[object, ...]:
 
 
 WRITTEN = ("k_pack", "v_pack", "pack_count", "pack_index")
-OP = register(
-    Op(
-        name="kv_pack",
-        overload=define(
-            "kv_pack",
-            "(Tensor score, Tensor k, Tensor v, Tensor key_positions, Tensor cu_keys, Tensor window, Tensor action, "
-            "Tensor(a!) k_pack, Tensor(b!) v_pack, Tensor(c!) pack_count, Tensor(d!) pack_index, Tensor pack_start, "
-            "int layer, float ratio, int pairs, str heads, float floor, int pool, str pooling, int recent) -> ()",
-            reference,
-            fake,
-            mutates=WRITTEN,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=WRITTEN,
-    )
+OP = define(
+    "kv_pack",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    mutates=WRITTEN,
+    kernel="dgraph.ops.triton.kv_pack:kernel",
 )

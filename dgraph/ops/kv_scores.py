@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
@@ -52,17 +53,7 @@ def reference(
     return out
 
 
-def fake(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cu_rows: Tensor,
-    cu_keys: Tensor,
-    window: Tensor,
-    action: Tensor,
-    scale: float,
-    shared: bool,
-) -> Tensor:
+def fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     return k.new_empty(k.shape[:2], dtype=numeric(k.dtype))
 
 
@@ -99,19 +90,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     )
 
 
-OP = register(
-    Op(
-        name="kv_scores",
-        overload=define(
-            "kv_scores",
-            "(Tensor q, Tensor k, Tensor positions, Tensor cu_rows, Tensor cu_keys, Tensor window, Tensor action, "
-            "float scale, bool shared) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        own_rows=True,
-    )
+OP = define(
+    "kv_scores",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    own_rows=("k",),
+    padding=(0,),
+    kernel="dgraph.ops.triton.kv_scores:kernel",
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from dgraph.ops import kv_write
-from dgraph.ops.registry import Op, define, register
+from dgraph.ops.registry import define
 from dgraph.ops.rows import slots_of
 
 CONTRACT = """\
@@ -36,32 +38,18 @@ def reference(
     return change
 
 
-def fake(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-) -> Tensor:
+def fake(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-OP = register(
-    Op(
-        name="kv_update",
-        overload=define(
-            "kv_update",
-            "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, "
-            "Tensor page_table, Tensor cu_rows) -> Tensor",
-            reference,
-            fake,
-            mutates=("k_cache", "v_cache"),
-        ),
-        reference=reference,
-        samples=kv_write.placed_samples,
-        contract=CONTRACT,
-        mutates=("k_cache", "v_cache"),
-    )
+OP = define(
+    "kv_update",
+    reference,
+    samples=kv_write.placed_samples,
+    contract=CONTRACT,
+    fake=fake,
+    mutates=("k_cache", "v_cache"),
+    count="cu_rows",
+    padding=(0,),
+    kernel="dgraph.ops.triton.kv_update:kernel",
 )

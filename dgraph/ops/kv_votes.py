@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import GROUP_ELEMENTS, check_heads
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
@@ -65,20 +66,7 @@ def _votes(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
     return (weights.sum((1, 2)) / group).T
 
 
-def fake(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    key_positions: Tensor,
-    cu_rows: Tensor,
-    cu_keys: Tensor,
-    limit: Tensor,
-    window: Tensor,
-    action: Tensor,
-    scale: float,
-    first: int,
-    last: int,
-) -> Tensor:
+def fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     return k.new_empty(k.shape[:2], dtype=numeric(k.dtype))
 
 
@@ -136,19 +124,13 @@ def sample(
     )
 
 
-OP = register(
-    Op(
-        name="kv_votes",
-        overload=define(
-            "kv_votes",
-            "(Tensor q, Tensor k, Tensor positions, Tensor key_positions, Tensor cu_rows, Tensor cu_keys, "
-            "Tensor limit, Tensor window, Tensor action, float scale, int first, int last) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        own_rows=True,
-    )
+OP = define(
+    "kv_votes",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    own_rows=("k", "key_positions"),
+    padding=(0,),
+    kernel="dgraph.ops.triton.kv_votes:kernel",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
@@ -34,18 +34,6 @@ def reference(
     rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, k_cache)
     k_cache[slots] = k[rows]
     v_cache[slots] = v[rows]
-
-
-def fake(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-) -> None:
-    return None
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -76,20 +64,12 @@ def placed_samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="kv_write",
-        overload=define(
-            "kv_write",
-            "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, "
-            "Tensor page_table, Tensor cu_rows) -> ()",
-            reference,
-            fake,
-            mutates=("k_cache", "v_cache"),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("k_cache", "v_cache"),
-    )
+OP = define(
+    "kv_write",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    mutates=("k_cache", "v_cache"),
+    count="cu_rows",
+    kernel="dgraph.ops.triton.kv_write:kernel",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.drift import cosine, nearby
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import placed_rows, slots_of
 
 CONTRACT = """\
@@ -66,16 +67,7 @@ def ranked(new: Tensor, old: Tensor) -> Tensor:
     return torch.where(found.isnan(), -2.0, found)
 
 
-def fake(
-    v: Tensor,
-    v_cache: Tensor,
-    full: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-    share: float,
-    adapt: Tensor | None = None,
-) -> Tensor:
+def fake(v: Tensor, *rest: Any) -> Tensor:
     return torch.empty(v.shape[0], dtype=torch.bool, device=v.device)
 
 
@@ -115,20 +107,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="least_similar",
-        overload=define(
-            "least_similar",
-            "(Tensor v, Tensor(a!) v_cache, Tensor full, Tensor positions, Tensor page_table, Tensor cu_rows, "
-            "float share, Tensor? adapt=None) -> Tensor",
-            reference,
-            fake,
-            mutates=("v_cache",),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("v_cache",),
-    )
+OP = define(
+    "least_similar",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    mutates=("v_cache",),
+    padding=(0,),
+    kernel="dgraph.ops.triton.least_similar:kernel",
 )

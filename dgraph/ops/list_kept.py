@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.ops import keep_index
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 As keep_index, with room for every row: indices of the kept rows in ascending order, then -1.
@@ -39,12 +39,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, (keep, cu_rows), (pad_rows(keep, 3), cu_rows))
 
 
-OP = register(
-    Op(
-        name="list_kept",
-        overload=define("list_kept", "(Tensor keep, Tensor cu_rows) -> (Tensor, Tensor)", reference, fake),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "list_kept",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    gathers=True,
+    padding=(-1,),
+    kernel="dgraph.ops.triton.list_kept:kernel",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
 Only rows with masked = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
@@ -124,15 +124,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def fake(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    masked: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    max_num_logits: int,
-    suppress: int,
-    packed: bool = False,
+    h: Tensor, weight: Tensor, bias: Tensor | None, masked: Tensor, temperature: Tensor, seed: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     confidence, margin, entropy = (h.new_empty(masked.shape, dtype=numeric(h.dtype)) for _ in range(3))
     return torch.empty_like(seed), confidence, margin, entropy
@@ -172,19 +164,14 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("ties", (h, twice, None, torch.ones(3).bool(), zero, zero.long(), 2, -1))
 
 
-OP = register(
-    Op(
-        name="lm_head",
-        overload=define(
-            "lm_head",
-            "(Tensor h, Tensor weight, Tensor? bias, Tensor masked, Tensor temperature, Tensor seed, "
-            "SymInt max_num_logits, int suppress, bool packed=False) -> (Tensor, Tensor, Tensor, Tensor)",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        own_rows=True,
-    )
+OP = define(
+    "lm_head",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    own_rows=("h",),
+    padding=(-1, -torch.inf, -torch.inf, torch.inf),
+    kernel="dgraph.ops.triton.lm_head:kernel",
+    tuning="dgraph.ops.triton.candidates:LOGITS",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, limits_of, pad_rows, positions_of
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import attend, check_heads, groups, take
 
 CONTRACT = """\
@@ -35,7 +36,7 @@ def reference(
     return out
 
 
-def fake(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_rows: Tensor, limit: Tensor, scale: float) -> Tensor:
+def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -64,17 +65,11 @@ def _sample(
     yield Sample(name, (q, k, v, positions, cu_rows, limit, scale), padded)
 
 
-OP = register(
-    Op(
-        name="packed_attention",
-        overload=define(
-            "packed_attention",
-            "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cu_rows, Tensor limit, float scale) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "packed_attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    padding=(0,),
 )

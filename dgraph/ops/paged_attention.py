@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import attend, check_heads, groups, padded_length, sequence_of, take
 
 CONTRACT = """\
@@ -76,15 +77,7 @@ def _gather(caches: Sequence[Tensor], table: Tensor, length: Tensor, slot: Tenso
     return found
 
 
-def fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-    limit: Tensor,
-    scale: float,
-) -> Tensor:
+def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -128,18 +121,14 @@ def _sample(
     )
 
 
-OP = register(
-    Op(
-        name="paged_attention",
-        overload=define(
-            "paged_attention",
-            "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor cu_rows, Tensor limit, "
-            "float scale) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "paged_attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    count="cu_rows",
+    padding=(0,),
+    kernel="dgraph.ops.triton.paged_attention:kernel",
+    tuning="dgraph.ops.triton.candidates:ATTENTION",
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.ops import drift, paged_attention
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import sequence_of, slots_of
 
 CONTRACT = """\
@@ -81,22 +82,7 @@ def _delta(q: Tensor, k_cache: Tensor, dv: Tensor, moved: Tensor, table: Tensor,
     return torch.einsum("hrk,khd->rhd", chosen, dv[seen].to(wide).repeat_interleave(heads, 1))
 
 
-def fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    dv: Tensor,
-    index: Tensor,
-    cu_changed: Tensor,
-    c_cache: Tensor,
-    full: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    cu_rows: Tensor,
-    limit: Tensor,
-    scale: float,
-    tau: float,
-) -> tuple[Tensor, Tensor]:
+def fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), torch.empty(q.shape[0], dtype=torch.bool, device=q.device)
 
 
@@ -166,21 +152,14 @@ def _sample(
     )
 
 
-OP = register(
-    Op(
-        name="partial_attention",
-        overload=define(
-            "partial_attention",
-            "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor dv, Tensor index, Tensor cu_changed, "
-            "Tensor(a!) c_cache, Tensor full, Tensor positions, Tensor page_table, Tensor cu_rows, Tensor limit, "
-            "float scale, float tau) -> (Tensor, Tensor)",
-            reference,
-            fake,
-            mutates=("c_cache",),
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        mutates=("c_cache",),
-    )
+OP = define(
+    "partial_attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    mutates=("c_cache",),
+    padding=(0, 0),
+    kernel="dgraph.ops.triton.partial_attention:kernel",
+    tuning="dgraph.ops.triton.candidates:PARTIAL",
 )

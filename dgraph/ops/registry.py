@@ -1,20 +1,29 @@
-"""What an op of dgraph consists of, and the table of all ops.
+"""What an op consists of, and the table of all ops.
 
-An op has four parts: a schema (with a fake, so that it can be traced), a reference in plain torch that
-defines what is correct, a contract in words, and samples on which every back end is compared with it.
+An op has four parts: a reference in plain torch that defines what is correct, and whose annotated signature is its
+schema; what its results look like (so that it can be traced); a contract in words; and samples on which every back end
+is compared with it. Everything else that passes, the verifier, lowering and the artifact cache must know of an op
+stands on `Op` too: they keep no lists of names, so an op from another package is as good as one of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dgraph.errors import InputError
+
 NAMESPACE = "dgraph"
+"""Of the ops of this package; an op from outside has its own."""
+GROUP = "dgraph.ops"
+"""Entry points of modules that define ops; see `load_outside`."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +43,38 @@ class Sample:
 
 @dataclass(frozen=True)
 class Op:
-    """An op of the namespace `dgraph`.
+    """An op, and all that is known about it. `define` makes one.
+
+    Arguments are meant by their names in the reference.
 
     Attributes:
-        name: its name without the namespace.
-        overload: what a graph holds as the target of a node, `torch.ops.dgraph.<name>.default`.
+        name: as `define` takes it: "kv_write", or "package::op".
+        overload: what a graph holds as the target of a node, `torch.ops.<namespace>.<name>.default`.
         reference: plain torch on any device; the definition of correct, and the back end without a kernel.
             Takes float64 as well, and then computes in float64.
         samples: odd shapes and corner cases, drawn from a seeded CPU generator.
         contract: layout, order, tie rule, padding sentinel and determinism, in words.
+        mutates: the arguments that it writes.
+        reads: of the arguments that may be caches, and that it does not write, those whose values it looks at: in a
+            program that writes them, it must stand after the write. None: every one.
+        by_row: the arguments that it reads row by row: row i of each result depends on row i of these, and on no other
+            row of anything. Empty: it looks at several rows.
+        count: the argument whose last entry says how many of the rows are live, on the device; padding rows of its
+            other arguments are left alone, and may hold anything. Of an op that acts row by row, only that entry
+            counts.
+        own_rows: the arguments with rows of their own (keys, or rows that are packed), which may be another row set
+            than that of the others.
+        gathers: its results are over another row set than its arguments, or these over several.
+        padding: what the padding rows of each result hold; None for anything. Of results further on, and where nothing
+            is said: there are none.
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
         ahead: of an inline op, computed in the first region that has what it reads, not in that of its first reader:
             every layer reads it, and would else be another region than the first.
         in_bounds: of an inline op that looks up by numbers: they are in bounds by its contract, which a compiler cannot
             see.
         cut: the host must read its result size; a program is cut into stages here.
-        mutates: names of the arguments that it writes.
-        own_rows: one of its arguments (keys, or rows that are packed) has rows of its own, which may be another row set
-            than that of the others.
+        kernel: for tensors on a GPU, as "module:function"; None: the reference runs there, too.
+        tuning: of a kernel that has plans to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
     """
 
     name: str
@@ -59,17 +82,80 @@ class Op:
     reference: Callable[..., Any]
     samples: Callable[[torch.Generator], Iterable[Sample]]
     contract: str
+    mutates: tuple[str, ...] = ()
+    reads: tuple[str, ...] | None = None
+    by_row: tuple[str, ...] = ()
+    count: str | None = None
+    own_rows: tuple[str, ...] = ()
+    gathers: bool = False
+    padding: tuple[float | None, ...] = ()
     inline: bool = False
     ahead: bool = False
     in_bounds: bool = False
     cut: bool = False
-    mutates: tuple[str, ...] = ()
-    own_rows: bool = False
+    kernel: str | None = None
+    tuning: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is said of arguments that do not exist.
+
+        Raises:
+            InputError: naming the op, what is said, and the arguments that there are.
+        """
+        for fact in ("mutates", "reads", "by_row", "own_rows", "count"):
+            value = getattr(self, fact)
+            said = (value,) if isinstance(value, str) else value or ()
+            unknown = [name for name in said if name not in self.arguments]
+            if unknown:
+                raise InputError(
+                    f"op {self.name}: {fact} names {', '.join(unknown)}, but its arguments are "
+                    f"{', '.join(self.arguments)}. Name an argument of the reference."
+                )
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments, in order."""
+        return tuple(argument.name for argument in self.overload._schema.arguments)
+
+    def values(self, names: str | Sequence[str] | None, args: Sequence[Any]) -> list[Any]:
+        """Those of a call's arguments that have one of the names, in the order of the schema."""
+        wanted = (names,) if isinstance(names, str) else names or ()
+        return [value for name, value in zip(self.arguments, args, strict=False) if name in wanted]
 
     def written(self, args: Sequence[Any]) -> list[Any]:
         """Those of a call's arguments that it writes, in order."""
-        names = (argument.name for argument in self.overload._schema.arguments)
-        return [value for name, value in zip(names, args, strict=False) if name in self.mutates]
+        return self.values(self.mutates, args)
+
+    def read(self, args: Sequence[Any]) -> list[Any]:
+        """Those of a call's arguments that it reads as they are at the time of the call, in order."""
+        names = [n for n in self.arguments if n not in self.mutates] if self.reads is None else self.reads
+        return self.values(names, args)
+
+    def counter(self, args: Sequence[Any]) -> Any | None:
+        """The argument of a call that counts the live rows on the device; None if there is none."""
+        return next(iter(self.values(self.count, args)), None)
+
+    @cached_property
+    def tunable(self) -> Any:
+        """What `tuning` names; imported now, and Triton with it."""
+        return self._at(self.tuning)
+
+    @cached_property
+    def on_gpu(self) -> Any:
+        """What `kernel` names; imported now, and Triton with it."""
+        return self._at(self.kernel)
+
+    def _at(self, place: str | None) -> Any:
+        """What stands at a "module:name".
+
+        Raises:
+            InputError: there is no such thing; the message names the op and the place.
+        """
+        module, _, name = (place or "").partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except (AttributeError, ImportError, ValueError) as error:
+            raise InputError(f'op {self.name}: {place!r} does not exist ({error}). Give "module:name".') from error
 
 
 OPS: dict[str, Op] = {}
@@ -79,47 +165,79 @@ _ON_CUDA: dict[str, Callable[..., Any]] = {}
 
 def define(
     name: str,
-    schema: str,
     reference: Callable[..., Any],
-    fake: Callable[..., Any],
+    *,
+    samples: Callable[[torch.Generator], Iterable[Sample]],
+    contract: str,
+    fake: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
-) -> Any:
-    """Declare `torch.ops.dgraph.<name>` with `reference` as its kernel on every device.
+    **facts: Any,
+) -> Op:
+    """Declare an op, with `reference` as what runs on every device but a GPU for which there is a kernel.
 
-    A kernel for one device type, added with `torch.library.register_kernel`, replaces the reference there.
-    Returns the overload.
+    Args:
+        name: "package::op", an op of `torch.ops.package`; without "::" one of this package's own.
+        reference: its annotated signature is the schema of the op; `torch.library.infer_schema` says which types may
+            stand there.
+        samples, contract: see `Op`.
+        fake: takes the same arguments, and gives empty tensors of the sizes and dtypes of the results. None: the
+            reference does so by itself when it is traced, or there are no results.
+        mutates: the arguments that it writes.
+        facts: the other fields of `Op`.
+
+    Returns:
+        The op, which is in the table now.
+
+    Raises:
+        InputError: `facts` name an argument that the op does not have.
+        ValueError: the name is taken, or the signature is none that an op can have.
     """
-    custom = torch.library.custom_op(f"{NAMESPACE}::{name}", reference, mutates_args=mutates, schema=schema)
-    custom.register_fake(fake)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    namespace, _, short = name.rpartition("::")
+    if name in OPS:
+        raise _taken(name)
+    schema = torch.library.infer_schema(reference, mutates_args=mutates)
+    full = f"{namespace or NAMESPACE}::{short}"
+    custom = torch.library.custom_op(full, reference, mutates_args=mutates, schema=schema)
+    custom.register_fake(fake or (_nothing if schema.endswith("-> ()") else reference))
+    overload = getattr(getattr(torch.ops, namespace or NAMESPACE), short).default
+    return register(Op(name, overload, reference, samples, contract, mutates=mutates, **facts))
 
 
 def register(op: Op) -> Op:
-    """Put `op` in the table; a second op of the same name is an error."""
+    """Put `op` in the table, and let its kernel run where there is one; a second op of the same name is an error.
+
+    The kernel's module, and triton with it, is imported on the first call with CUDA tensors. Float64 goes to the
+    reference.
+    """
     if op.name in OPS:
-        raise ValueError(f"op {op.name!r} is registered twice; give the second one another name.")
+        raise _taken(op.name)
     OPS[op.name] = op
     _OF_TARGET[op.overload] = _OF_TARGET[op.overload.overloadpacket] = op
+    if op.kernel is not None:
+        _ON_CUDA[op.name] = _cuda_call(op)
+        torch.library.register_kernel(op.overload, "cuda", _ON_CUDA[op.name])
     return op
 
 
-def use_kernel(op: Op) -> None:
-    """Give calls of `op` with CUDA tensors to the function `kernel` of `dgraph/ops/triton/<name>.py`.
-
-    The file, and triton with it, is imported on the first such call. Float64 goes to the reference.
-    """
-
+def _cuda_call(op: Op) -> Callable[..., Any]:
     def on_cuda(*args: Any) -> Any:
         values = args[0] if isinstance(args[0], (list, tuple)) else args
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors or any(t.dtype == torch.float64 for t in tensors):
             return op.reference(*args)
-        kernel = import_module(f"dgraph.ops.triton.{op.name}").kernel
+        kernel = op.on_gpu
         with torch.cuda.device(tensors[0].device):
             return kernel(*args)
 
-    torch.library.register_kernel(op.overload, "cuda", on_cuda)
-    _ON_CUDA[op.name] = on_cuda
+    return on_cuda
+
+
+def _taken(name: str) -> ValueError:
+    return ValueError(f"op {name!r} is registered twice; give the second one another name.")
+
+
+def _nothing(*args: Any) -> None:
+    """What an op without results gives when it is traced."""
 
 
 def launcher(op: Op, device: torch.device) -> Callable[..., Any]:
@@ -132,6 +250,28 @@ def launcher(op: Op, device: torch.device) -> Callable[..., Any]:
 def op_of(target: object) -> Op | None:
     """The op that is the target of a graph node, as overload or overload packet; None for other targets."""
     return _OF_TARGET.get(target) if callable(target) else None
+
+
+@cache
+def load_outside() -> tuple[str, ...]:
+    """Import the modules that other packages name in the entry-point group "dgraph.ops", which define their ops.
+
+    Only the first call does anything; the names of the entry points, sorted.
+
+    Raises:
+        InputError: a module cannot be imported; the message names the entry point and its package.
+    """
+    found = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    for point in found:
+        try:
+            point.load()
+        except Exception as error:  # a broken package has many ways to fail
+            package = point.dist.name if point.dist is not None else "a package"
+            raise InputError(
+                f"the ops {point.name!r} of {package} ({point.value}) cannot be loaded: {type(error).__name__}: "
+                f"{error}. Mend or uninstall the package."
+            ) from error
+    return tuple(point.name for point in found)
 
 
 def numeric(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
 weight * (xf * rsqrt(mean(xf^2) + eps)).to(x.dtype), with xf = x in fp32 (float64 stays float64) and the
@@ -36,13 +36,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("zeros", (zeros, torch.ones(8), 1e-5), (pad_rows(zeros, 1), torch.ones(8), 1e-5))
 
 
-OP = register(
-    Op(
-        name="rms_norm",
-        overload=define("rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", reference, reference),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        inline=True,
-    )
+OP = define(
+    "rms_norm",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    by_row=("x",),
+    padding=(None,),
+    inline=True,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.shapes import Symbols
 
 CONTRACT = """\
@@ -43,13 +43,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, args, tuple(pad_rows(value, 3) for value in args))
 
 
-OP = register(
-    Op(
-        name="rope",
-        overload=define("rope", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", reference, reference),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        inline=True,
-    )
+OP = define(
+    "rope",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    by_row=("x", "cos", "sin"),
+    padding=(None,),
+    inline=True,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.registry import Op, Sample, define, numeric, register
+from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
 logits [..., E]; bias [E] or None -> choice i64[..., topk], weight f32[..., topk] (float64 for float64).
@@ -95,18 +95,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("ties", (ties, None, *args), (pad_rows(ties, 1), None, *args))
 
 
-OP = register(
-    Op(
-        name="route",
-        overload=define(
-            "route",
-            "(Tensor logits, Tensor? bias, str score, int groups, int top_groups, int topk, bool renormalise, "
-            "float scale) -> (Tensor, Tensor)",
-            reference,
-            reference,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "route",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    by_row=("logits",),
+    padding=(None, None),
+    kernel="dgraph.ops.triton.route:kernel",
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.ops import feature_write
 from dgraph.ops.draws import without_pages
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; cache [pages, page, ...], of which only the size of a page is
@@ -41,19 +41,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"{sample.name}, pages missing", without_pages(plain, 1), without_pages(padded, 1))
 
 
-OP = register(
-    Op(
-        name="row_slots",
-        overload=define(
-            "row_slots",
-            "(Tensor positions, Tensor page_table, Tensor cu_rows, Tensor cache) -> Tensor",
-            reference,
-            reference,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        inline=True,
-        ahead=True,
-    )
+OP = define(
+    "row_slots",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    reads=(),
+    padding=(-1,),
+    inline=True,
+    ahead=True,
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.ops import rows_linear
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias) for the live rows: the first cu_rows[b] of the N rows of x. The
@@ -43,14 +43,14 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     return rows_linear.samples(generator, parts=2)
 
 
-OP = register(
-    Op(
-        name="rows_glu",
-        overload=define(
-            "rows_glu", "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_rows) -> Tensor", reference, fake
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "rows_glu",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    by_row=("x",),
+    count="cu_rows",
+    padding=(None,),
+    kernel="dgraph.ops.triton.rows_glu:kernel",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 x @ weight.T + bias for the live rows: the first cu_rows[b] of the N rows of x. The number is read on the
@@ -71,14 +71,15 @@ def samples(generator: torch.Generator, parts: int = 1) -> Iterator[Sample]:
     yield Sample("a count alone, of more rows than there are", (x, weight, None, torch.tensor([9])))
 
 
-OP = register(
-    Op(
-        name="rows_linear",
-        overload=define(
-            "rows_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_rows) -> Tensor", reference, fake
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "rows_linear",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    by_row=("x",),
+    count="cu_rows",
+    padding=(None,),
+    kernel="dgraph.ops.triton.rows_linear:kernel",
+    tuning="dgraph.ops.triton.candidates:PRODUCTS",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops import rms_norm
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 rms_norm(x, weight, eps) for the live rows: the first cu_rows[b] of the N rows of x. The number is read on the device;
@@ -59,12 +59,14 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     yield Sample("zeros, a count alone, of more rows than there are", (x * 0, x[0], 1e-5, torch.tensor([9])))
 
 
-OP = register(
-    Op(
-        name="rows_norm",
-        overload=define("rows_norm", "(Tensor x, Tensor weight, float eps, Tensor cu_rows) -> Tensor", reference, fake),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "rows_norm",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    by_row=("x",),
+    count="cu_rows",
+    padding=(None,),
+    kernel="dgraph.ops.triton.rows_norm:kernel",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops import rms_norm, rope
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
 rope(x, cos, sin), or with a weight rope(rms_norm(x, weight, eps), cos, sin), for the live rows: the first cu_rows[b]
@@ -81,17 +81,14 @@ def _angles(n: int, d: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
     return theta.cos(), theta.sin()
 
 
-OP = register(
-    Op(
-        name="rows_rope",
-        overload=define(
-            "rows_rope",
-            "(Tensor x, Tensor cos, Tensor sin, Tensor cu_rows, Tensor? weight, float eps) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "rows_rope",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    by_row=("x", "cos", "sin"),
+    count="cu_rows",
+    padding=(None,),
+    kernel="dgraph.ops.triton.rows_rope:kernel",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import offsets_of, sequence_of
 
 CONTRACT = """\
@@ -123,8 +124,7 @@ def fake(
     limit: Tensor,
     average: Tensor,
     reached: Tensor,
-    alpha: float,
-    keep: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(masked), torch.empty_like(limit), torch.empty_like(reached)
 
@@ -162,18 +162,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-OP = register(
-    Op(
-        name="select_tokens",
-        overload=define(
-            "select_tokens",
-            "(Tensor score, Tensor masked, Tensor positions, Tensor cu_rows, Tensor limit, Tensor average, "
-            "Tensor reached, float alpha, int keep) -> (Tensor, Tensor, Tensor)",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-    )
+OP = define(
+    "select_tokens",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    padding=(0, 0),
+    kernel="dgraph.ops.triton.select_tokens:kernel",
 )

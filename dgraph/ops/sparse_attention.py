@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.registry import Op, Sample, define, register
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import attend, check_heads, groups, padded_length, take
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw
@@ -146,27 +147,7 @@ def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
     return pages * page + positions % page
 
 
-def fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
-    pack_count: Tensor,
-    pack_start: Tensor,
-    key_positions: Tensor,
-    cu_rows: Tensor,
-    cu_keys: Tensor,
-    limit: Tensor,
-    window: Tensor,
-    action: Tensor,
-    scale: float,
-    layer: int,
-    dense: bool,
-) -> Tensor:
+def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -220,20 +201,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, plain, padded)
 
 
-OP = register(
-    Op(
-        name="sparse_attention",
-        overload=define(
-            "sparse_attention",
-            "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor k_pack, "
-            "Tensor v_pack, Tensor pack_count, Tensor pack_start, Tensor key_positions, Tensor cu_rows, "
-            "Tensor cu_keys, Tensor limit, Tensor window, Tensor action, float scale, int layer, bool dense) -> Tensor",
-            reference,
-            fake,
-        ),
-        reference=reference,
-        samples=samples,
-        contract=CONTRACT,
-        own_rows=True,
-    )
+OP = define(
+    "sparse_attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    own_rows=("k", "v", "key_positions"),
+    padding=(0,),
+    kernel="dgraph.ops.triton.sparse_attention:kernel",
 )

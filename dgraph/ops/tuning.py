@@ -16,15 +16,14 @@ the cosine of partial_attention) can fall on its other side only where it lies o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-TUNED = ("lm_head", "paged_attention", "partial_attention", "rows_linear")
-"""Ops whose kernels look for a choice; `dgraph.ops.triton.candidates` says what is tried for each."""
+import torch
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,24 @@ class LogitsShape:
 
 
 Shape = AttentionShape | LinearShape | LogitsShape
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What tuning needs to know of a kernel; `Op.tuning` says where it stands.
+
+    Attributes:
+        shape, plan: their types, frozen dataclasses of plain values.
+        shapes: of the launches that a call with the op's arguments makes; only sizes and dtypes are looked at.
+        candidates: plans for a shape on a device with so many multiprocessors, the default first.
+        trial: calls on random values of a shape; see `dgraph.ops.triton.trials`.
+    """
+
+    shape: type
+    plan: type
+    shapes: Callable[..., Sequence[Any]]
+    candidates: Callable[[Any, int], list[Any]]
+    trial: Callable[[Any, torch.device], Any]
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,13 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.nodes import args_of, op_name, viewed
 from dgraph.ops import OPS, op_of
 from dgraph.ops.rope import turns_rows
 from dgraph.passes.base import Effect, Pass, Report
-
-aten = torch.ops.aten
-
-READERS = {"rows_linear": 3, "rows_glu": 3, "paged_attention": 4, "kv_write": 6, "kv_update": 6}
-"""Ops that leave padding rows of their first argument alone, and the place of the argument that counts the others."""
-
-MAKERS = ("rows_linear", "rows_glu")
-"""Those of them whose result is over the rows that are counted."""
-
-VIEWS = (aten.reshape.default, aten.split_with_sizes.default, aten.slice.Tensor, aten.unsqueeze.default)
 
 
 @dataclass(frozen=True)
@@ -100,11 +89,11 @@ def _count_of(node: Node, source: Node) -> Node | str | None:
     others = []
     for user in node.users:
         op, args = op_of(user.target), args_of(user)
-        place = READERS.get(op.name) if op is not None else None
-        if place is None or args[0] is not node or node in args[1:]:
+        count = op.counter(args) if op is not None else None
+        if count is None or args[0] is not node or node in args[1:]:
             others.append(user)
         else:
-            counts[args[place]] = None
+            counts[count] = None
     origin, listed = _origin(source)
     if listed is None and not any(_list_of(count) for count in counts):
         return None
@@ -118,14 +107,14 @@ def _count_of(node: Node, source: Node) -> Node | str | None:
 
 
 def _origin(source: Node) -> tuple[Node, Node | None]:
-    """What made a value, behind its views; and the list of the rows that it is of, None if it is of all rows."""
-    while source.target in VIEWS or (source.target is operator.getitem and args_of(source)[0].target in VIEWS):
-        source = args_of(source)[0]
-    if source.target is operator.getitem and _is(gather := args_of(source)[0], "compact"):
-        return gather, _list_of(args_of(gather)[1])
-    op = op_of(source.target)
-    place = READERS.get(op.name) if op is not None and op.name in MAKERS else None
-    return source, None if place is None else _list_of(args_of(source)[place])
+    """What made a value that may be seen through views; and the list of the rows that it is of, None if it is of all
+    rows."""
+    made = viewed(source)
+    if _is(made, "compact"):
+        return made, _list_of(args_of(made)[1])
+    op = op_of(made.target)
+    count = op.counter(args_of(made)) if op is not None and op.by_row else None
+    return made, None if count is None else _list_of(count)
 
 
 def _list_of(part: Node) -> Node | None:

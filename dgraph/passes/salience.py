@@ -27,9 +27,6 @@ SALIENT = "salient"
 INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*"})
 """Names that either pass may add."""
 
-ROW_WISE = ("experts", "route")
-"""Opaque ops that act row by row; inline ones do anyway."""
-
 
 def checked(tau: Any) -> float | tuple[float, ...]:
     """A threshold, or one per layer, as numbers; JSON gives a list.
@@ -131,7 +128,7 @@ def obstacle(nodes: Iterable[Node]) -> str | None:
     """Why these calls cannot run on some of their rows, or None."""
     for node in nodes:
         op = op_of(node.target)
-        if op is not None and not op.inline and op.name not in ROW_WISE:
+        if op is not None and (not op.by_row or op.count is not None):  # a count is of all the rows that there are
             return f"{op_name(node.target)} is not known to act row by row"
     return None
 

@@ -75,8 +75,8 @@ def target_of(device: torch.device) -> str | None:
     return f"cuda {10 * major + minor}"
 
 
-def loaded_kernels(package: str) -> dict[str, LoadedKernel]:
-    """The kernels of a package's modules that this process has compiled or loaded, by Triton's hash.
+def loaded_kernels(modules: Iterable[str]) -> dict[str, LoadedKernel]:
+    """The kernels of these modules that this process has compiled or loaded, by Triton's hash.
 
     The hash covers source, constants, options, target, environment and Triton itself. Checked on 3.6 and 3.7.
     """
@@ -84,8 +84,9 @@ def loaded_kernels(package: str) -> dict[str, LoadedKernel]:
     from triton.runtime.jit import JITFunction
 
     found = {}
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(f"{package}."):
+    for name in modules:
+        module = sys.modules.get(name)
+        if module is None:
             continue
         for function in list(vars(module).values()):
             if not isinstance(function, JITFunction) or function.module != name:
@@ -204,8 +205,9 @@ def put(key: str, files: Mapping[str, bytes]) -> bool:
 
 
 @lru_cache
-def compilations(package: str) -> list[str]:
-    """Names of a package's kernels that Triton compiles in this process from the first call on: the list grows.
+def compilations(modules: tuple[str, ...]) -> list[str]:
+    """Names, "module.function", of the kernels of some modules that Triton compiles in this process from the first
+    call on: the list grows.
 
     Triton tells one listener, so one that was there before is told as well. Checked on 3.6 and 3.7.
     """
@@ -219,8 +221,8 @@ def compilations(package: str) -> list[str]:
             before(**event)
         function = getattr(event["src"], "fn", None)
         module = str(getattr(function, "module", ""))
-        if not event["cache_hit"] and module.startswith(f"{package}."):
-            found.append(f"{module.removeprefix(f'{package}.')}.{event['src'].name}")
+        if not event["cache_hit"] and module in modules:
+            found.append(f"{module}.{event['src'].name}")
 
     knobs.compilation.listener = listener  # type: ignore[assignment]
     return found

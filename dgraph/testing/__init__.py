@@ -7,7 +7,8 @@
         check_lossless(model, "mine", {"share": 1.0})
 
 Each check runs a recipe on a model and raises AssertionError with what differs. Recipes are found by name as
-everywhere, those of installed packages included; a `Recipe` value works, too.
+everywhere, those of installed packages included; a `Recipe` value works, too. What an op owes is in
+`dgraph.testing.ops`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from dgraph.errors import InputError
 from dgraph.lowering.chunks import cut_of
 from dgraph.lowering.schedule import schedule
-from dgraph.ops import OPS
+from dgraph.ops import OPS, define
 from tests.lowering.test_chunks import chunks_of, feed_forward, lower
 from tests.tiny import Hand, interpret
 
@@ -103,3 +103,30 @@ def test_a_count_that_something_else_reads_keeps_its_steps_apart() -> None:
 def test_a_chunk_has_rows(given: Any) -> None:
     with pytest.raises(InputError, match="chunk_rows must be a number of rows of at least 1, or None"):
         lower(feed_forward(), given)
+
+
+def tripled(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """As many rows as `count` says; the others are left out."""
+    out = x.new_full(x.shape, torch.nan)
+    live = min(int(count[-1]), len(x))
+    out[:live] = 3 * x[:live]
+    return out
+
+
+@pytest.mark.parametrize("by_row", [("x",), ()])
+def test_an_op_from_outside_does_if_it_says_that_it_acts_row_by_row(
+    by_row: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgraph.ops.registry.OPS", {})  # leaves no trace in the table
+    name = f"outside_chunks::tripled_{len(by_row)}"
+    facts: dict[str, Any] = {"by_row": by_row, "count": "count"}
+    op = define(name, tripled, samples=lambda g: (), contract="", fake=lambda x, count: torch.empty_like(x), **facts)
+    hand = Hand()
+    x, count = hand.input("x", "N", 8), hand.input("count", 1, dtype=torch.int64)
+    wide = hand.call(OPS["rows_linear"], x, hand.weight("up", 24, 8), None, count)
+    narrow = hand.call(OPS["rows_linear"], hand.call(op, wide, count), hand.weight("down", 8, 24), None, count)
+    program = lower(hand.returns(y=narrow), 2)
+    assert bool(chunks_of(program)) == bool(by_row)
+    inputs = {"x": torch.randn(5, 8), "count": torch.tensor([4])}
+    found = program(inputs, 5).outputs["y"][:4]
+    torch.testing.assert_close(found, interpret(program.graph, inputs)["y"][:4])

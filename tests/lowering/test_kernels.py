@@ -24,6 +24,7 @@ from tests.lowering.one_kernel import HASH, KERNEL, TARGET, Binary, files_below
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
+MODULES = {name: f"dgraph.ops.triton.{name}" for name in ("keep_index", "paged_attention")}
 pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 Said = dict[str, Any]
@@ -190,7 +191,7 @@ def test_a_cache_of_triton_that_cannot_be_written(
 )
 def test_an_entry_that_is_no_bundle(tmp_path: Path, triton_cache: Path, content: str, reason: str) -> None:
     store = Store(tmp_path / "cache")
-    key = keys.kernel_keys(TARGET)["keep_index"]
+    key = keys.kernel_keys(TARGET, MODULES)["keep_index"]
     files = {FILE: b"junk"}
     if content == "../../evil":
         with zipfile.ZipFile(tmp_path / "made.zip", "w") as archive:
@@ -238,7 +239,7 @@ def test_a_kernel_whose_metadata_is_wrong_is_left_out(
 
 
 def test_keys_say_what_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = keys.kernel_keys(TARGET)
+    found = keys.kernel_keys(TARGET, MODULES)
     assert {"keep_index", "paged_attention", LAUNCHERS} <= found.keys()
     assert len({key.digest for key in found.values()}) == len(found)
     one = found["keep_index"]
@@ -246,7 +247,7 @@ def test_keys_say_what_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "source dgraph/ops/triton/keep_index.py" in one.inputs
     assert "python" in found[LAUNCHERS].inputs
     monkeypatch.setattr(keys, "_version", lambda package: "3.99")
-    (changed,) = keys.differences(one, keys.kernel_keys(TARGET)["keep_index"])
+    (changed,) = keys.differences(one, keys.kernel_keys(TARGET, MODULES)["keep_index"])
     assert changed.name == "triton"
 
 

@@ -14,7 +14,7 @@ import torch
 
 import dgraph
 from dgraph.cache import key as keys
-from dgraph.cache import upkeep
+from dgraph.cache import sources, upkeep
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
@@ -23,6 +23,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.timing import check_equal
 from dgraph.lowering.tuning import FILE, MARGIN, Tuning, shapes_of
+from dgraph.ops import OPS
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, chosen
 from tests.cache.stores import flip, folders
 from tests.passes.scene import Scene
@@ -61,9 +62,8 @@ class Clock:
 
 
 def candidates(op: str = OP, shape: Any = SHAPE) -> list[Any]:
-    from dgraph.ops.triton.candidates import TUNABLE
-
-    return TUNABLE[op].candidates(shape, 4)
+    found: list[Any] = OPS[op].tunable.candidates(shape, 4)
+    return found
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_a_plan_must_be_clearly_faster_than_the_default(store: Store) -> None:
 @pytest.mark.parametrize("changed", ["kernel", "tuner", "device"])
 def test_another_kernel_or_device_is_timed_anew(store: Store, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     tuned(store, Clock())
-    hashed, environment = keys._hash_of, keys.environment
+    hashed, environment = sources.hash_of, keys.environment
     edited = {"kernel": "paged_attention.py", "tuner": "timing.py"}.get(changed)
-    monkeypatch.setattr(keys, "_hash_of", lambda path: "0" * 64 if path.name == edited else hashed(path))
+    monkeypatch.setattr(sources, "hash_of", lambda path: "0" * 64 if path.name == edited else hashed(path))
     if changed == "device":
         monkeypatch.setattr(keys, "environment", lambda device: environment(device) | {"device name": "another"})
     clock = Clock({1: 0.5})
@@ -136,12 +136,12 @@ def test_what_a_device_is_called_is_in_the_key_and_its_number_is_not(monkeypatch
         name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Facts)
-    first, second = (keys.tuning_key(OP, torch.device("cuda", i)) for i in (0, 1))
+    first, second = (keys.tuning_key(OP, torch.device("cuda", i), []) for i in (0, 1))
     assert first.text == second.text
     assert first.inputs["device name"] == "NVIDIA H200, 132 multiprocessors"
     assert first.inputs["capability"] == "9.0"
     assert {"torch", "triton", "op"} <= set(first.inputs)
-    assert keys.tuning_key("lm_head", torch.device("cuda", 0)).digest != first.digest
+    assert keys.tuning_key("lm_head", torch.device("cuda", 0), []).digest != first.digest
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_one_line_and_timed_anew(store: Store, file: str) -> N
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no", '{"choices": [{"shape": 1}]}', '{"choices": 3}'])
 def test_an_entry_that_says_something_else_is_rebuilt(store: Store, content: str) -> None:
-    key = keys.tuning_key(OP, CPU)
+    key = Tuning(CPU, store)._key(OP)
     assert store.put(key, {FILE: content.encode()})
     with pytest.warns(UserWarning, match=r"set aside and rebuilt: it does not load"):
         assert tuned(store, Clock()).timed == [(OP, SHAPE)]

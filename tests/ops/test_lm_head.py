@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
-from dgraph.ops import decode_logits
-from dgraph.ops.lm_head import gumbel
+from dgraph.ops.lm_head import decode_logits, gumbel
 
 lm_head = torch.ops.dgraph.lm_head
 

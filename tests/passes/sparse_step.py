@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.graph import Graph
-from dgraph.ops import references
+from dgraph.ops import OPS
 from dgraph.passes import CacheKV, PackRows
 from dgraph.spec import ModelSpec
 from tests.models import test_llada2 as llada2
@@ -133,11 +133,11 @@ def run(
         found = Found([], [])
 
         def drift(*args: Any, found: Found = found) -> Tensor:
-            found.salient.append(references["drift"](*args))
+            found.salient.append(OPS["drift"].reference(*args))
             return found.salient[-1]
 
         def partial(*args: Any, found: Found = found) -> Any:
-            context, salient = references["partial_attention"](*args)
+            context, salient = OPS["partial_attention"].reference(*args)
             found.salient.append(salient)
             index = args[4]
             found.projected.append(torch.zeros_like(salient).index_fill_(0, index[index >= 0], True))

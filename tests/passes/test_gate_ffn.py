@@ -16,7 +16,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import schedule
-from dgraph.ops import OPS, references
+from dgraph.ops import OPS
 from dgraph.passes import PASSES, CountRows, EvictTokens, FuseProjections, GateFFN, PartialAttention
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.text.writer import dump
@@ -144,7 +144,7 @@ def test_rows_that_are_not_salient_are_routed_to_no_expert(name: str) -> None:
         chosen = choice >= 0
         assert (chosen.all(1) == chosen.any(1)).all()
         routed.append(int(chosen.any(1).sum()))
-        return references["experts"](x, choice, *rest)
+        return OPS["experts"].reference(x, choice, *rest)
 
     for inputs in steps:
         routed.clear()
@@ -197,14 +197,14 @@ def test_rows_that_an_eviction_keeps_take_their_own_features(counted: tuple[Pass
 
     def read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         taken.append(slots[slots >= 0].tolist())
-        return references["feature_take"](cache, slots)
+        return OPS["feature_take"].reference(cache, slots)
 
     taken: list[list[int]] = []
     wanted = interpret(graph, {**some, **memory}, {"feature_take": read})
     kept = wanted["kept"][wanted["kept"] >= 0]
     assert 0 < len(kept) < sum(LENGTHS)
     places = (some["positions"], memory["page_table"], some["cu_rows"])
-    assert taken[0] == references["row_slots"](*places, memory["f_cache_0"]).tolist()
+    assert taken[0] == OPS["row_slots"].reference(*places, memory["f_cache_0"]).tolist()
     assert taken[1:] == [[taken[0][i] for i in kept]] * 3
     got = LoweredProgram(graph, RegionCompiler("eager"), Buckets())({**some, **again}, sum(LENGTHS)).outputs
     assert torch.equal(got["logits"][: len(kept)], wanted["logits"][: len(kept)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
 from dgraph.lowering.schedule import schedule
-from dgraph.ops import references
+from dgraph.ops import OPS
 from dgraph.passes import PASSES, ChunkLMHead, EvictTokens, FuseProjections, GateFFN, PartialAttention, ReuseRows
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.text.writer import dump
@@ -75,7 +75,7 @@ def check(name: str, reuse: ReuseRows, steps: list[dict[str, Tensor]]) -> None:
     memory, layers, flags = caches_of(graph), graph.spec.layers, list[Tensor]()
 
     def least_similar(*args: Any) -> Tensor:
-        flags.append(references["least_similar"](*args))
+        flags.append(OPS["least_similar"].reference(*args))
         return flags[-1]
 
     found = [interpret(graph, {**inputs, **memory}, {"least_similar": least_similar}) for inputs in steps]
@@ -152,12 +152,12 @@ def test_rows_without_a_page_take_what_they_compute(name: str) -> None:
 
     def write(*args: Any) -> None:
         held[:] = args
-        references["kv_write"](*args)
+        OPS["kv_write"].reference(*args)
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, *rest: Any) -> Tensor:
         k, v, _, _, positions, *_ = held
         cu_rows, limit, scale = rest
-        return references["packed_attention"](q, k, v, positions, cu_rows, limit, scale)
+        return OPS["packed_attention"].reference(q, k, v, positions, cu_rows, limit, scale)
 
     gone = memory["page_table"][:, 0].clone()
     memory["page_table"][:, 0] = -1

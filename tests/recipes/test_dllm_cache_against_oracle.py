@@ -11,7 +11,7 @@ import torch
 import dgraph
 from dgraph.api import Optimized
 from dgraph.errors import InputError
-from dgraph.ops import references
+from dgraph.ops import OPS
 from dgraph.plans.rows import RowPlan
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.stats import StepRecord
@@ -105,7 +105,7 @@ def test_rows_of_each_layer_and_every_cache(setups: dict[str, Setup], family: st
         n, first, flags = len(step.positions), step.positions[0], []
 
         def least_similar(*args: Any) -> torch.Tensor:
-            flags.append(references["least_similar"](*args))
+            flags.append(OPS["least_similar"].reference(*args))
             return flags[-1]
 
         inputs = rows_of([step.tokens], [first])

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
-from dgraph.ops import decode_logits
-from dgraph.ops.lm_head import RowDecisions
+from dgraph.ops.lm_head import RowDecisions, decode_logits
 from dgraph.runtime.sampling import Credit, RowContext, Sampler, guided, kept_ids, without_prompt
 from dgraph.runtime.seeds import row_seeds, sequence_keys
 from dgraph.runtime.stops import Trimmed, first_stop, trim

@@ -6,8 +6,8 @@ running them. The tiles of products are among those that `benchmarks.rows_linear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,28 +17,10 @@ from dgraph.ops.triton.attention_plan import Plan as AttentionPlan
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.rows_linear import Tiles
-from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, attention_shape, dtype_name
+from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, Tunable, attention_shape, dtype_name
 
 MOST = 12
 """Plans for one shape."""
-
-
-@dataclass(frozen=True)
-class Tunable:
-    """What tuning needs to know of a kernel.
-
-    Attributes:
-        shape, plan: their types.
-        shapes: of the launches that a call with the op's arguments makes; only sizes and dtypes are looked at.
-        candidates: plans for a shape on a device with so many multiprocessors, the default first.
-        trial: calls on random values of a shape; see `dgraph.ops.triton.trials`.
-    """
-
-    shape: type
-    plan: type
-    shapes: Callable[..., list[Shape]]
-    candidates: Callable[[Any, int], list[Any]]
-    trial: Callable[[Any, torch.device], trials.Trial]
 
 
 def itemsize(shape: Shape) -> int:
@@ -156,10 +138,11 @@ def _logits_shapes(h: Any, weight: Any, *rest: Any) -> list[Shape]:
     return [LogitsShape(size, weight.shape[0], dtype_name(h.dtype)) for size in sorted(sizes) if size]
 
 
-TUNABLE: Mapping[str, Tunable] = {
-    "lm_head": Tunable(LogitsShape, lm_head.Plan, _logits_shapes, logits, trials.logits),
-    "paged_attention": Tunable(AttentionShape, AttentionPlan, _attention_shapes, attention, trials.attention),
-    "partial_attention": Tunable(AttentionShape, partial_attention.Plan, _partial_shapes, partial, trials.partial),
-    "rows_linear": Tunable(LinearShape, rows_linear.Plan, _linear_shapes, products, trials.products),
-}
-"""By op: the kernels that are tuned."""
+ATTENTION = Tunable(AttentionShape, AttentionPlan, _attention_shapes, attention, trials.attention)
+"""Of paged_attention."""
+LOGITS = Tunable(LogitsShape, lm_head.Plan, _logits_shapes, logits, trials.logits)
+"""Of lm_head."""
+PARTIAL = Tunable(AttentionShape, partial_attention.Plan, _partial_shapes, partial, trials.partial)
+"""Of partial_attention."""
+PRODUCTS = Tunable(LinearShape, rows_linear.Plan, _linear_shapes, products, trials.products)
+"""Of rows_linear."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.ops.tuning import TUNED, AttentionShape, LinearShape, LogitsShape, Shape
+from dgraph.ops import OPS
+from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import attention, compare, expected, flat, heading, mutated, partial, product, settled
 
@@ -28,6 +29,9 @@ def attentions(dtype: str) -> list[Shape]:
     ]
 
 
+TUNED = sorted(op.name for op in OPS.values() if op.tuning is not None)
+
+
 def shapes(op: str, dtype: str = "bfloat16") -> list[Shape]:
     if op == "rows_linear":
         return [LinearShape(rows, 4096, 6144, dtype) for rows in (16, 64, 512, 4096)]
@@ -37,18 +41,15 @@ def shapes(op: str, dtype: str = "bfloat16") -> list[Shape]:
 
 
 def plans(op: str, dtype: str = "bfloat16") -> list[Any]:
-    from dgraph.ops.triton.candidates import TUNABLE
-
-    return list(dict.fromkeys(p for s in shapes(op, dtype) for p in TUNABLE[op].candidates(s, MULTIPROCESSORS)))
+    return list(dict.fromkeys(p for s in shapes(op, dtype) for p in OPS[op].tunable.candidates(s, MULTIPROCESSORS)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", TUNED)
 def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None:
     from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear
-    from dgraph.ops.triton.candidates import MOST, TUNABLE, itemsize
+    from dgraph.ops.triton.candidates import MOST, itemsize
 
-    assert set(TUNABLE) == set(TUNED)
     for shape in shapes(op, dtype):
         if isinstance(shape, AttentionShape):
             sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
@@ -58,7 +59,7 @@ def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None
             default = rows_linear.plan_for(itemsize(shape))
         else:
             default = lm_head.plan_for(shape.rows, shape.vocab)
-        found = TUNABLE[op].candidates(shape, MULTIPROCESSORS)
+        found = OPS[op].tunable.candidates(shape, MULTIPROCESSORS)
         assert found[0] == default
         assert len(set(found)) == len(found) <= MOST == 12
         if dtype == "bfloat16":
@@ -124,7 +125,7 @@ import torch
 from dataclasses import replace
 from dgraph.lowering.timing import check_equal
 from dgraph.ops.triton import trials
-from dgraph.ops.triton.candidates import TUNABLE
+from dgraph.ops import OPS
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 trials.KEYS, trials.ROOM = 48, 1 << 15
@@ -138,9 +139,9 @@ shapes = {
 flat = lambda value: [value] if isinstance(value, torch.Tensor) else list(value)
 for op, listed in shapes.items():
     for shape in listed:
-        trial = TUNABLE[op].trial(shape, torch.device("cpu"))
+        trial = OPS[op].tunable.trial(shape, torch.device("cpu"))
         results = []
-        for plan in TUNABLE[op].candidates(replace(shape, dtype="bfloat16"), 4)[:3]:
+        for plan in OPS[op].tunable.candidates(replace(shape, dtype="bfloat16"), 4)[:3]:
             trial.reset()
             results.append([x.clone() for load in trial.loads for x in flat(load[0](plan))])
             assert all(x.float().abs().sum() > 0 for x in results[-1] if x.is_floating_point()), op

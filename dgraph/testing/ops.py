@@ -1,0 +1,182 @@
+"""What must hold of every op, on all of its samples: schema, fake, reference, padding, contract and kernel's signature.
+
+    @pytest.mark.parametrize("op", MY_OPS)
+    def test_my_op(op):
+        dgraph.testing.ops.check_op(op)
+
+The checks run on a CPU. They compare no kernel with its reference: that takes a GPU, or Triton's interpreter. Each
+raises an AssertionError that names the op and the sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from dgraph.ops import Op, Sample, launcher, op_of
+
+LINES = 3
+"""A contract has at least as many."""
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
+"""How far a result may be from that in float64, by the dtype of the arguments."""
+
+
+def samples_of(op: Op) -> list[Sample]:
+    """The samples of an op, the same ones every time."""
+    return list(op.samples(torch.Generator().manual_seed(7)))
+
+
+def check_op(op: Op, dtypes: Sequence[torch.dtype] = tuple(TOLERANCE)) -> None:
+    """Every check, on every sample.
+
+    Args:
+        dtypes: of floating arguments, in which the reference must be close to float64. An op that takes the largest of
+            values may take another one where they are rounded: then float32 alone.
+    """
+    for check in OP_CHECKS:
+        check(op)
+    for sample in samples_of(op):
+        for check_call in CALL_CHECKS:
+            check_call(op, sample)
+        for dtype in dtypes:
+            check_precision(op, sample, dtype)
+
+
+def check_contract(op: Op) -> None:
+    """The contract has some lines, and names every argument."""
+    assert len(op.contract.splitlines()) >= LINES, f"the contract of {op.name} has less than {LINES} lines"
+    missing = [name for name in op.arguments if not re.search(rf"\b{name}\b", op.contract)]
+    assert not missing, f"the contract of {op.name} does not name {', '.join(missing)}"
+
+
+def check_target(op: Op) -> None:
+    """A node that calls the op, by overload or packet, is known to be of it, and the schema says what it writes."""
+    assert op is op_of(op.overload) is op_of(op.overload.overloadpacket), f"{op.name} is not in the table"
+    declared = tuple(a.name for a in op.overload._schema.arguments if a.alias_info is not None)
+    assert declared == op.mutates, f"{op.name} writes {op.mutates}, but its schema says {declared}"
+
+
+def check_kernel(op: Op) -> None:
+    """The kernel takes the arguments of the schema in their order, and more only with defaults. Imports Triton."""
+    if op.kernel is None:
+        return
+    parameters = list(inspect.signature(op.on_gpu).parameters.values())
+    first, more = parameters[: len(op.arguments)], parameters[len(op.arguments) :]
+    got = tuple(parameter.name for parameter in first)
+    assert got == op.arguments, f"the kernel of {op.name} takes {got}, expected {op.arguments}"
+    bare = [p.name for p in more if p.default is p.empty]
+    assert not bare, f"the kernel of {op.name} also takes {', '.join(bare)}; give a default"
+
+
+def check_launcher(op: Op) -> None:
+    """What is called without the dispatcher is what the dispatcher calls; float64 goes to the reference anywhere."""
+    assert launcher(op, torch.device("cpu")) is op.overload
+    on_cuda = launcher(op, torch.device("cuda", 0))
+    assert (on_cuda is op.overload) == (op.kernel is None), f"{op.name} is launched by {on_cuda}"
+    args = cast(samples_of(op)[0].args, torch.float64)
+    if any(t.is_floating_point() for t in tensors(args)):
+        mine = cast(args, torch.float64)
+        found = tensors(on_cuda(*mine)) + op.written(mine)
+        assert_close(found, outcome(op, args), equal_nan=True, msg=_of(op))
+
+
+def check_schema(op: Op, sample: Sample) -> None:
+    """Torch's own checks of a custom op: schema, fake, autograd registration, tracing."""
+    torch.library.opcheck(op.overload, copy.deepcopy(sample.args))
+
+
+def check_reference(op: Op, sample: Sample) -> None:
+    """On a CPU the op gives what its reference gives, and writes the arguments that it says, and no others."""
+    called, referred = copy.deepcopy(sample.args), copy.deepcopy(sample.args)
+    result = op.overload(*called)
+    assert_close(tensors(result), tensors(op.reference(*referred)), rtol=0, atol=0, equal_nan=True, msg=_of(op, sample))
+    names = op.arguments[: len(sample.args)]  # the last ones may be left out
+    for name, before, after, twin in zip(names, sample.args, called, referred, strict=True):
+        expected = twin if name in op.mutates else before
+        assert_close(tensors(after), tensors(expected), rtol=0, atol=0, equal_nan=True, msg=_of(op, sample, name))
+
+
+def check_precision(op: Op, sample: Sample, dtype: torch.dtype = torch.float32) -> None:
+    """The reference in a dtype is close to the reference in float64."""
+    inputs = cast(sample.args, dtype)
+    expected = outcome(op, cast(inputs, torch.float64))
+    for got, want in zip(outcome(op, cast(inputs, dtype)), expected, strict=True):
+        tolerance = TOLERANCE[torch.bfloat16 if got.dtype == torch.bfloat16 else torch.float32]
+        got = got.to(want.dtype)
+        assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=_of(op, sample))
+
+
+def check_padding(op: Op, sample: Sample) -> None:
+    """Padding rows change nothing, and hold what `Op.padding` says."""
+    if sample.padded is None:
+        return
+    plain = outcome(op, copy.deepcopy(sample.args))
+    padded = outcome(op, copy.deepcopy(sample.padded))
+    for i, (few, many) in enumerate(zip(plain, padded, strict=True)):
+        assert_close(many[: len(few)], few, rtol=0, atol=0, equal_nan=True, msg=_of(op, sample, f"result {i}"))
+        rest = many[len(few) :]
+        if i >= len(op.padding):
+            assert not len(rest), f"{_where(op, sample)}: result {i} has padding rows; Op.padding says of none"
+        elif (filler := op.padding[i]) is not None:
+            assert len(rest), f"{_where(op, sample)}: result {i} has no padding rows; Op.padding says {filler}"
+            assert (rest == filler).all(), f"{_where(op, sample)}: padding rows of result {i} are not {filler}"
+
+
+def check_fake(op: Op, sample: Sample) -> None:
+    """What is traced has the sizes, dtypes and strides of what is computed. Not of a cut, whose size is data."""
+    if op.cut:
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        args = cast(sample.args, dtype)
+        fakes = tensors(op.overload(*on_meta(args)))
+        for fake, real in zip(fakes, tensors(op.reference(*args)), strict=True):
+            got, want = ((t.shape, t.dtype, t.stride()) for t in (fake, real))
+            assert got == want, f"{_where(op, sample)}: traced as {got}, computed as {want}"
+
+
+OP_CHECKS: tuple[Callable[[Op], None], ...] = (check_contract, check_target, check_kernel, check_launcher)
+"""Those of an op."""
+CALL_CHECKS: tuple[Callable[[Op, Sample], None], ...] = (check_schema, check_reference, check_padding, check_fake)
+"""Those of one call; `check_precision` takes a dtype as well."""
+
+
+def outcome(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """Results and written arguments of a reference, in order."""
+    return tensors(op.reference(*args)) + op.written(args)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested lists and tuples, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A value with its floating tensors in a dtype; all tensors are copies."""
+    if isinstance(value, Tensor):
+        return value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
+    return type(value)(cast(part, dtype) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def on_meta(value: Any) -> Any:
+    """A value with its tensors as sizes alone."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    return type(value)(on_meta(part) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def _where(op: Op, sample: Sample | None = None, part: str = "") -> str:
+    return ", ".join(filter(None, [f"op {op.name}", f"sample {sample.name!r}" if sample else "", part]))
+
+
+def _of(op: Op, sample: Sample | None = None, part: str = "") -> Callable[[str], str]:
+    """A message of torch's with the place in front."""
+    return lambda text: f"{_where(op, sample, part)}: {text}"
