@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,25 @@ from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.shapes import Evaluator, InputSpec, Symbols
 from dgraph.spec import ModelSpec
+
+ALL = "N"
+"""The row set of all rows of a step."""
+
+DECISION = ("logits", "token")
+"""Outputs that have one entry for each row that a step decides on."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Some rows of a row set as a list.
+
+    Attributes:
+        index: i64[K], the number of each in that set, ascending, -1 after the last.
+        cu_rows: i32[b+1], their offsets per sequence.
+    """
+
+    index: Node
+    cu_rows: Node
 
 
 class Graph:
@@ -238,48 +258,127 @@ class Graph:
             if n <= node and "weight" not in n.meta and any(u > node and u not in but for u in n.users)
         ]  # fmt: skip
 
-    def gather(
+    def keep_rows(
+        self,
+        flag: Node,
+        *,
+        before: Node,
+        by: str,
+        like: Node | None = None,
+        counted: bool = False,
+        instead: Mapping[Node, Node] | None = None,
+        but: Collection[Node] = (),
+    ) -> Listed:
+        """Go on with the flagged rows alone from a node on: a new row set (K, K1, ...).
+
+        What the node and those after it read is gathered, offsets included, and the output `kept` i64[K] gives the
+        number that each row had among all rows of the step. A program may keep rows several times, at any places.
+
+        Args:
+            flag: bool over a row set; which of its rows go on.
+            before: the first node that runs on these.
+            by: the pass.
+            like: where layer and role of the new calls come from; of `before` if None.
+            counted: their number stays on the device, and the others become padding; else the host reads it, and the
+                program is cut into stages here.
+            instead: what is gathered in place of a value (rows that go on may see fewer keys, say).
+            but: nodes that go on reading all rows. With the output among them, `kept` stays as it is.
+
+        Returns:
+            The rows as a list.
+
+        Raises:
+            VerifyError: `flag` is not one flag per row, or its rows have no offsets.
+        """
+        rows = self.row_set(flag)
+        if rows is None or flag.meta["val"].dtype != torch.bool or flag.meta["val"].dim() != 1:
+            raise VerifyError(f"{flag.name} is {self.type_text(flag)}; rows are kept by a flag for each, bool[{ALL}].")
+        cu_rows = self.offsets_of(rows)
+        target, args = (OPS["list_kept"], ()) if counted else (OPS["keep_index"], (-1,))
+        cut = self.call(target, (flag, cu_rows, *args), before=before, by=by, like=like, rows=self.new_row_set())
+        kept = self.listed(cut, by)
+        if self.output not in but:  # numbered anew below
+            self.set_outputs({name: node for name, node in self.results().items() if name != "kept"})
+        self._gather(rows, kept.index, before, by, instead or {}, but)
+        self.redirect(cu_rows, kept.cu_rows, behind=cut, but=but)
+        self.propagate()
+        if self.output not in but:
+            decided = [self.row_set(self.result(name)) for name in self.outputs if name in DECISION]
+            numbers = self.numbers_of(decided[0] or ALL if decided else cut.meta["rows"], by)
+            if numbers is not None:
+                self.set_outputs({**self.results(), "kept": numbers})
+        return kept
+
+    def listed(self, call: Node, by: str) -> Listed:
+        """What a `list_kept` or `keep_index` makes, as nodes: those that are there, or new ones."""
+        parts = {args_of(part)[1]: part for part in call.users}
+        for i in sorted({0, 1} - parts.keys()):  # nobody has read it yet
+            behind = parts[0] if i else call
+            parts[i] = self.call(operator.getitem, (call, i), before=behind.next, by=by, like=call)
+        return Listed(parts[0], parts[1])
+
+    def cut_of(self, rows: str) -> Node:
+        """The call that made a row set: a `keep_index`, or a `list_kept` that counts rows on the device."""
+        for node in self.calls:
+            if node.meta.get("rows") == rows:
+                return node
+        raise VerifyError(f"no call makes row set {rows}; Graph.keep_rows makes one.")
+
+    def offsets_of(self, rows: str) -> Node:
+        """i32[b+1], the offsets per sequence of the rows of a set."""
+        if rows != ALL:
+            cut = self.cut_of(rows)
+            return self.listed(cut, cut.meta["by"]).cu_rows
+        if "cu_rows" not in self.inputs:
+            raise VerifyError("no input cu_rows says which rows are of which sequence; run PackRows first.")
+        return self.input("cu_rows")
+
+    def numbers_of(self, rows: str, by: str) -> Node | None:
+        """The number of each row of a set among all rows of the step, -1 for padding; None for the set of all rows."""
+        numbers = None if rows == ALL else self._numbers_of(rows, by)
+        if numbers is None or "rows" in args_of(numbers)[0].meta:  # a list ends in -1 by itself
+            return numbers
+        index, at = self.listed(self.cut_of(rows), by).index, numbers.next
+        padding = self.call(torch.ops.aten.lt.Scalar, (index, 0), before=at, by=by, like=numbers)
+        return self.call(torch.ops.aten.masked_fill.Scalar, (numbers, padding, -1), before=at, by=by, like=numbers)
+
+    def _numbers_of(self, rows: str, by: str) -> Node:
+        """As `numbers_of`, with anything for padding."""
+        cut = self.cut_of(rows)
+        index, of = self.listed(cut, by).index, str(self.row_set(args_of(cut)[0]))
+        if of == ALL:
+            return index
+        compact = next(c for c in self.find("compact") if args_of(c)[1] is index)
+        return self._carry(self._numbers_of(of, by), compact, by)
+
+    def _gather(
         self,
         rows: str,
         index: Node,
         before: Node,
         by: str,
-        instead: Mapping[Node, Node] | None = None,
-        but: Collection[Node] = (),
-    ) -> int:
-        """Let a node and those behind it read, of every value over a row set, the rows of an index alone.
-
-        Args:
-            rows: the row set.
-            index: i64[K], what `compact` takes.
-            before: the node.
-            by: the pass that gathers.
-            instead: what is gathered in place of a value.
-            but: nodes that go on reading all rows.
-
-        Returns:
-            How many values are gathered.
-        """
-        live = [n for n in self.live_after(before.prev, but) if self.row_set(n) == rows]
-        values = [(instead or {}).get(n, n) for n in live]
-        compact = self.call(OPS["compact"], (values, index), before=before, by=by)
+        instead: Mapping[Node, Node],
+        but: Collection[Node],
+    ) -> None:
+        """Let a node and those after it read, of every value over a row set, the rows of an index alone."""
+        live = [n for n in self.live_after(before.prev, but) if self.row_set(n) == rows and n is not index]
+        compact = self.call(OPS["compact"], ([instead.get(n, n) for n in live], index), before=before, by=by)
         for old, new in zip(live, self.parts(compact, len(live), by), strict=True):
             self.redirect(old, new, behind=compact, but=but)
-        return len(live)
 
-    def on_rows_of(self, name: str, like: Node, by: str) -> Node:
-        """An input that has one entry per row, carried to the row set of `like`.
+    def on_rows_of(self, value: str | Node, like: Node, by: str) -> Node:
+        """A value that has one entry per row (an input by its name), carried to the row set of `like`.
 
-        Where rows were gathered on the way (an eviction), the input is gathered with them: the entry is added to the
+        Where rows were gathered on the way (an eviction), it is gathered with them: the entry is added to the
         `compact` call that made the row set.
         """
-        node, wanted = self.input(name), self.row_set(like)
+        node, wanted = self.input(value) if isinstance(value, str) else value, self.row_set(like)
         while self.row_set(node) != wanted:
             gathers = (c for c in self.find("compact") if self.row_set(args_of(c)[0][0]) == self.row_set(node))
             # Rows that are moved within their row set are not carried on.
             compact = next((c for c in gathers if self.symbols.row_set(c.meta["val"][0]) != self.row_set(node)), None)
             if compact is None:
-                raise VerifyError(f"input {name!r} has rows {self.row_set(node)}; nothing carries them to {wanted}.")
+                raise VerifyError(f"{node.name} has rows {self.row_set(node)}; nothing carries them to {wanted}.")
             node = self._carry(node, compact, by)
         return node
 

@@ -168,19 +168,55 @@ def test_what_stands_behind_a_gather_reads_its_rows() -> None:
         hand.input("cu_rows", "b+1", dtype=torch.int32),
     )
     y, limit = hand.call(aten.relu.default, x), hand.input("limit", "N")
-    kept = hand.call(OPS["list_kept"], flags, cu_rows)
-    kept.meta["rows"] = "K"
-    hand.graph.propagate()
-    (index,) = hand.graph.parts(kept, 1, "Test")
     first = hand.call(aten.add.Tensor, y, x)
     late, whole = hand.call(aten.mul.Tensor, first, y), hand.call(aten.neg.default, x)
     graph = hand.returns(late=late, whole=whole, limit=limit)
-    assert graph.gather("N", index, first, "Test", but=(whole, graph.output)) == 2
+    kept = graph.keep_rows(flags, before=first, by="Test", counted=True, but=(whole, graph.output))
     (compact,) = graph.find("compact")
-    assert compact.args == ([x, y], index)
+    assert compact.args == ([x, y], kept.index)
+    assert kept.cu_rows is graph.offsets_of("K")
+    assert graph.offsets_of("N") is cu_rows
     assert [graph.row_set(n) for n in first.all_input_nodes] == ["K", "K"]
-    graph.propagate()
     assert [graph.row_set(n) for n in (late, whole, limit)] == ["K", "N", "N"]
+    assert "kept" not in graph.outputs
+
+
+def kept_twice(order: tuple[int, int]) -> Graph:
+    """Rows are kept by two flags, one before each of two calls; the passes come in that order."""
+    hand = Hand()
+    x, cu_rows = hand.input("x", "N"), hand.input("cu_rows", "b+1", dtype=torch.int32)
+    graph = hand.graph
+    flags = [hand.input(f"flag{i}", "N", dtype=torch.bool) for i in range(2)]
+    calls = [hand.call(aten.neg.default, x)]
+    calls.append(hand.call(aten.relu.default, calls[0]))
+    hand.returns(logits=hand.call(aten.abs.default, calls[1]), last=cu_rows)
+    for i in order:
+        graph.keep_rows(graph.on_rows_of(flags[i], calls[i].all_input_nodes[0], "Test"), before=calls[i], by="Test")
+        verify(graph)
+    return graph
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_rows_kept_twice_are_numbered_among_all(order: tuple[int, int]) -> None:
+    """Whichever comes first; each reads the offsets of what is left."""
+    graph = kept_twice(order)
+    flags = torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 0, 1, 1, 1]]).bool()
+    x = -torch.arange(6.0)
+    out = interpret(graph, {"x": x, "cu_rows": torch.tensor([0, 4, 6]).int(), "flag0": flags[0], "flag1": flags[1]})
+    assert out["kept"].tolist() == [0, 3, 5]
+    assert out["logits"].tolist() == [0.0, 3.0, 5.0]
+    assert out["last"].tolist() == [0, 2, 3]
+
+
+def test_what_is_no_flag_per_row_keeps_none() -> None:
+    hand = Hand()
+    x, flags = hand.input("x", "N"), hand.input("flags", "N", dtype=torch.bool)
+    y = hand.call(aten.neg.default, x)
+    graph = hand.returns(y=y)
+    with pytest.raises(VerifyError, match=r"x is f32\[N\]; rows are kept by a flag for each, bool\[N\]"):
+        graph.keep_rows(x, before=y, by="Test")
+    with pytest.raises(VerifyError, match=r"no input cu_rows .*run PackRows first"):
+        graph.keep_rows(flags, before=y, by="Test")
 
 
 def test_a_copy_shares_weights_and_symbols_and_nothing_else() -> None:
@@ -264,7 +300,7 @@ def test_an_input_that_nothing_carries_is_an_error() -> None:
     hand = Hand()
     hand.input("masked", "N", dtype=torch.bool)
     other = hand.input("h", "K", 4)
-    with pytest.raises(VerifyError, match=r"input 'masked' has rows N; nothing carries them to K"):
+    with pytest.raises(VerifyError, match=r"masked has rows N; nothing carries them to K"):
         hand.graph.on_rows_of("masked", other, "Test")
 
 

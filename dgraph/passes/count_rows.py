@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from dgraph.graph import Graph
+from dgraph.graph import Graph, Listed
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.salience import Listed, nowhere, parts_of
+from dgraph.passes.salience import nowhere
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class CountRows(Pass):
                 continue
             kept = graph.call(OPS["list_kept"], (keep, cu_rows), before=cut, by=report.name, rows=cut.meta["rows"])
             graph.replace(cut, kept)
-            lists[kept.meta["rows"]] = parts_of(graph, kept, report.name)
+            lists[kept.meta["rows"]] = graph.listed(kept, report.name)
             report.did(f"row set {kept.meta['rows']} is counted on the device", kept.meta["layer"])
         count_products(graph, lists, report)
         graph.propagate()

@@ -115,38 +115,36 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
-        if cuts := graph.find("keep_index") + graph.find("list_kept"):
-            report.skip(f"rows are evicted in layer {cuts[0].meta['layer']} already; a program is cut once", anchor)
+        if graph.row_set(anchor) != graph.row_set(args_of(write)[0]):
+            report.skip("rows are evicted between the layer's keys and its attention already", anchor)
             return
-        score = self._score(graph, anchor, write, report.name)
-        masked, positions, cu_rows, limit = (graph.input(n) for n in ("masked", "positions", "cu_rows", "limit"))
+        by = report.name
+        score = self._score(graph, anchor, write, by)
+        cu_rows, limit = args_of(anchor)[4:6]
+        masked, positions = (graph.on_rows_of(name, anchor, by) for name in ("masked", "positions"))
         average, reached = graph.add_input(AVERAGE), graph.add_input(REACHED)
         alpha = 1.0 if self.select == "scripted" else float(self.alpha)
-        chosen = graph.call(
-            OPS["select_tokens"],
-            (score, masked, positions, cu_rows, limit, average, reached, alpha, self.keep),
-            before=anchor,
-            by=report.name,
-        )
-        keep, new_limit, new_reached = graph.parts(chosen, 3, report.name)
-        cut = graph.call(
-            OPS["keep_index"], (keep, cu_rows, -1), before=anchor, by=report.name, rows=graph.new_row_set()
-        )
-        index, new_cu_rows = graph.parts(cut, 2, report.name)
+        args = (score, masked, positions, cu_rows, limit, average, reached, alpha, self.keep)
+        chosen = graph.call(OPS["select_tokens"], args, before=anchor, by=by)
+        keep, new_limit, new_reached = graph.parts(chosen, 3, by)
         # Behind the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
         instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
-        carried = graph.gather("N", index, anchor, report.name, instead)
-        graph.redirect(cu_rows, new_cu_rows, behind=cut)
-        graph.set_outputs({**graph.results(), "kept": index, "reached": new_reached, "score": score})
+        kept = graph.keep_rows(keep, before=anchor, by=by, instead=instead)
+        results = graph.results()
+        for name, value in (("reached", new_reached), ("score", score)):
+            if name not in results or results[name] < value:  # of the eviction that comes last in the program
+                results[name] = value
+        graph.set_outputs(results)
         graph.sweep()
-        graph.propagate()
+        carried = sum(len(args_of(c)[0]) for c in graph.find("compact") if args_of(c)[1] is kept.index)
         report.did(f"{self.select} of {self.signal}; {carried} values carried across the cut", self.after)
 
     def _score(self, graph: Graph, anchor: Node, write: Node, by: str) -> Node:
         """The signal over rows, oriented so that larger is kept."""
         graph.add_input(MASKED)
         if self.select == "random":
-            return graph.add_input(NOISE)
+            graph.add_input(NOISE)
+            return graph.on_rows_of("noise", anchor, by)
         score = self._importance(graph, anchor, write, by)
         if self.signal == "delta":
             earlier = graph.find("paged_attention", self.after - 1)
@@ -155,16 +153,19 @@ class EvictTokens(Pass):
                     f"layer {self.after - 1} has no paged attention to take the importance from; run CacheKV first."
                 )
             before = self._importance(graph, earlier[0], graph.find("kv_write", self.after - 1)[0], by)
-            score = graph.call(aten.sub.Tensor, (score, before), before=anchor, by=by)
+            # Between the two layers, rows may have been evicted.
+            score = graph.call(aten.sub.Tensor, (score, graph.on_rows_of(before, anchor, by)), before=anchor, by=by)
         if self.select == "bottom":
             score = graph.call(aten.neg.default, (score,), before=anchor, by=by)
         if self.select == "scripted":
-            script = graph.add_input(SCRIPT)
+            graph.add_input(SCRIPT)
+            script = graph.on_rows_of("script", anchor, by)
             says = graph.call(aten.ge.Scalar, (script, 0.0), before=anchor, by=by)
             score = graph.call(aten.where.self, (says, script, score), before=anchor, by=by)
         return score
 
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
-        q, k, scale = args_of(read)[0], args_of(write)[0], args_of(read)[-1]
-        args = (q, k, graph.input("masked"), graph.input("cu_rows"), scale, self.pool)
-        return graph.call(OPS["importance"], args, before=read, by=by)
+        q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[-1]
+        # A layer that evicts rows has keys of all of them, and queries of those that go on.
+        k, masked = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "masked"))
+        return graph.call(OPS["importance"], (q, k, masked, cu_rows, scale, self.pool), before=read, by=by)

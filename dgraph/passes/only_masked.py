@@ -10,11 +10,10 @@ from torch.fx import Node
 
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name
-from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
 from dgraph.passes.partial_attention import makers, take_apart
-from dgraph.passes.salience import obstacle, parts_of
+from dgraph.passes.salience import obstacle
 
 aten = torch.ops.aten
 
@@ -70,18 +69,12 @@ class OnlyMasked(Pass):
             return
         queries = self._queries(graph, attention, write, by)
         first = queries[0] if queries else attention
-        cu_rows = args_of(attention)[4]
-        kept = graph.call(
-            OPS["list_kept"], (masked, cu_rows), before=first, by=by, like=attention, rows=graph.new_row_set()
-        )
-        rows = parts_of(graph, kept, by)
         # What the program returns is of all rows, and so are the LM head's results.
-        graph.gather(str(graph.row_set(masked)), rows.index, first, by, but=(head, graph.output))
-        graph.redirect(cu_rows, rows.cu_rows, behind=kept)
+        rows = graph.keep_rows(masked, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
         head.args = (hidden, weight, bias, masked, *rest[:4], True)
         graph.sweep()
         graph.propagate()
-        count_products(graph, {kept.meta["rows"]: rows}, report)
+        count_products(graph, {str(graph.row_set(rows.index)): rows}, report)
         report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
 
     def _queries(self, graph: Graph, attention: Node, write: Node, by: str) -> list[Node]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
+from dgraph.graph import Graph, Listed
 from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
@@ -125,7 +125,7 @@ class PartialAttention(Pass):
             layer,
         )
 
-    def _changed(self, graph: Graph, layer: int, cu_rows: Node, by: str) -> salience.Listed:
+    def _changed(self, graph: Graph, layer: int, cu_rows: Node, by: str) -> Listed:
         """The rows of which the layer's keys and values are projected."""
         found = salience.finder(graph, layer - 1) if layer else None
         if found is None:  # in front of the layers, so that the first reads like the others

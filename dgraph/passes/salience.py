@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
+from dgraph.graph import Graph, Listed
 from dgraph.nodes import ancestors, args_of, op_name
 from dgraph.ops import OPS, op_of
 from dgraph.shapes import InputSpec
@@ -73,29 +71,13 @@ def flags_of(found: Node) -> Node:
     return found if op.name != "partial_attention" else next(u for u in found.users if args_of(u)[1] == 1)
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Flagged rows as a list: `index` i64[N], -1 behind the last; `cu_rows` i32[b+1], how many of each sequence."""
-
-    index: Node
-    cu_rows: Node
-
-
 def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like: Node | None = None) -> Listed:
     """The list of flagged rows: the one that is there, or a new one in front of a node."""
     for user in flags.users:
         if (op := op_of(user.target)) is not None and op.name == "list_kept":
-            return parts_of(graph, user, by)
+            return graph.listed(user, by)
     kept = graph.call(OPS["list_kept"], (flags, cu_rows), before=before, by=by, like=like)
-    return Listed(*graph.parts(kept, 2, by))
-
-
-def parts_of(graph: Graph, kept: Node, by: str) -> Listed:
-    """What a `list_kept` makes, as nodes: those that are there, or new ones."""
-    parts = {args_of(part)[1]: part for part in kept.users}
-    for i in {0, 1} - parts.keys():  # nobody has read it yet
-        parts[i] = graph.call(operator.getitem, (kept, i), before=kept.next, by=by, like=kept)
-    return Listed(parts[0], parts[1])
+    return graph.listed(kept, by)
 
 
 def count_salient(graph: Graph, by: str) -> None:

@@ -191,9 +191,13 @@ def test_without_an_eviction_there_is_nothing_to_count(request: pytest.FixtureRe
     assert (report.applied, report.skipped) == ([], [])
 
 
-def test_rows_are_evicted_once_also_when_they_are_counted(counted: Graph) -> None:
-    report = report_of(counted, EvictTokens(after=2))
-    assert [s.reason for s in report.skipped] == ["rows are evicted in layer 1 already; a program is cut once"]
+def test_what_is_counted_can_be_evicted_again(cached: Graph, counted: Graph, step: Scene) -> None:
+    """The rows of the program that is cut both times."""
+    late = EvictTokens(after=2, alpha=1.0)
+    got = interpret(rewritten(counted, late), step.copy().inputs)
+    want = interpret(rewritten(cached, EvictTokens(), late), step.copy().inputs)
+    assert torch.equal(got["kept"], want["kept"])
+    assert torch.equal(got["logits"], want["logits"])
 
 
 # -- dump --------------------------------------------------------------------------------------------------------
