@@ -5,7 +5,6 @@ It recomputes instead of trusting. A message names the pass, the layer, the node
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from dgraph.errors import VerifyError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import op_of
+from dgraph.orders import Orders, broken_decision
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import Evaluator, InputSpec
 
@@ -145,22 +145,8 @@ def _types(graph: Graph) -> Iterable[str]:
 
 
 def _rows(graph: Graph) -> Iterable[str]:
-    """No op but a gather may read values over two row sets, apart from arguments that have rows of their own, which are
-    over one as well; a size read before a gather is a value of the earlier set."""
-    for node in graph.calls:
-        op = op_of(node.target)
-        if (op is not None and op.gathers) or node.target is operator.getitem:
-            continue
-        own = [] if op is None else [a for a in op.values(op.own_rows, args_of(node)) if isinstance(a, Node)]
-        for values in (own, [a for a in node.all_input_nodes if a not in own]):
-            sets = {s: a.name for a in values if (s := graph.row_set(a)) is not None}
-            for value in values:
-                size = value.meta["val"]
-                if isinstance(size, torch.SymInt):
-                    sets.update({s: value.name for s in graph.symbols.names_in(size) if s[0] in "NK"})
-            if len(sets) > 1:
-                got = ", ".join(f"{name} over {rows}" for rows, name in sorted(sets.items()))
-                yield f"{where(node)} ({op_name(node.target)}) mixes row sets: {got}; expected one; compact the others"
+    """No op but a gather, and one that has rows of its own, may read values over two row sets, or in two orders."""
+    return Orders(graph).broken
 
 
 def _writes(graph: Graph) -> Iterable[str]:
@@ -237,7 +223,8 @@ RULES = (
     Rule("weights", "weight placeholders fit their tensors", _weights),
     Rule("inputs", "input placeholders fit their declarations", _inputs),
     Rule("host", "no host reads inside a stage", _host),
-    Rule("rows", "one row set per op", _rows),
+    Rule("rows", "one row set per op, with its own offsets", _rows),
+    Rule("decision", "token, confidence and logits of all rows, or of those that kept numbers", broken_decision),
     Rule("types", "recorded types equal recomputed types", _types),
     Rule("writes", "only declared writes, before their reads", _writes),
 )

@@ -165,6 +165,75 @@ def read_in_front_of_write(graph: Graph) -> None:
     read.append(write)
 
 
+def offsets_of_other_rows(graph: Graph) -> None:
+    """Queries of kept rows, with offsets of all."""
+    (read,) = graph.find("paged_attention")
+    flag = graph.add_input(InputSpec("flag", torch.bool, ("N",)))
+    kept = graph.keep_rows(flag, before=read, by="Test")
+    read.replace_input_with(kept.cu_rows, graph.input("cu_rows"))
+
+
+def listed_by_hand(graph: Graph) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node]:
+    """Before the attention, its rows by a flag, moved to the front of as many as there were; the list, its offsets and
+    the queries."""
+    (read,) = graph.find("paged_attention")
+    flag = graph.add_input(InputSpec("flag", torch.bool, ("N",)))
+    kept = graph.call(OPS["list_kept"], (flag, graph.input("cu_rows")), before=read, by="Test")
+    index, cu_rows = graph.parts(kept, 2, "Test")
+    (q,) = graph.parts(graph.call(OPS["compact"], ([read.args[0]], index), before=read, by="Test"), 1, "Test")
+    return index, cu_rows, q
+
+
+def rows_in_two_orders(graph: Graph) -> None:
+    """One row set, but row i of the queries is not row i of the limit."""
+    _, cu_rows, q = listed_by_hand(graph)
+    (read,) = graph.find("paged_attention")
+    read.args = (q, *read.args[1:4], cu_rows, *read.args[5:])
+
+
+def offsets_of_another_order(graph: Graph) -> None:
+    index, _, q = listed_by_hand(graph)
+    (read,) = graph.find("paged_attention")
+    limit = graph.call(OPS["compact"], ([graph.input("limit")], index), before=read, by="Test")
+    read.args = (q, *read.args[1:5], *graph.parts(limit, 1, "Test"), *read.args[6:])
+
+
+def numbers_of_other_rows(graph: Graph) -> None:
+    """A list of all rows, used on those that went on."""
+    (read,) = graph.find("paged_attention")
+    index, _, _ = listed_by_hand(graph)
+    kept = graph.keep_rows(graph.input("flag"), before=read, by="Test")
+    graph.call(OPS["compact"], ([read.args[0]], index), before=read, by="Test")
+    assert kept.index is not index
+
+
+def decided(graph: Graph) -> torch.fx.Node:
+    """The program decides: a logit of each row; rows are kept before the attention."""
+    (read,) = graph.find("paged_attention")
+    flag = graph.add_input(InputSpec("flag", torch.bool, ("N",)))
+    graph.set_outputs({"logits": graph.result("y")})
+    graph.keep_rows(flag, before=read, by="Test")
+    return flag
+
+
+def forgotten_kept(graph: Graph) -> None:
+    decided(graph)
+    graph.set_outputs({"logits": graph.result("logits")})
+
+
+def kept_of_other_rows(graph: Graph) -> None:
+    decided(graph)
+    graph.set_outputs({**graph.results(), "kept": graph.input("positions")})
+
+
+def kept_among_the_kept(graph: Graph) -> None:
+    """A second list, whose numbers are those of rows that were kept before."""
+    last = graph.find("paged_attention")[0].next
+    flag = graph.on_rows_of(decided(graph), last, "Test")
+    again = graph.keep_rows(flag, before=last, by="Test")
+    graph.set_outputs({**graph.results(), "kept": again.index})
+
+
 BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("straight", foreign_node, r"outside the layers, node weight, made by Test is a get_attr; expected placeholders"),
     ("straight", bare_placeholder, r"placeholder who is neither weight nor input"),
@@ -194,6 +263,18 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
         r"add_tensor, made by Test \(add\) mixes row sets: other over K, relu_default over N",
     ),
     ("rows", stale_size, r"layer 2 \(self_attn\), node reshape.*mixes row sets: other over K, sym_size_int over N"),
+    (
+        "rows",
+        offsets_of_other_rows,
+        r"layer 0 \(block\), node paged_attention_default \(dgraph\.paged_attention\) mixes row sets: "
+        r"getitem_\d+ over K, cu_rows over N; .*redirect offsets",
+    ),
+    ("rows", rows_in_two_orders, r"mixes row sets: limit over N, getitem_\d+ over N listed by list_kept_default; exp"),
+    ("rows", offsets_of_another_order, r"mixes row sets: cu_rows over N, getitem_\d+ over N listed by list_kept"),
+    ("rows", numbers_of_other_rows, r"gathers getitem_\d+ over K by getitem\w*, whose numbers are of rows N"),
+    ("decision", forgotten_kept, r"output logits is over rows K, made by the model, and no output 'kept' says which"),
+    ("decision", kept_of_other_rows, r"output logits is over rows K, output kept over N; expected one row set"),
+    ("decision", kept_among_the_kept, r"output kept \(.*made by Test\) numbers the rows of K; expected .* all rows N"),
     ("types", stale_type, r"node reshape_default: got type f32\[N, 4, 2\], expected f32\[N, 2, 4\]"),
     ("types", wrong_dtype, r"node rms_norm_default: got type bf16\[N, 8\], expected f32\[N, 8\]"),
     ("types", unfit_argument, r"layer 0 \(block\), node reshape_default: reshape does not accept its arguments"),

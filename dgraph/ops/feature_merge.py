@@ -79,6 +79,7 @@ OP = define(
     contract=CONTRACT,
     fake=fake,
     mutates=("cache",),
+    own_rows=("new", "index"),
     padding=(0,),
     kernel="dgraph.ops.triton.feature_merge:kernel",
 )

@@ -159,6 +159,7 @@ OP = define(
     contract=CONTRACT,
     fake=fake,
     mutates=("c_cache",),
+    own_rows=("dv", "index", "cu_changed"),
     padding=(0, 0),
     kernel="dgraph.ops.triton.partial_attention:kernel",
     tuning="dgraph.ops.triton.candidates:PARTIAL",
