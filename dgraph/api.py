@@ -30,20 +30,28 @@ from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import Policy, chosen_policy
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling import Sampler, sampler_of
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import check_stops, trim
 from dgraph.spec import ModelSpec
 
 
-def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
+def load(
+    name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+) -> Model:
     """Load an embedded model by name or a checkpoint folder by path.
+
+    Args:
+        name: of an embedded model, or the path of a folder.
+        dtype, device: of the weights, and where they go; see `dgraph.families.resolve`.
+        facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
 
     Raises:
         UnknownName, CheckpointError: no such model, or a damaged folder.
+        InputError: a fact is missing, which can be given, or out of range.
     """
-    return resolve(name, dtype, device)
+    return resolve(name, dtype, device, **facts)
 
 
 def adopt(model: Any, **facts: Any) -> Model:
@@ -189,7 +197,7 @@ class Optimized:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        sampler: Sampler | None = None,
+        sampler: Sampler | str | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
         max_batch: int | None = None,
@@ -210,7 +218,8 @@ class Optimized:
             block_length: rows denoised together; default and trained value: the model's.
             temperature: 0 takes the most likely token; above, tokens are drawn.
             top_p, top_k: draw from the most likely tokens only (1 and 0: from all).
-            sampler: instead of the three above, everything about how tokens are taken from logits: suppressed ids,
+            sampler: instead of the three above, everything about how tokens are taken from logits: a published setting
+                by name ("dream": top_k 50, as its own generation has it), or a `Sampler` with suppressed ids,
                 penalties, your own logits processors.
             stop: texts that end a response where they first occur; they are left out.
             seed: of the draws.
@@ -308,12 +317,12 @@ class Optimized:
         return [self.model.tokenizer.encode(text) for text in texts]
 
 
-def _sampler(sampler: Sampler | None, temperature: float, top_p: float, top_k: int) -> Sampler:
+def _sampler(sampler: Sampler | str | None, temperature: float, top_p: float, top_k: int) -> Sampler:
     if sampler is None:
         return Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
     if (temperature, top_p, top_k) != (0.0, 1.0, 0):
         raise InputError("give either a sampler or temperature, top_p and top_k, not both; set them in the sampler.")
-    return sampler
+    return sampler_of(sampler) if isinstance(sampler, str) else sampler
 
 
 def _page_size(block: int, device: torch.device) -> int:
@@ -360,7 +369,7 @@ def optimize(
         buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
         and "hybrid" on a GPU.
         dtype, device: where and how to load a name or folder; see `load`.
-        facts: fields of the spec that a model object does not know, e.g. {"mask_id": 5}.
+        facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
         warmup: "lazy" captures a CUDA graph when its bucket is first met; "full" captures all of them now, for batches
             of up to `max_batch` sequences of up to `max_tokens` positions (see `Optimized.warm_up`).

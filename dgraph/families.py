@@ -9,7 +9,7 @@ and checkpoint folders load and model objects are adopted from then on:
     from dgraph.models.remote_code import RemoteCodeFamily, require
 
     FACTS = {"mask_id": 5, "eos_ids": (2,), "pad_id": 0, "block_length": 32,
-             "attention": "bidirectional", "logit_shift": 0}  # hold where config.json is silent
+             "attention": "bidirectional", "logit_shift": 0}  # hold where the folder is silent; None: ask
 
     def translate(config, folder):                            # config.json in the native config's keys
         require(config, "norm", ("rms",), "LlamaForCausalLM") # or refused, by the key's name
@@ -29,17 +29,18 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
+from dgraph.errors import CaptureError, CheckpointError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
-from dgraph.spec import ModelSpec
+from dgraph.spec import FACTS, ModelSpec
 
 GROUP = "dgraph.models"
 
@@ -88,8 +89,11 @@ class Family(Protocol):
         """
         ...
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
-        """A checkpoint folder of this family; None if its config names another family."""
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """A checkpoint folder (an absolute path) of this family; None if its config names another family.
+
+        `facts` are as in `adopt`.
+        """
         ...
 
     def random(self, seed: int = 0) -> Model:
@@ -164,25 +168,21 @@ def resolve(
         dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and
             folders.
         device: where to load; None for "cpu". Only for names and folders.
-        facts: fields of the spec to override (only for model objects).
+        facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
 
     Raises:
-        UnknownName: a name that is neither an embedded model nor a folder, or a fact that is no field of the spec.
-        InputError: facts about a model that knows its own.
+        UnknownName: a name that is neither an embedded model nor a folder, or a fact that nobody can give.
+        InputError: a fact that is missing or out of range.
         CheckpointError: a folder that no family loads, or that is damaged.
         CaptureError: an object that no family adopts.
     """
-    known = [f.name for f in fields(ModelSpec)]
     for name in facts:
-        if name not in known:
-            raise UnknownName("fact", name, known)
-    if facts and isinstance(model, (Model, str, Path)):
-        named = model.name if isinstance(model, Model) else model
-        raise InputError(f"{named} knows its own facts; {', '.join(facts)} can be given for a model object only.")
+        if name not in FACTS:
+            raise UnknownName("fact", name, FACTS)
     if isinstance(model, Model):
-        return model
+        return replace(model, spec=replace(model.spec, **facts)) if facts else model
     if isinstance(model, (str, Path)):
-        return load(model, dtype, device)
+        return load(model, dtype, device, **facts)
     for family in families().values():
         adopted = family.adopt(model, **facts)
         if adopted is not None:
@@ -194,13 +194,15 @@ def resolve(
     )
 
 
-def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
+def load(
+    name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+) -> Model:
     """Load an embedded model by name or a checkpoint folder by path; see `resolve`.
 
     Warns of a calibration in the folder that cannot be used, and goes on without.
     """
     target = torch.device(device or "cpu")
-    folder = embedded()[str(name)].folder if str(name) in embedded() else Path(name)
+    folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
             raise CheckpointError(
@@ -217,9 +219,9 @@ def load(name: str | Path, dtype: torch.dtype | None = None, device: str | torch
     if dtype is None and target.type == "cpu":
         dtype = torch.float32
     for family in families().values():
-        loaded = family.load(folder, dtype, target)
+        loaded = family.load(folder, dtype, target, **facts)
         if loaded is not None:
-            return _calibrated(loaded, folder)
+            return loaded if "layer_importance" in facts else _calibrated(loaded, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
 
 

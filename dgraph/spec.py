@@ -10,6 +10,17 @@ import torch
 from dgraph.errors import InputError
 
 ATTENTION_KINDS = ("block_causal", "bidirectional")
+FACTS = (
+    "mask_id",
+    "eos_ids",
+    "pad_id",
+    "block_length",
+    "attention",
+    "logit_shift",
+    "max_positions",
+    "layer_importance",
+)
+"""Fields of `ModelSpec` that a caller may give: what no shape of a weight says."""
 
 
 @dataclass(frozen=True)

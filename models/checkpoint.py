@@ -1,5 +1,5 @@
-"""Reading a checkpoint folder: config.json and safetensors shards, into a native transformers class; strict about
-what is there.
+"""Reading a checkpoint folder: its configs, tokenizer and safetensors shards, into a native transformers class; strict
+about what is there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
-from dgraph.models.native import PREFIX, Forward, native_spec
-from dgraph.models.tokenizer import read_tokenizer
+from dgraph.models.native import PREFIX, Forward, native_spec, with_ids
+from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 # Keys of a config that name the class it was written for, and not the model.
 _ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
@@ -32,6 +33,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / "config.json", "the model's settings")
 
 
+def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
+    """All that the files of a folder say of a model but its weights: its config, and its tokenizer if it has one.
+
+    The config has the ids of generation_config.json, and the tokenizer's mask token where both name none.
+
+    Raises:
+        CheckpointError: a damaged file.
+    """
+    config, tokenizer = read_config(folder), read_tokenizer(folder)
+    if (folder / GENERATION).is_file():
+        config = with_ids(config, _read_object(folder / GENERATION, "the settings of a generation"))
+    if config.get("mask_token_id") is None and tokenizer is not None and tokenizer.mask_id is not None:
+        config = {**config, "mask_token_id": tokenizer.mask_id}
+    return config, tokenizer
+
+
 def load_checkpoint(
     folder: Path,
     config: dict[str, Any],
@@ -39,28 +56,32 @@ def load_checkpoint(
     family: str,
     dtype: torch.dtype | None,
     device: torch.device,
+    tokenizer: FileTokenizer | None = None,
     stored: Callable[[str], str] = str,
     published: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Model:
     """A native transformers model filled from a folder's shards.
 
     Args:
-        folder: with *.safetensors and, optionally, a tokenizer.
-        config: config.json in the native class's keys.
+        folder: with *.safetensors.
+        config: what `read_folder` gave, in the native class's keys.
         architecture: name of the native class in `transformers`.
         family: the family's name, for the spec.
         dtype: of the weights in memory; None for the checkpoint's own.
         device: where the weights go.
+        tokenizer: the folder's.
         stored: the name in the shards of a native parameter's name; the same by default.
-        published: facts that hold where the config is silent; see `native_spec`.
+        published, facts: see `native_spec`.
 
     Raises:
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
             of the shards.
     """
+    model = build_native(architecture, config, f"{folder}/config.json")
     tensors = read_tensors(folder)
     dtype = dtype or next(iter(tensors.values())).dtype
-    model = build_native(architecture, config, f"{folder}/config.json")
+    spec = native_spec(WithOwnKeys(model.config, config), family, dtype, published, **(facts or {}))
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
     names = match_names(model, tensors, stored, f"checkpoint {folder}", belong)
     # Each tensor is let go as soon as it is converted: the weights are in memory once.
@@ -68,8 +89,7 @@ def load_checkpoint(
     model.load_state_dict(state, assign=True, strict=False)
     model.tie_weights()
     restore_buffers(model, model.config, device)
-    spec = native_spec(WithOwnKeys(model.config, config), family, dtype, published)
-    return Model(folder.name, Forward(model.eval()), spec, read_tokenizer(folder), PREFIX)
+    return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX)
 
 
 def build_native(architecture: str, config: Mapping[str, Any], source: str) -> Any:
@@ -89,10 +109,16 @@ def build_native(architecture: str, config: Mapping[str, Any], source: str) -> A
     try:
         native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
         with torch.device("meta"):
-            return getattr(transformers, architecture)(native_config)
+            model = getattr(transformers, architecture)(native_config)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{source} does not describe a {architecture}: {reason}.") from error
+    if slides := sum(getattr(module, "sliding_window", None) is not None for module in model.modules()):
+        raise CheckpointError(
+            f"{source} asks for a sliding window in {slides} layers (use_sliding_window); dgraph's attention sees all "
+            f"positions. Set use_sliding_window to false if the model was trained without."
+        )
+    return model
 
 
 def match_names(
@@ -178,6 +204,13 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _shards(folder: Path) -> list[Path]:
     there = sorted(folder.glob("*.safetensors"))
+    if not there and (pickled := sorted(folder.glob("*.bin"))):
+        raise CheckpointError(
+            f"{folder} has no *.safetensors file, only {pickled[0].name} and the like ({len(pickled)} in all): "
+            f"reading these pickles can run code, so dgraph does not. Convert each with `from safetensors.torch import "
+            f"save_file; save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0].name}', "
+            f"weights_only=True).items()}}, '{pickled[0].stem}.safetensors')`."
+        )
     if not there:
         raise CheckpointError(f"{folder} has no *.safetensors file.")
     if not (folder / INDEX).is_file():

@@ -53,6 +53,7 @@ _REPRESENTABLE: dict[str, tuple[Any, ...]] = {
     "input_emb_norm": (False, None),
     "scale_logits": (False, None),
     "clip_qkv": (None,),
+    "rope_scaling": (None,),
 }
 
 _OUTSIDE = {
@@ -81,6 +82,8 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """
     for key, allowed in _REPRESENTABLE.items():
         require(config, key, allowed, NATIVE)
+    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
+        config = {**config, "mlp_hidden_size": int(config["mlp_ratio"] * config["d_model"])}
     if missing := [key for key in _KEYS.values() if config.get(key) is None]:
         raise CheckpointError(f"{', '.join(missing)} is missing.")
     heads, kv_heads = config["n_heads"], config.get("n_kv_heads")

@@ -63,12 +63,15 @@ class Config:
 
     @classmethod
     def of(cls, keys: Mapping[str, Any], source: str) -> Config:
-        """From the keys of a config.json, in which a null counts as absent.
+        """From the keys of a config.json, in which a null counts as absent, but for num_shared_experts: none.
 
         Raises:
             CheckpointError: a key is missing, of another type, or asks for what this module does not do.
         """
-        given = {**(keys.get("rope_parameters") or {}), **{k: v for k, v in keys.items() if v is not None}}
+        rope = keys.get("rope_parameters") or {}
+        given = {**rope, **{k: v for k, v in keys.items() if v is not None}}
+        if "num_shared_experts" in keys and keys["num_shared_experts"] is None:
+            given["num_shared_experts"] = 0
         heads = given.get("num_attention_heads")
         given.setdefault("num_key_value_heads", heads)
         if not given["num_key_value_heads"]:
@@ -78,6 +81,8 @@ class Config:
         try:
             for key, allowed in _ONLY.items():
                 require(keys, key, allowed, "dgraph's LLaDA2")
+            for key in ("rope_type", "type"):
+                require(rope, key, ("default", None), "dgraph's LLaDA2")
             config = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
             for f in fields(cls):
                 value, kind = getattr(config, f.name), str(f.type)

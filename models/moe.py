@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::route and dgraph::experts)
 from dgraph.families import Model
-from dgraph.models.checkpoint import WithOwnKeys, match_shapes, read_config, read_tensors, restore_buffers
-from dgraph.models.native import native_spec
+from dgraph.models.checkpoint import WithOwnKeys, match_shapes, read_config, read_folder, read_tensors, restore_buffers
+from dgraph.models.native import config_of, native_spec
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
-from dgraph.models.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ class MoEFamily:
     Attributes:
         name, summary: of the family.
         classes: how config.json's `architectures` and model objects may name its class.
-        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent.
+        facts: fields of `ModelSpec` of the published checkpoints; see `RemoteCodeFamily`.
         build: a model on the meta device from its config's keys and what they were read from; it has the attribute
             `config`. Raises CheckpointError for a config that describes none.
-        translate: its config (and its folder's name, "" for a model object) with what the name says.
+        translate: its config (and its folder's path, "" for a model object) with what the name says.
         wrap: a built model as a module that can be captured.
         prefix: where `wrap` keeps the model, in front of every weight's name.
         tiny: keys of the config in which a tiny model of the family differs from others'.
@@ -211,7 +210,7 @@ class MoEFamily:
         kind = type(model).__name__
         if kind not in self.classes or not isinstance(model, nn.Module):
             return None
-        config = self.translate(cast(Any, model).config.to_dict(), "")
+        config = self.translate(config_of(model), "")
         built = self.build(config, f"this {kind}'s config")
         tensors = model.state_dict(keep_vars=True)
         advice = "Its config and its parameters do not belong together."
@@ -227,12 +226,12 @@ class MoEFamily:
         built = build_tiny(self.build, self.tiny, seed)
         return self.model(f"tiny random {self.name}", built, {}, torch.float32, **TINY_FACTS)
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.load`."""
-        config = read_config(folder)
-        if not set(self.classes) & set(config.get("architectures") or []):
+        if not set(self.classes) & set(read_config(folder).get("architectures") or []):
             return None
-        config = self.translate(config, folder.name)
+        config, tokenizer = read_folder(folder)
+        config = self.translate(config, str(folder))
         built = self.build(config, f"{folder}/config.json")
         tensors = read_tensors(folder)
         belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
@@ -241,8 +240,7 @@ class MoEFamily:
         built = materialise(built, device, dtype)
         fill(built, tensors)
         built.tie_weights()
-        found = self.model(folder.name, built, config, dtype)
-        return Model(found.name, found.module, found.spec, read_tokenizer(folder), found.prefix)
+        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer)
 
     def model(self, name: str, built: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A built and filled model with its facts."""

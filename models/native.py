@@ -10,13 +10,14 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
-from dgraph.errors import CaptureError
+from dgraph.errors import CaptureError, InputError, warn
 from dgraph.families import Model
 from dgraph.spec import ModelSpec
 
@@ -95,6 +96,20 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def config_of(model: Any) -> dict[str, Any]:
+    """What a model object says of itself: its config, with the ids of its generation config; see `with_ids`."""
+    generation = getattr(model, "generation_config", None)
+    return with_ids(model.config.to_dict(), {} if generation is None else generation.to_dict())
+
+
+def with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the token ids that a generation config has instead: it is what `generate` goes by, and the one that
+    knows the end of a turn (SDAR).
+    """
+    names = ("eos_token_id", "pad_token_id", "mask_token_id")
+    return {**config, **{name: generation[name] for name in names if generation.get(name) is not None}}
+
+
 UNSAID: Mapping[str, Any] = {
     "mask_id": None,
     "eos_ids": (),
@@ -115,11 +130,17 @@ def native_spec(
         config: with the attributes of a native class, and of the model's own config where it has more.
         family: name for the spec.
         dtype: of the weights.
-        published: facts of the family's published checkpoints; they hold where the config is silent.
+        published: facts of the family's published checkpoints; they hold where the config is silent. None for one in
+            which these differ.
         facts: fields of the spec that override both.
+
+    Warns of ids and of a block length that are assumed.
+
+    Raises:
+        InputError: a fact that is said nowhere and cannot be assumed.
     """
     heads = config.num_attention_heads
-    eos = config.eos_token_id
+    eos, pad = getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)
     said: dict[str, Any] = {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
@@ -129,12 +150,27 @@ def native_spec(
         "vocab": config.vocab_size,
         "mask_id": getattr(config, "mask_token_id", None),
         "eos_ids": (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos),
-        "pad_id": config.pad_token_id,
+        "pad_id": pad,
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
     }
-    known = {name: value for name, value in said.items() if value is not None}
-    return ModelSpec(**{"family": family, "dtype": dtype, **UNSAID, **(published or {}), **known, **facts})
+    known = {name: value for name, value in said.items() if value is not None} | facts
+    assumed = {name: value for name, value in {**UNSAID, **(published or {})}.items() if name not in known}
+    if "block_length" in assumed and assumed["block_length"] is None:
+        raise InputError(
+            f"{family}: the block length is said neither by block_size in config.json nor by the checkpoint's name, "
+            f"and published checkpoints differ in it. Give the one that the model was trained for as block_length=, "
+            f"e.g. dgraph.load(folder, block_length=4)."
+        )
+    values = {"family": family, "dtype": dtype, **assumed, **known}
+    # A bidirectional model was trained for no length of a block: there it is a setting of the decoding.
+    guesses = ("mask_id", "eos_ids", *(("block_length",) if values["attention"] == "block_causal" else ()))
+    if guessed := [f"{name}={assumed[name]}" for name in guesses if assumed.get(name)]:
+        warn(
+            f"{family}: {', '.join(guessed)} is assumed, since nothing that came with the model says otherwise; give "
+            f"what differs, e.g. {guessed[0].partition('=')[0]}=."
+        )
+    return ModelSpec(**values)
 
 
 class NativeFamily:
@@ -147,7 +183,7 @@ class NativeFamily:
         if type(model).__name__ not in NATIVE or not isinstance(model, nn.Module):
             return None
         dtype = next(model.parameters()).dtype
-        spec = native_spec(model.config, type(model).__name__, dtype, **facts)
+        spec = native_spec(SimpleNamespace(**config_of(model)), type(model).__name__, dtype, **facts)
         return Model(type(model).__name__, Forward(model), spec, None, PREFIX)
 
     def random(self, seed: int = 0) -> Model:
@@ -158,14 +194,14 @@ class NativeFamily:
         model = build_tiny(lambda keys, source: build_native("LlamaForCausalLM", keys, source), {}, seed)
         return cast(Model, self.adopt(model, **FACTS))
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
-        from dgraph.models.checkpoint import load_checkpoint, read_config
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        from dgraph.models.checkpoint import load_checkpoint, read_config, read_folder
 
-        config = read_config(folder)
-        architecture = (config.get("architectures") or [""])[0]
+        architecture = (read_config(folder).get("architectures") or [""])[0]
         if architecture not in NATIVE:
             return None
-        return load_checkpoint(folder, config, architecture, self.name, dtype, device)
+        config, tokenizer = read_folder(folder)
+        return load_checkpoint(folder, config, architecture, self.name, dtype, device, tokenizer, facts=facts)
 
 
 family = NativeFamily()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from dgraph.models.checkpoint import (
     load_checkpoint,
     match_names,
     read_config,
+    read_folder,
     restore_buffers,
 )
-from dgraph.models.native import PREFIX, Forward, native_spec
+from dgraph.models.native import PREFIX, Forward, config_of, native_spec
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
 
@@ -42,8 +43,9 @@ class RemoteCodeFamily:
         name, summary: of the family.
         remote: the class of its own code, as config.json's `architectures` and model objects name it.
         native: the class of transformers that computes the same, e.g. "LlamaForCausalLM".
-        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent.
-        translate: its config (and its folder's name, "" for a model object) to one in the native class's keys;
+        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent. A block length of
+            None: checkpoints differ in it, so the caller is asked.
+        translate: its config (and its folder's path, "" for a model object) to one in the native class's keys;
             raises CheckpointError, with the key's name, for what the native class cannot represent.
         stored: a native parameter's name to its own.
         tiny: keys of the native class's config in which a tiny model of the family differs from others'.
@@ -63,7 +65,7 @@ class RemoteCodeFamily:
         if type(model).__name__ != self.remote or not isinstance(model, nn.Module):
             return None
         source = f"this {self.remote}'s config"
-        config = self._translated(cast(Any, model).config.to_dict(), "", source)
+        config = self._translated(config_of(model), "", source)
         native = self.build(config, source)
         tensors = model.state_dict(keep_vars=True)
         what = f"this {self.remote} does not fit {self.native.removesuffix('ForCausalLM')}"
@@ -92,13 +94,15 @@ class RemoteCodeFamily:
         native = build_tiny(self.build, self.tiny, seed)
         return self.model(f"tiny random {self.name}", native, {}, torch.float32, **TINY_FACTS)
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model | None:
+    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.load`."""
-        config = read_config(folder)
-        if self.remote not in (config.get("architectures") or []):
+        if self.remote not in (read_config(folder).get("architectures") or []):
             return None
-        config = self._translated(config, folder.name, f"{folder}/config.json")
-        return load_checkpoint(folder, config, self.native, self.name, dtype, device, self.stored, self.facts)
+        config, tokenizer = read_folder(folder)
+        config = self._translated(config, str(folder), f"{folder}/config.json")
+        return load_checkpoint(
+            folder, config, self.native, self.name, dtype, device, tokenizer, self.stored, self.facts, facts
+        )
 
     def _translated(self, config: dict[str, Any], folder: str, source: str) -> dict[str, Any]:
         try:

@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
+            "block_size": 32,
         },
     ),
     "sdar-30b-a3b": (
@@ -48,6 +49,7 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
+            "block_size": 32,
         },
     ),
     "llada2-mini": (
@@ -119,7 +121,8 @@ def random_model(
     if name not in SHAPES:
         raise UnknownName("shape", name, SHAPES)
     family, keys = SHAPES[name]
-    facts = {**family.facts, **{k: changes.pop(k) for k in list(changes) if k in family.facts}}
+    facts = {k: v for k, v in family.facts.items() if v is not None}
+    facts |= {k: changes.pop(k) for k in list(changes) if k in family.facts}
     source = f"the shape {name}"
     model = materialise(family.build({**keys, **changes}, source), torch.device(device), dtype)
     generator = torch.Generator(device).manual_seed(seed)

@@ -23,6 +23,12 @@ class FileTokenizer:
         # A template writes the special tokens by these names.
         self._names = {n: _content(v) for n, v in settings.items() if n.endswith("_token") and _content(v) is not None}
 
+    @property
+    def mask_id(self) -> int | None:
+        """Id of the mask token, if the settings name one that is in the vocabulary."""
+        name = self._names.get("mask_token")
+        return None if name is None else self._tokenizer.token_to_id(name)
+
     def encode(self, prompt: str) -> list[int]:
         """Ids of a prompt in its chat frame."""
         if not prompt:

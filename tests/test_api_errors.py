@@ -50,7 +50,8 @@ def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', got 'indcutor'"),
         ({"buckets": "big"}, InputError, r"buckets must be 'exact', 'hybrid', .* or a list of row counts .*got 'big'"),
         ({"buckets": [0, 8]}, InputError, r"buckets must be .*got \[0, 8\]"),
-        ({"facts": {"mask_id": 3}}, InputError, r"knows its own facts; mask_id"),
+        ({"facts": {"mask": 3}}, UnknownName, r"unknown fact 'mask'\. Did you mean 'mask_id'"),
+        ({"facts": {"mask_id": 97}}, InputError, r"needs a mask token; got mask_id=97 with a vocabulary of 97"),
     ],
 )
 def test_optimize(

@@ -13,7 +13,7 @@ import dgraph
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime import ConfidenceThreshold, StepRecord
 from dgraph.runtime.policies import PRESETS, JointThreshold
-from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.sampling import RowContext, Sampler, sampler_of
 
 PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
@@ -88,6 +88,20 @@ def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
     assert banned not in without.token_ids[0]
     drawn = [dense.generate(PROMPTS, temperature=4.0, top_p=0.9, top_k=20, seed=s, **OPTIONS) for s in (1, 1, 2)]
     assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
+
+
+def test_dreams_own_sampler_looks_at_fifty_tokens(dense: dgraph.Optimized) -> None:
+    """No prediction changes by it, but the entropy does, by which the rule chooses."""
+    seen: dict[str, list[StepRecord]] = {"dream": [], "all": []}
+    for name, sampler in (("dream", "dream"), ("all", Sampler(top_k=0))):
+        dense.generate(PROMPTS, policy="dream_entropy", steps=8, sampler=sampler, observer=seen[name].append, **OPTIONS)
+    first, whole = seen["dream"][0], seen["all"][0]
+    assert torch.equal(first.token, whole.token)
+    assert (first.confidence >= whole.confidence).all()
+    assert (first.confidence > whole.confidence).any()
+    assert sampler_of("dream") == Sampler(top_k=50)
+    with pytest.raises(UnknownName, match=r"unknown sampler 'dreem'\. Did you mean 'dream'"):
+        dense.generate(PROMPTS, sampler="dreem", **OPTIONS)
 
 
 def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.Optimized) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,88 @@ def test_weights_are_of_the_dtype_asked_for(
     assert model.spec.dtype == got
 
 
-def test_the_block_length_may_be_in_the_folders_name(tmp_path: Path) -> None:
-    assert dgraph.load(write(tmp_path / "SDAR-x-b64", block_size=None)).spec.block_length == 64
+def test_the_block_length_may_be_in_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = write(tmp_path / "SDAR-x-b64", block_size=None)
+    assert dgraph.load(named).spec.block_length == 64
+    monkeypatch.chdir(named)
+    here = dgraph.load(".")
+    assert (here.spec.block_length, here.name) == (64, "SDAR-x-b64")
     assert dgraph.load(write(tmp_path / "SDAR-y-b64")).spec.block_length == 16
-    assert dgraph.load(write(tmp_path / "plain", block_size=None)).spec.block_length == 32
+    hub = tmp_path / "run-b12" / "models--JetLM--SDAR-8B-Chat-b32" / "snapshots" / "0a1b2c"
+    hub.parent.mkdir(parents=True)
+    assert dgraph.load(write(hub, block_size=None)).spec.block_length == 32
+    whence = {"block_size": None, "_name_or_path": "JetLM/SDAR-8B-Chat-b16"}
+    assert dgraph.load(write(tmp_path / "copy", **whence)).spec.block_length == 16
+    assert dgraph.adopt(SDARForCausalLM(WEIGHTS, **whence)).spec.block_length == 16
+
+
+@pytest.mark.parametrize("name", ["SDAR-8B-Chat", "plain", "other-b32"])
+def test_a_block_length_that_nothing_says_is_asked_for(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / name, block_size=None)
+    with pytest.raises(InputError, match=r"sdar: the block length is said neither by .*block_length="):
+        dgraph.load(folder)
+    assert dgraph.load(folder, block_length=4).spec.block_length == 4
+
+
+def test_the_end_of_a_turn_is_the_generation_configs(tmp_path: Path) -> None:
+    """SDAR's config.json knows the end of a text alone."""
+    folder = write(tmp_path / "sdar", eos_token_id=6)
+    assert dgraph.load(folder).spec.eos_ids == (6,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "pad_token_id": null}')
+    spec = dgraph.load(folder).spec
+    assert (spec.eos_ids, spec.pad_id) == ((5, 6), 0)
+    native = write(tmp_path / "native", eos_token_id=6, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    (native / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert dgraph.load(native).spec.eos_ids == (7,)
+    remote = SDARForCausalLM(WEIGHTS, eos_token_id=6)
+    remote.generation_config = _Config(eos_token_id=[5, 6])  # type: ignore[assignment]
+    assert dgraph.adopt(remote).spec.eos_ids == (5, 6)
+    own = to_transformers(CONFIG, WEIGHTS)
+    own.generation_config.eos_token_id = 8
+    assert dgraph.adopt(own, mask_id=MASK, block_length=8).spec.eos_ids == (8,)
+    (folder / "generation_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read as JSON"):
+        dgraph.load(folder)
+
+
+def test_the_tokenizer_may_name_the_mask(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    folder = write(tmp_path / "m", mask_token_id=None)
+    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<|MASK|>": VOCAB - 1}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"mask_token": "<|MASK|>"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dgraph.load(folder).spec.mask_id == VOCAB - 1
+
+
+def test_what_is_assumed_is_said(tmp_path: Path) -> None:
+    model = to_transformers(CONFIG, WEIGHTS)
+    with pytest.warns(UserWarning, match=r"Qwen3ForCausalLM: block_length=32 is assumed, .* give what differs"):
+        dgraph.adopt(model, mask_id=MASK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dgraph.adopt(model, mask_id=MASK, block_length=8)
+        dgraph.adopt(model, mask_id=MASK, attention="bidirectional")  # there the length of a block is a setting
+        dgraph.load(write(tmp_path / "whole"))
+
+
+def test_a_sliding_window_is_refused_where_it_is_loaded(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(CheckpointError, match=r"config\.json asks for a sliding window in 1 layers"):
+        dgraph.load(write(tmp_path / "sdar", **window))
+    assert dgraph.load(write(tmp_path / "unused", **{**window, "max_window_layers": 2})).spec.layers == 2
+
+
+def test_pickled_weights_are_seen_and_can_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "m", shards=0)
+    torch.save(WEIGHTS, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin .*1 in all.* Convert each with `") as told:
+        dgraph.load(folder)
+    monkeypatch.chdir(folder)
+    exec(str(told.value).split("`")[1], {"torch": torch})
+    assert dgraph.load(folder).spec.layers == CONFIG.layers
 
 
 def test_a_native_folder_needs_a_mask_token(tmp_path: Path, expected: Tensor) -> None:
@@ -170,10 +249,16 @@ def test_facts_are_fields_of_the_spec(tmp_path: Path) -> None:
         dgraph.adopt(model, mask=3)
     with pytest.raises(InputError, match=r"needs a mask token"):
         dgraph.adopt(model)
-    with pytest.raises(InputError, match=r"m knows its own facts; mask_id can be given for a model object only"):
-        families.resolve(dgraph.Model("m", nn.Identity(), tiny_spec()), mask_id=3)
-    with pytest.raises(InputError, match=r"sdar knows its own facts; mask_id"):
-        dgraph.capture(str(write(tmp_path / "sdar")), mask_id=3)
+    with pytest.raises(UnknownName, match=r"unknown fact 'hidden'"):
+        dgraph.adopt(model, hidden=3)
+    assert families.resolve(dgraph.Model("m", nn.Identity(), tiny_spec()), mask_id=3).spec.mask_id == 3
+    folder = write(tmp_path / "sdar")
+    given = dgraph.load(folder, mask_id=3, block_length=4, layer_importance=(0.5, 0.25)).spec
+    assert (given.mask_id, given.block_length, given.layer_importance) == (3, 4, (0.5, 0.25))
+    assert dgraph.capture(str(folder), mask_id=3).spec.mask_id == 3
+    causal = write(tmp_path / "causal", architectures=["Qwen3ForCausalLM"], model_type="qwen3", mask_token_id=None)
+    made = dgraph.optimize(str(causal), "dense", backend="eager", facts={"mask_id": MASK})
+    assert made.spec.mask_id == MASK
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,11 @@ def test_a_padded_embedding(tmp_path: Path) -> None:
     assert same.spec.vocab == VOCAB
 
 
+def test_a_feed_forward_whose_width_is_a_ratio(tmp_path: Path) -> None:
+    ratio = {**CONFIG, "mlp_hidden_size": None, "mlp_ratio": SIZES.intermediate / SIZES.hidden}
+    close(logits_of(dgraph.load(write(tmp_path / "m", ratio, WEIGHTS)), [3, 4]), oracle([3, 4]))
+
+
 def test_a_tied_head(tmp_path: Path) -> None:
     tied = {name: w for name, w in WEIGHTS.items() if name != "model.transformer.ff_out.weight"}
     expected = forward({**tied, "model.transformer.ff_out.weight": tied["model.transformer.wte.weight"]}, SIZES, [3, 4])
@@ -258,7 +263,7 @@ ODD: list[tuple[dict[str, Any], str]] = [
     ({"input_emb_norm": True}, r"input_emb_norm is True, expected False"),
     ({"scale_logits": True}, r"scale_logits is True, expected False"),
     ({"clip_qkv": 8.0}, r"clip_qkv is 8\.0, expected none"),
-    ({"mlp_hidden_size": None, "rope_theta": None}, r"mlp_hidden_size, rope_theta is missing"),
+    ({"mlp_hidden_size": None, "mlp_ratio": None, "rope_theta": None}, r"mlp_hidden_size, rope_theta is missing"),
     ({"d_model": 30}, r"does not describe a LlamaForCausalLM"),
 ]
 

@@ -250,6 +250,8 @@ def test_a_damaged_checkpoint(tmp_path: Path, change: Callable[..., Any], messag
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu', expected 'silu'"),
         ({"score_function": "softmax"}, r"score_function is 'softmax', expected 'sigmoid'"),
         ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling is .*yarn.*, expected none"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type is 'yarn', expected 'default'"),
+        ({"rope_parameters": {"type": "linear"}}, r"type is 'linear', expected 'default'"),
         ({"use_qk_norm": False}, r"use_qk_norm is False, expected True"),
     ],
 )
@@ -265,6 +267,15 @@ def test_keys_that_may_be_absent() -> None:
     given |= {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}, "num_key_value_heads": 0}
     config = Config.of(given, "test")
     assert (config.head_dim, config.rope_theta, config.rotary_dim, config.num_key_value_heads) == (16, 7.0, 16, 4)
+    assert config.num_shared_experts == 1
+
+
+def test_no_expert_for_all_rows() -> None:
+    config = oracle.keys(SIZES, num_shared_experts=None)
+    alone = {name: weight for name, weight in WEIGHTS.items() if "shared_experts" not in name}
+    silent = {name: torch.zeros_like(w) if "shared_experts" in name else w for name, w in WEIGHTS.items()}
+    model = dgraph.adopt(stand_in(CLASS, config, alone))
+    near(logits_of(model, SEQUENCES[0]), expected(SEQUENCES[0], silent))
 
 
 def test_biases_of_projections_and_a_tied_head(tmp_path: Path) -> None:

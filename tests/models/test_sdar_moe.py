@@ -52,6 +52,7 @@ KEYS: dict[str, Any] = {
     "mask_token_id": SIZES.vocab - 1,
     "eos_token_id": 5,
     "pad_token_id": 0,
+    "block_size": 32,
 }
 
 
@@ -186,7 +187,8 @@ def test_a_batch_gives_what_each_prompt_gives_alone(setup: Setup, recipe: str) -
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_an_official_folder(tmp_path: Path, shards: int) -> None:
-    model = dgraph.load(write(tmp_path / "SDAR-30B-A3B-Chat-b16", KEYS, WEIGHTS, shards))
+    config = {key: value for key, value in KEYS.items() if key != "block_size"}
+    model = dgraph.load(write(tmp_path / "SDAR-30B-A3B-Chat-b16", config, WEIGHTS, shards))
     near(logits_of(model, SEQUENCES[0]), expected(SEQUENCES[0]))
     spec = model.spec
     assert (spec.family, spec.mask_id, spec.eos_ids, spec.block_length) == ("sdar_moe", 96, (5,), 16)
