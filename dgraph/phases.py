@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,12 @@ from dgraph.graph import Graph
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import Recipe
+
+# The passes that made a graph, in order, and whether each might apply nowhere: phases may differ in the latter.
+Steps = tuple[tuple[Pass, bool], ...]
+
+# What was derived from a captured graph, as long as that lives: recipes of one graph begin with the same passes.
+_DERIVED: weakref.WeakKeyDictionary[Graph, dict[Steps, tuple[Graph, list[Report]]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,20 @@ class Rewritten:
 def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
     """Derive every phase of a recipe from one captured graph, which is left as it is.
 
-    Phases that begin with the same passes share their work (and the weights that these stack).
+    Phases that begin with the same passes share their work (and the weights that these stack), and so do recipes of one
+    graph. So neither that graph nor one that it gave may be changed after: change a copy.
 
     Raises:
         PassError, VerifyError: a pass applied nowhere, or broke a rule.
     """
-    # What is shared are passes and whether each may apply nowhere: phases may differ in the latter.
-    done: dict[tuple[tuple[Pass, bool], ...], tuple[Graph, list[Report]]] = {(): (graph, [])}
+    done = _DERIVED.setdefault(graph, {})
     phases = {}
     for phase in recipe.phases:
         steps = tuple((step, step.name in phase.optional) for step in phase.passes)
         keys = [steps[: i + 1] for i in range(len(steps))]
         for key in keys:
             if key not in done:
-                derived = done[key[:-1]][0].copy()
+                derived = (done[key[:-1]][0] if key[:-1] else graph).copy()
                 done[key] = (derived, run_passes(derived, [key[-1][0]], phase.optional))
         reports = tuple(report for key in keys for report in done[key][1])
         snapshots = tuple(done[key][0] for key in keys)

@@ -39,6 +39,10 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
+READ_LATER = {"block_length", "eos_ids", "layer_importance", "mask_id", "pad_id"}
+"""Facts of a spec that recipes and decode loops read, and no capture does."""
+
+
 class NotPlain(Exception):
     """A graph holds something that has no plain form."""
 
@@ -88,7 +92,7 @@ def captured(module: nn.Module, spec: ModelSpec, prefix: str = "", store: Store 
 def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
     """The key of a captured graph; what recipes alone read of the spec is no part of it."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    said = {name: value for name, value in spec.to_json().items() if name != "layer_importance"}
+    said = {name: value for name, value in spec.to_json().items() if name not in READ_LATER}
     facts = {
         "identity": identity,
         "spec": json.dumps(said, sort_keys=True),

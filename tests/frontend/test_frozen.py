@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,13 @@ def test_every_way_to_a_graph_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_config_is_another_key() -> None:
+    def key(found: dgraph.Model, **changes: Any) -> str:
+        return key_of(found.module, found.module.identity, replace(found.spec, **changes)).digest  # type: ignore[arg-type]
+
     a, b = model(2), model(3)
-    keys = {key_of(m.module, m.module.identity, m.spec).digest for m in (a, b, model(2, seed=9))}  # type: ignore[arg-type]
-    assert len(keys) == 2
+    assert len({key(a), key(b), key(model(2, seed=9))}) == 2
+    assert key(a, block_length=8, eos_ids=(3,)) == key(a)
+    assert key(a, max_positions=8) != key(a)
 
 
 def test_without_an_identity_nothing_is_kept(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -219,6 +221,17 @@ def test_phases_share_the_work_of_a_common_beginning(captured: Graph) -> None:
     assert stacked[0] is stacked[1]
     with pytest.raises(UnknownName, match="unknown pass of this phase 'OnlyKV'"):
         step.after("OnlyKV")
+
+
+def test_recipes_of_one_graph_share_it_too_as_long_as_the_graph_lives(captured: Graph) -> None:
+    graph = captured.copy()
+    focus, dense = (dgraph.rewrite(graph, recipe(name))["step"] for name in ("focus", "dense"))
+    assert dense.after("CacheKV") is focus.after("CacheKV")
+    assert dense.after("CacheKV") is not dgraph.rewrite(captured, recipe("dense"))["step"].after("CacheKV")
+    derived = weakref.ref(dense.graph)
+    del graph, focus, dense
+    gc.collect()
+    assert derived() is None
 
 
 @pytest.mark.parametrize("phase", ["prefill", "step"])
