@@ -9,6 +9,7 @@ import torch
 
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
+from dgraph.nodes import is_view, viewed
 from dgraph.ops import OPS
 from dgraph.passes.chunk_lm_head import MASKED
 from dgraph.shapes import InputSpec, Symbols, is_row_set
@@ -360,3 +361,19 @@ def test_dropping_an_input() -> None:
     hand.graph.drop_input("x")
     assert hand.graph.inputs == {}
     assert [n.op for n in hand.graph.nodes] == ["output"]
+
+
+def test_views_are_what_their_schema_says() -> None:
+    hand = Hand()
+    made = hand.call(aten.relu.default, hand.input("x", "N", 8))
+    heads = hand.call(aten.reshape.default, made, [-1, 2, 4])
+    halves = hand.call(aten.split_with_sizes.default, heads, [1, 1], 1)
+    part = hand.call(operator.getitem, halves, 0)
+    turned = hand.call(aten.transpose.int, part, 1, 2)
+    for node in (heads, halves, part, turned):
+        assert is_view(node)
+        assert viewed(node) is made
+    same, wide = (hand.call(aten.to.dtype, turned, dtype) for dtype in (torch.float32, torch.float64))
+    assert viewed(same) is made
+    assert viewed(wide) is wide, "a copy in another dtype"
+    assert not is_view(hand.call(OPS["rms_norm"], made, hand.weight("w", 8), 1e-6)), "ops of dgraph give no views"

@@ -228,10 +228,10 @@ def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
     """
     found = sources([MAKER, *(function.__module__ for function in functions)])
     for function in functions:
-        if path_of(function.__module__) is None:
-            path = Path(inspect.getfile(function))
-            text = hash_of(path) if path.is_file() else hashlib.sha256(_text_of(function.__code__).encode()).hexdigest()
-            found[path.name] = text
+        path, known = Path(inspect.getfile(function)), path_of(function.__module__)
+        if known is None or known.resolve() != path.resolve():
+            code = hashlib.sha256(_text_of(function.__code__).encode()).hexdigest()
+            found[f"{path.name} {function.__qualname__}"] = hash_of(path) if path.is_file() else code
     return found
 
 

@@ -5,7 +5,7 @@ two passes beside those that the sum itself makes. A product of matrices can add
 where nothing reads the stream again, its buffer becomes the sum's, and what follows (a norm, mostly) reads one value
 instead of two.
 
-Rotations of queries: attention loads each query once, and can rotate it there. A rotary embedding in front of it is a
+Rotations of queries: attention loads each query once, and can rotate it there. A rotary embedding before it is a
 pass of its own, unless what makes the queries (a norm of heads) is one anyway.
 """
 
@@ -31,7 +31,7 @@ _FRESH = (aten.add.Tensor, aten.embedding.default)
 
 @dataclass(frozen=True)
 class Fused:
-    """A call that takes the one in front of it along.
+    """A call that takes the one before it along.
 
     Attributes:
         made: the call; its node stands for the result.
@@ -113,7 +113,7 @@ def _is_layer(linear: object, total: Node) -> bool:
 
 
 def _ends_in(stream: object, linear: Node, total: Node) -> bool:
-    """Whether it is a stream that nothing reads behind the sum, and nothing shares the memory of."""
+    """Whether it is a stream that nothing reads after the sum, and nothing shares the memory of."""
     if not isinstance(stream, Node) or stream.target not in _FRESH:
         return False
     value, result = stream.meta["val"], total.meta["val"]

@@ -16,7 +16,7 @@ from dgraph.ops import OPS, counters
 from dgraph.ops.tuning import Shape
 
 WARM_REPLAYS = 3
-"""Replays in front of those that count."""
+"""Replays before those that count."""
 RUNS = 9
 """Replays that count, of a kernel under a plan."""
 
@@ -24,7 +24,7 @@ RUNS = 9
 def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float = 0.0) -> float:
     """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays.
 
-    settle: seconds of replays in front of those that count. A card lowers its clocks after some tenths of a second of
+    settle: seconds of replays before those that count. A card lowers its clocks after some tenths of a second of
         load; so what is compared with a long run must have run as long.
     """
     side = torch.cuda.Stream()
@@ -43,7 +43,7 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float =
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph, runs: int) -> list[float]:
-    """Seconds of each of some replays, issued one behind the other."""
+    """Seconds of each of some replays, issued one after the other."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     marks[0].record()
     for mark in marks[1:]:

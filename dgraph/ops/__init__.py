@@ -2,8 +2,12 @@
 
 Importing this package registers every op that a module of it defines, as `torch.ops.dgraph.*`. A call with CUDA tensors
 runs the op's kernel where it has one, and the reference else; Triton is imported on the first such call. An op of
-another package comes into the table when a module that calls `define` is imported; `load_outside` imports those that
-are named in the entry-point group "dgraph.ops".
+another package comes into the table when a module that calls `define` is imported:
+
+    SCALED = define("mine::scaled", scaled, samples=samples, contract=CONTRACT, by_row=("x",), kernel="mine.gpu:kernel")
+
+`load_outside` imports the modules that are named in the entry-point group "dgraph.ops"; `dgraph.testing.ops.check_op`
+says what an op owes.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(name, (values, rows), ([pad_rows(value, 3) for value in values], padded))
         # Buffers of several sizes, of which a step has filled the first n rows.
         unequal = [pad_rows(value, more) for more, value in enumerate(values)]
-        yield Sample(f"{name}, behind them others", (unequal, rows.clone()), (unequal, padded.clone()))
+        yield Sample(f"{name}, others after them", (unequal, rows.clone()), (unequal, padded.clone()))
 
 
 OP = define(

@@ -22,7 +22,7 @@ _SHARED: ContextVar[dict[torch.device, list[Tensor]] | None] = ContextVar("dgrap
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Within it, calls take counters that one kernel sets to zero, in front of the first of them.
+    """Within it, calls take counters that one kernel sets to zero, before the first of them.
 
     For the capture of a graph, which the whole of it must lie within. What was taken must not be used after its end.
     """

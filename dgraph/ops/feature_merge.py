@@ -14,7 +14,7 @@ from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
 
 CONTRACT = """\
-new [R, ...] are the values of the rows index i64[R], ascending, -1 behind the last, among N rows.
+new [R, ...] are the values of the rows index i64[R], ascending, -1 after the last, among N rows.
 cache [pages, page, ...], of the same dtype, takes them where their position has a page: position p of sequence s lives
 at cache[page_table[s, p // page], p % page], and a negative entry stands for no page.
 positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1], the offsets of the N rows -> [N, ...], contiguous: a row's new
@@ -33,7 +33,7 @@ def reference(
     if bool((index >= live).any()):
         raise InputError(
             f"dgraph::feature_merge: index lists row {int(index.max())}, but only {live} rows are no padding. List "
-            f"rows of the step (list_kept does), and -1 behind the last."
+            f"rows of the step (list_kept does), and -1 after the last."
         )
     out = new.new_zeros((positions.shape[0], *new.shape[1:]))
     out[rows] = cache[slots]

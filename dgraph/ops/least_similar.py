@@ -1,4 +1,4 @@
-"""dgraph::least_similar: the share of each sequence's rows whose values have turned away most (dLLM-Cache)."""
+"""dgraph::least_similar: the share of each sequence's rows whose values have changed most (dLLM-Cache)."""
 
 from __future__ import annotations
 

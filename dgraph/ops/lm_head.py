@@ -18,7 +18,7 @@ Only rows with masked = True are projected, in chunks of at most max_num_logits 
 are freed before the next chunk, so that they take max_num_logits * V values whatever K is.
 h [K, d]; weight [V, d]; bias [V] or None; masked bool[K]; temperature f32[K], >= 0; seed i64[K]
 -> token i64[K], confidence, margin, entropy f32[K] (float64 for float64).
-If packed, row i of h is the i-th masked row, and h has at least as many rows as are masked; rows behind them
+If packed, row i of h is the i-th masked row, and h has at least as many rows as are masked; rows after them
 may hold anything.
 Logits are h @ weight.T + bias in the dtype of h; everything after that is in fp32. The id `suppress`
 (-1: none) counts as if its logit were -inf: a model must not answer a mask with a mask.
@@ -75,7 +75,7 @@ class RowDecisions(NamedTuple):
 
 
 def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> RowDecisions:
-    """A token for each row of logits, its probability, and margin and entropy of the distribution behind it.
+    """A token for each row of logits, its probability, and margin and entropy of the distribution it is from.
 
     Args:
         logits: [R, V].

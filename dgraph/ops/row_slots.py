@@ -16,7 +16,7 @@ positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; cache [pages, page, ..
 read: it is the same for all caches of a program, and so are the slots.
 -> i64[N]: page_table[s, p // page] * page + p % page for position p of sequence s, the number of its slot among the
 pages * page of a cache; -1 for padding rows, and for rows whose position has no page (a negative entry, or a position
-behind the last entry).
+after the last entry).
 Padding rows may hold anything. Deterministic. Nothing is read on the host. Inline: the compiler fuses it, once for all
 that read it."""
 

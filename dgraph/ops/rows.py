@@ -62,7 +62,7 @@ def placed_rows(
     i64[r] pages, and i64[r] places within them.
 
     Raises:
-        InputError: a row's position or page lies behind the last one that there is; the message names `op`.
+        InputError: a row's position or page lies after the last one that there is; the message names `op`.
     """
     (pages, page), live = cache.shape[:2], min(int(cu_rows[-1]), positions.shape[0])
     at = positions[:live] // page
@@ -75,7 +75,7 @@ def placed_rows(
     if bool((found >= pages).any()):
         raise InputError(
             f"dgraph::{op}: a row's position lies on page {int(found.max())}, but the cache has {pages} pages. Pass "
-            f"the caches as they are behind the last allocation."
+            f"the caches as they are after the last allocation."
         )
     rows = (found >= 0).nonzero()[:, 0]
     return rows, (found[rows], positions[rows] % page)

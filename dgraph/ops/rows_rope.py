@@ -1,4 +1,4 @@
-"""dgraph::rows_rope: rotary embedding, a head norm in front of it if wanted, of as many rows as the device says."""
+"""dgraph::rows_rope: rotary embedding, a head norm before it if wanted, of as many rows as the device says."""
 
 from __future__ import annotations
 

@@ -190,11 +190,12 @@ def test_an_inline_op_from_outside_is_in_the_key(tmp_path: Path, monkeypatch: py
         if where == "a package":
             monkeypatch.syspath_prepend(tmp_path)
             importlib.invalidate_caches()
-        scope: dict[str, Any] = {"__name__": name if where == "a package" else "__main__"}
+        scope: dict[str, Any] = {"__name__": name if where == "a package" else "__main__"}  # which is pytest's own file
         exec(compile(text, "<stdin>" if where == "no file" else str(path), "exec"), scope)
         keyed.append(made(functions=[NORM, scope["f"]]))
     (found,) = differences(*keyed)
-    assert found.name == f"source {'<stdin>' if where == 'no file' else f'{name}.py'}"
+    file = {"a package": f"{name}.py", "a script": f"{name}.py f", "no file": "<stdin> f"}[where]
+    assert found.name == f"source {file}"
 
 
 @pytest.mark.parametrize(

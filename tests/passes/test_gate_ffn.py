@@ -346,7 +346,7 @@ def test_features_are_read_behind_their_write() -> None:
     graph = rewritten(family_of("sdar").cached, GateFFN())
     (write,), (read,) = graph.find("feature_write", 1), graph.find("feature_take", 1)
     read.append(write)
-    with pytest.raises(VerifyError, match=r"reads f_cache_1 in front of its write"):
+    with pytest.raises(VerifyError, match=r"reads f_cache_1 before its write"):
         verify(graph)
 
 

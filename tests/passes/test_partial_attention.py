@@ -337,7 +337,7 @@ def test_keys_are_read_behind_their_update() -> None:
         by="",
     )
     early.meta["layer"] = 1
-    with pytest.raises(VerifyError, match="in front of its write"):
+    with pytest.raises(VerifyError, match="before its write"):
         verify(graph)
 
 
