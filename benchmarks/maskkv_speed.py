@@ -32,6 +32,8 @@ from dgraph.families import Model
 from dgraph.lowering.program import Program, ProgramResult
 from dgraph.models.shapes import random_model
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart
+from dgraph.plans.view import View
 
 PROMPT_ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "maskkv": ("maskkv", {"pairs": 256}),
@@ -50,12 +52,12 @@ def kind_of(plan: RowPlan, step: int, block: int) -> str:
     """The kind of a step of a sequence that decodes one token in each; "prompt refresh" forwards everything."""
     if step == 0:
         return "first"
-    if plan.prompt_every:
-        if step % plan.prompt_every == 0:
-            return "prompt refresh"
-        return "adaptive" if step % plan.response_every else "response refresh"
-    at = step % block
-    return "prompt refresh" if at < plan.full_steps or (plan.every and at % plan.every == 0) else "reuse"
+    schedule, now = plan.schedule, View(step=torch.tensor([step]), block_step=torch.tensor([step % block]))
+    if schedule.whole(now):
+        return "prompt refresh"
+    if isinstance(schedule, Apart):
+        return "response refresh" if schedule.full(now) else "adaptive"
+    return "reuse"
 
 
 class Clock:

@@ -17,6 +17,7 @@ from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.passes.slot_kv import SlotKV
 from dgraph.passes.sparse_kv import SparseKV
 
 PASSES: dict[str, type[Pass]] = {
@@ -25,6 +26,7 @@ PASSES: dict[str, type[Pass]] = {
         PackRows,
         FuseProjections,
         CacheKV,
+        SlotKV,
         EvictTokens,
         ChunkLMHead,
         OnlyMasked,
@@ -58,6 +60,7 @@ __all__ = [
     "Pass",
     "Report",
     "ReuseRows",
+    "SlotKV",
     "SparseKV",
     "run_passes",
 ]

@@ -5,137 +5,149 @@ not forward all rows in all steps reads keys and values as they were last writte
 often all of them, is all that distinguishes the published caches of this kind.
 
 In a block-causal model the keys of earlier blocks are final, and a step forwards the current block. There a plan only
-says which steps of a block are full: its region is "block", and of the numbers it has `full_steps` and `every`.
+says which steps of a block are full: its region is `Block()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dgraph.errors import InputError, UnknownName
+import torch
+from torch import Tensor
 
-REGIONS = ("all", "response", "suffix", "block", "next")
+from dgraph.errors import InputError, UnknownName
+from dgraph.plans.parts import Part, part_from_json
+from dgraph.plans.regions import REGIONS, All, Block, Region
+from dgraph.plans.schedules import SCHEDULES, Counted, Schedule
+from dgraph.plans.view import FIRST, LATER_BLOCK, View, ahead
+
+PARTS: dict[str, type[Part]] = {**REGIONS, **SCHEDULES}
+"""Regions and schedules that come with dgraph, by name."""
+EVERY_ROW, ONE_FULL_STEP = All(), Counted()
+"""What a plan says that says nothing."""
 FIRSTS = ("policy", "position")
+MANY_STEPS = 4096
+"""More than a block takes."""
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows of a step: all of the canvas in a full step, a region of it in the others.
+    """Rows of a step: all of the canvas in a whole step, a region of it in the others.
 
     In a full step a program recomputes everything it has; in the others it may spare what has hardly changed (DyLLM).
 
     Whether decoded rows of the region are forwarded again is the block cache's business (see `Recipe.block_cache`).
 
     Attributes:
-        region: "all" (every row), "response" (all behind the prompt), "suffix" (the current block and all behind it),
-            "block" (the current block) or "next" (the rows that the step decodes from, those that were decoded in the
-            step before, and masked ones around the former; for policies that know before a step what it commits).
-        full_steps: full steps at the beginning of every block; 0 only with a warm-up.
-        every: another full step every so many steps of a block; 0 for none.
-        warm_up: full steps at the beginning of a response.
-        widen: every row is forwarded, though not in a full step, every so many steps behind the warm-up; 0 for never.
-        prompt_every, response_every: with the region "response", instead of the above: the prompt is forwarded, and
-            recomputed, every so many steps of a response, and all of the response is recomputed every so many
-            (dLLM-Cache). Both or neither.
-        behind, ahead: rows in front of the current block and behind it that belong to the region "block".
-        window: masked rows that each row that the step decodes from brings into the region "next": one after the other,
-            in the order in which they are decoded, takes the nearest ones of the response, in the block or behind it,
-            that do not belong to the region yet, and of two that are equally near the left one first.
+        region: the rows of a step that is not whole.
+        schedule: which steps are full, and which are whole.
         first: what the first step of a block commits: "policy" (what the policy chooses) or "position" (the block's
-            first position alone, whatever its confidence; later steps of a model with shifted logits then forward the
-            block without the row before it, which predicts that position and nothing else).
+            first position alone, whatever its confidence).
     """
 
-    region: str = "all"
-    full_steps: int = 1
-    every: int = 0
-    warm_up: int = 0
-    widen: int = 0
-    prompt_every: int = 0
-    response_every: int = 0
-    behind: int = 0
-    ahead: int = 0
-    window: int = 0
+    region: Region = EVERY_ROW
+    schedule: Schedule = ONE_FULL_STEP
     first: str = "policy"
 
     def __post_init__(self) -> None:
-        if self.region not in REGIONS:
-            raise UnknownName("region", str(self.region), REGIONS)
+        for name, value, kind in (("region", self.region, Region), ("schedule", self.schedule, Schedule)):
+            if not isinstance(value, kind):
+                raise InputError(
+                    f"{name} must be a dgraph.plans.{name}s.{kind.__name__}, such as "
+                    f"{'Block()' if kind is Region else 'Counted(every=4)'}, got {value!r}."
+                )
         if self.first not in FIRSTS:
             raise UnknownName("first commit of a block", str(self.first), FIRSTS)
-        for name in (f.name for f in fields(self) if f.name not in ("region", "first")):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise InputError(f"{name} must be an integer of at least 0, got {value!r}.")
-        if self.prompt_every or self.response_every:
-            if not (self.prompt_every and self.response_every):
-                raise InputError(
-                    f"prompt_every and response_every go together, got {self.prompt_every} and {self.response_every}; "
-                    f"set both to at least 1, or leave both at 0."
-                )
-            if self.region != "response" or self.full_steps or self.every or self.warm_up or self.widen:
-                raise InputError(
-                    f"prompt_every and response_every say all of when rows are recomputed; beside them the region must "
-                    f"be 'response', and full_steps, every, warm_up and widen 0, got {self}."
-                )
-        elif self.full_steps + self.warm_up < 1:
+        if self.region.foresees and self.first != "policy":
             raise InputError(
-                "the first step of a response must be a full one; set full_steps or warm_up to at least 1."
+                f"{self.region} is the rows that the policy decodes from, but first={self.first!r} commits another one "
+                f"in the first step of a block; leave it at 'policy'."
             )
-        if self.region != "block" and (self.behind or self.ahead):
-            raise InputError(f"behind and ahead widen the region 'block', not {self.region!r}; leave them at 0.")
-        if self.region != "next" and self.window:
-            raise InputError(f"window widens the region 'next', not {self.region!r}; leave it at 0.")
-        if self.region == "next" and self.first != "policy":
-            raise InputError(
-                f"the region 'next' is the rows that the policy decodes from, but first={self.first!r} commits another "
-                f"one in the first step of a block; leave it at 'policy'."
-            )
+        for what, found in (("full", ahead(self.schedule.full, FIRST)), ("whole", ahead(self.schedule.whole, FIRST))):
+            if found is not None and not bool(found):
+                raise InputError(f"the first step of a response must be a {what} one, but is none under {self}.")
 
-    def rows_of(self, step: int, prompt: int, new: int, shift: int) -> int | None:
-        """The most rows that a sequence forwards in a step, known without looking at what it has decoded.
-
-        Args:
-            step: number of the sequence's step, from 0.
-            prompt, new: its tokens, given and to decode.
-            shift: the model's logit shift: with 1, the row in front of the response predicts its first token, and
-                is forwarded with it.
-
-        Returns:
-            None if the count depends on where the sequence is in its block.
+    @property
+    def fits_blocks(self) -> bool:
+        """Whether a block-causal model can follow it: it forwards the current block, and says which of its steps are
+        full, the first of every block among them.
         """
-        if self.region == "all":
-            return prompt + new
-        if self.region != "response" or self.full_steps or self.every:
-            return None
-        return prompt + new if self.forwards_prompt(step) else new + shift
-
-    def forwards_prompt(self, step: int) -> bool:
-        """Whether a step forwards every row, of sequences that have all taken as many; only if `rows_of` says a
-        number.
-        """
-        if self.region == "all":
-            return True
-        if self.prompt_every:
-            return step % self.prompt_every == 0
-        return step < self.warm_up or bool(self.widen and (step - self.warm_up) % self.widen == 0)
+        schedule, full = self.schedule, ahead(self.schedule.full, LATER_BLOCK)
+        if (
+            (self.region, self.first) != (Block(), "policy")
+            or full is None
+            or not bool(full)
+            or schedule.always(FIRST) is not None
+        ):
+            return False
+        # No step forwards every row without being a full one.
+        count = torch.arange(MANY_STEPS)
+        steps = View(**{**vars(FIRST), "step": count, "block_step": torch.ones_like(count), "decoded": count})
+        whole, full = ahead(schedule.whole, steps), ahead(schedule.full, steps)
+        return whole is None or full is None or not bool((whole & ~full).any())
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RowPlan:
+    def from_json(cls, value: Mapping[str, Any], known: Mapping[str, type[Part]] = PARTS) -> RowPlan:
         """The plan that `to_json` described.
 
+        Args:
+            value: plain values as `to_json` gives them.
+            known: regions and schedules by name; add your own to dgraph's.
+
         Raises:
-            UnknownName: a field that plans do not have.
-            InputError: a value out of range.
+            UnknownName: a region or a schedule that is not known, or a field that it does not have.
+            InputError: a value out of range, or of another version.
         """
-        known = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls)]
         for name in value:
-            if name not in known:
-                raise UnknownName("field of a row plan", name, known)
-        return cls(**value)
+            if name not in names:
+                raise UnknownName("field of a row plan", name, names)
+        parts = {name: part_from_json(value[name], name, known) for name in ("region", "schedule") if name in value}
+        return cls(**{**value, **parts})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"region": self.region.to_json(), "schedule": self.schedule.to_json(), "first": self.first}
+
+
+class RowCounts:
+    """What the host knows of the rows of a batch before its steps, without reading anything.
+
+    All sequences take their steps together, so each has done as many as the batch.
+
+    Args:
+        plan: which rows a step forwards.
+        prompts: tokens of each prompt.
+        new: tokens to decode for each.
+        shift: the model's logit shift.
+    """
+
+    def __init__(self, plan: RowPlan, prompts: Sequence[int], new: int, shift: int):
+        self._plan = plan
+        prompt_end = torch.tensor(prompts, dtype=torch.int64)
+        positions = torch.arange(int(prompt_end.max()) + new)
+        self._view = View(positions=positions, prompt_end=prompt_end, end=prompt_end + new, shift=shift)
+        region = plan.region
+        seen = ahead(region.seen, self._view) if region.hides else self._view.inside
+        rows = ahead(region.rows, self._view)
+        self._everything = None if seen is None else seen.sum(dim=1)
+        self._region = None if seen is None or rows is None else (seen & rows).sum(dim=1)
+
+    def of(self, step: int) -> Tensor | None:
+        """i64[b]: rows that each sequence forwards in a step, if it goes on till then; None if only the device knows.
+
+        step: number of the step, from 0. None are spared by a block cache.
+        """
+        if self._everything is None or self._region is None:
+            return None
+        if torch.equal(self._everything, self._region):
+            return self._everything
+        whole = self.whole(step)
+        return None if whole is None else torch.where(whole, self._everything, self._region)
+
+    def whole(self, step: int) -> Tensor | None:
+        """bool[b]: whether each sequence forwards every row in a step; None if only the device knows."""
+        now = View(**vars(self._view), step=torch.full_like(self._view.end, step))
+        return ahead(self._plan.schedule.whole, now)

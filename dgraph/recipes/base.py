@@ -12,7 +12,8 @@ from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.plans.kv import KVPlan
-from dgraph.plans.rows import RowPlan
+from dgraph.plans.parts import Part
+from dgraph.plans.rows import PARTS, RowPlan
 
 BLOCK_CACHES = ("off", "dc", "dc+")
 
@@ -100,23 +101,29 @@ class Recipe:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], passes: Mapping[str, type[Pass]] = PASSES) -> Recipe:
+    def from_json(
+        cls,
+        value: Mapping[str, Any],
+        passes: Mapping[str, type[Pass]] = PASSES,
+        parts: Mapping[str, type[Part]] = PARTS,
+    ) -> Recipe:
         """The recipe that `to_json` described; equal to the one that wrote it.
 
         Args:
             value: plain values as `to_json` gives them.
             passes: passes by name; add your own to dgraph's.
+            parts: regions and schedules by name, likewise.
 
         Raises:
             InputError: an entry is missing or out of range.
-            UnknownName: an unknown pass, or a field that it does not have.
+            UnknownName: an unknown pass, region or schedule, or a field that it does not have.
         """
         try:
             phases = tuple(
                 Phase(p["phase"], tuple(pass_from_json(v, passes) for v in p["passes"]), frozenset(p["optional"]))
                 for p in value["phases"]
             )
-            plan = RowPlan.from_json(value["plan"]) if "plan" in value else None
+            plan = RowPlan.from_json(value["plan"], parts) if "plan" in value else None
             kv = KVPlan.from_json(value["kv"]) if "kv" in value else None
             return cls(value["recipe"], value["version"], phases, value["block_cache"], value["recommit"], plan, kv)
         except UnknownName:  # a KeyError, too

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import ENDING, ending, phases_of
 from dgraph.spec import ModelSpec
 
-CACHES = {"prefix": "suffix", "dual": "block"}
+CACHES: dict[str, type[Suffix] | type[Block]] = {"prefix": Suffix, "dual": Block}
 """Fast-dLLM's caches, and the region that a step forwards under each."""
 
 
@@ -44,7 +46,7 @@ def fast_dllm(
         raise UnknownName("cache of fast_dllm", cache, CACHES)
     if first == "published":
         first = "position" if spec.logit_shift else "policy"
-    plan = RowPlan(CACHES[cache], every=every, first=first)
+    plan = RowPlan(CACHES[cache](lead=first != "position"), Counted(every=every), first)
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("fast_dllm", 2, phases, block_cache, plan=plan)
 
@@ -53,7 +55,7 @@ def dkv_cache(
     spec: ModelSpec,
     variant: str = "decode",
     every: int | None = None,
-    window: int | None = None,
+    around: int | None = None,
     max_num_logits: int = 2048,
 ) -> Recipe:
     """dKV-Cache: what is not decoded and what was decoded in the step before, or little more than what is decoded next.
@@ -62,7 +64,7 @@ def dkv_cache(
     forwarded in every step. The first two steps of a block, and every `every`-th, forward the whole canvas.
 
     Variant "greedy": a step forwards the rows that it decodes from, those that were decoded in the step before, and
-    `window` masked rows around each of the former (see `RowPlan`). A block's first step, and every `every`-th, forward
+    `around` masked rows around each of the former (see `Next`). A block's first step, and every `every`-th, forward
     the whole canvas. It takes a policy that knows before a step what it commits: "dkv_greedy", LLaDA's random remasking
     in an order drawn once per block, as published, or "sequential". In a model with shifted logits (Dream), for which
     nothing is published, the row in front of a token is the one that it is decoded from, and its own row is the one
@@ -73,18 +75,18 @@ def dkv_cache(
         variant: "decode" or "greedy".
         every: steps between full ones, 0 for none but a block's first; default 8, for "greedy" 2, as in the published
             examples.
-        window: masked rows around each row that "greedy" decodes from; default 4, as there.
+        around: masked rows around each row that "greedy" decodes from; default 4, as there.
         max_num_logits: rows whose logits exist at a time.
     """
     _bidirectional("dkv_cache", spec)
     if variant not in DKV_VARIANTS:
         raise UnknownName("variant of dkv_cache", variant, DKV_VARIANTS)
     if variant == "decode":
-        if window is not None:
-            raise InputError(f"window={window} belongs to the variant 'greedy' of dkv_cache; leave it out.")
-        plan, cache = RowPlan("all", full_steps=2, every=8 if every is None else every), "dc"
+        if around is not None:
+            raise InputError(f"around={around} belongs to the variant 'greedy' of dkv_cache; leave it out.")
+        plan, cache = RowPlan(All(), Counted(2, 8 if every is None else every)), "dc"
     else:
-        plan = RowPlan("next", every=2 if every is None else every, window=4 if window is None else window)
+        plan = RowPlan(Next(4 if around is None else around), Counted(every=2 if every is None else every))
         cache = "off"
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("dkv_cache", 2, phases, cache, plan=plan)
@@ -92,8 +94,8 @@ def dkv_cache(
 
 def vicinity(
     spec: ModelSpec,
-    behind: int = 16,
-    ahead: int = 16,
+    before: int = 16,
+    after: int = 16,
     warm_up: int = 4,
     every: int = 0,
     max_num_logits: int = 2048,
@@ -102,14 +104,14 @@ def vicinity(
 
     Args:
         spec: the model; bidirectional.
-        behind: rows in front of the block that go with it.
-        ahead: rows behind it that do.
+        before: rows before the block that go with it.
+        after: rows after it that do.
         warm_up: full steps at the beginning of a response.
         every: forward the whole canvas every so many steps of a block; 0 for its first step only.
         max_num_logits: rows whose logits exist at a time.
     """
     _bidirectional("vicinity", spec)
-    plan = RowPlan("block", every=every, warm_up=warm_up, behind=behind, ahead=ahead)
+    plan = RowPlan(Block(before, after), Counted(every=every, warm_up=warm_up))
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("vicinity", 2, phases, plan=plan)
 

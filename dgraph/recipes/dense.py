@@ -60,6 +60,6 @@ def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_
         recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.
     """
-    plan = RowPlan("all") if spec.attention == "bidirectional" else None
+    plan = RowPlan() if spec.attention == "bidirectional" else None
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("dense", 2, phases, block_cache, recommit, plan)

@@ -6,7 +6,9 @@ from dgraph.errors import InputError
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import GATED, phases_of
 from dgraph.spec import ModelSpec
@@ -49,6 +51,6 @@ def dllm_cache(
             raise InputError(f"{name} must be an integer of at least 1, got {value!r}.")
     if type(rho) not in (int, float) or not 0 <= rho <= 1:
         raise InputError(f"rho must be a number from 0 (reuse all rows) to 1 (recompute all), got {rho!r}.")
-    plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
+    plan = RowPlan(Response(), Apart(prompt_interval, response_interval))
     passes = ReuseRows(rho), ChunkLMHead(max_num_logits), FuseGLU()
     return Recipe("dllm_cache", 1, phases_of(spec, *passes, optional=GATED), plan=plan)

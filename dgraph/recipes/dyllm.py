@@ -10,7 +10,9 @@ from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.partial_attention import PartialAttention
+from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import ENDING, phases_of
 from dgraph.spec import ModelSpec
@@ -85,7 +87,7 @@ def dyllm(
                 f"response_only_period={response_only_period} says how often a bidirectional model forwards its prompt "
                 f"again; {spec.family} is block-causal, and the keys of its prompt are final. Leave it out."
             )
-        plan = RowPlan("block", full_steps=full, every=every)
+        plan = RowPlan(Block(), Counted(full, every))
     else:
         if block_cache != "off":
             raise InputError(
@@ -93,7 +95,7 @@ def dyllm(
                 f"bidirectional, dyllm forwards the whole response, and spares what has not changed of it. Leave it "
                 f"'off'."
             )
-        plan = RowPlan("response", full_steps=0, every=every, warm_up=full, widen=period)
+        plan = RowPlan(Response(), Counted(0, every, warm_up=full, widen=period))
     passes: tuple[Pass, ...] = (ChunkLMHead(max_num_logits),)
     passes += () if update or causal else (OnlyMasked(),)
     passes += (GateFFN(tau),) if gate else ()

@@ -8,6 +8,7 @@ from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.count_rows import CountRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
+from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import BOUNDED, ENDING, ending, phases_of
@@ -54,5 +55,5 @@ def focus(
     if count == "device":
         passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())
     phases = phases_of(spec, *passes, optional=ENDING)
-    plan = RowPlan("block") if spec.attention == "bidirectional" else None
+    plan = RowPlan(Block()) if spec.attention == "bidirectional" else None
     return Recipe("focus", 2, phases, block_cache, recommit, plan)

@@ -8,6 +8,8 @@ from dgraph.errors import InputError
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Block, Response, Suffix
+from dgraph.plans.schedules import Counted, Schedule
 from dgraph.recipes.base import Phase, Recipe
 
 
@@ -32,22 +34,28 @@ class Kept:
         plan = recipe.plan
         if plan is None:
             return self._behind_prefill(recipe, name)
-        if plan.region in ("all", "next") or plan.behind:
+        region = plan.region
+        if not isinstance(region, Block | Response | Suffix) or (isinstance(region, Block) and region.before):
             raise InputError(
-                f"{name}: recipe {recipe.name!r} forwards rows in front of the block in steps that keep what they have "
-                f"of them (its region is {plan.region!r}, behind={plan.behind}); those rows have no place in the cache "
-                f"here. Combine it with one whose steps forward the block or the response."
+                f"{name}: recipe {recipe.name!r} forwards rows before the block in steps that keep what they have of "
+                f"them (its region is {region}); those rows have no place in the cache here. Combine it with one "
+                f"whose steps forward the block or the response."
             )
         if self.plan.window == "block":
-            if plan.region != "block" or plan.ahead:
+            if not isinstance(region, Block) or region.after:
                 raise InputError(
-                    f"{name}: recipe {recipe.name!r} forwards rows behind the block (its region is {plan.region!r}, "
-                    f"ahead={plan.ahead}), but only the block is seen as a whole here. Combine it with one whose steps "
-                    f"forward the block."
+                    f"{name}: recipe {recipe.name!r} forwards rows after the block (its region is {region}), but "
+                    f"only the block is seen as a whole here. Combine it with one whose steps forward the block."
                 )
-            full = max(plan.full_steps, self.plan.delay + 1)
-            plan = replace(plan, full_steps=full, every=plan.every or self.plan.every)
+            plan = replace(plan, schedule=self._choosing(plan.schedule))
         return replace(recipe, name=name, phases=self._phases(recipe, self.select), plan=plan, kv=self.plan)
+
+    def _choosing(self, schedule: Schedule) -> Schedule:
+        """The schedule, with full steps up to the one of a block that chooses, and wherever keys are chosen anew."""
+        delay, every = self.plan.delay, self.plan.every
+        if not isinstance(schedule, Counted):
+            return schedule | Counted(delay + 1, every)
+        return replace(schedule, full_steps=max(schedule.full_steps, delay + 1), every=schedule.every or every)
 
     def _behind_prefill(self, recipe: Recipe, name: str) -> Recipe:
         """The same for a block-causal model, whose keys in front of the block are final and in the cache."""

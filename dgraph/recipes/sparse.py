@@ -12,7 +12,9 @@ from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.plans import budgets
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
@@ -185,7 +187,7 @@ def adaptive_rows(
                 f"them out."
             )
         return dense(spec, max_num_logits=max_num_logits)
-    plan = RowPlan("response", full_steps=0, prompt_every=prompt_interval, response_every=response_interval)
+    plan = RowPlan(Response(), Apart(prompt_interval, response_interval))
     passes = ReuseRows(rho, idle=True), ChunkLMHead(max_num_logits), FuseGLU()
     return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
 
@@ -253,5 +255,5 @@ def block_rows(name: str, spec: ModelSpec, block_cache: str, max_num_logits: int
     """The rows of a block; of a bidirectional model, all rows where it starts."""
     if spec.attention == "block_causal":
         return dense(spec, block_cache, max_num_logits=max_num_logits)
-    plan = RowPlan("block")
+    plan = RowPlan(Block())
     return Recipe(name, 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)

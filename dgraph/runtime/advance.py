@@ -280,6 +280,8 @@ def inputs_of(
     }
     if rows.full is not None and rows.changed is not None:
         inputs |= {"full": rows.full, "changed": rows.changed}
+    if rows.slots is not None:
+        inputs["slots"] = rows.slots
     window, action = state.window, state.action
     if window is not None and action is not None:
         # Where a prompt is recomputed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).

@@ -16,7 +16,8 @@ from torch import Tensor
 from dgraph.ops.sparse import DENSE, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, full_step, ready_columns
+from dgraph.plans.view import View
+from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows, offsets_of, packed
 
@@ -154,7 +155,7 @@ class BlockCausalState(DecodeState):
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so nothing of its rows is spared.
-            full = (~current | full_step(self.plan, self.forwards, self.counter)[sequence]) & real
+            full = (~current | self.plan.schedule.full(View(**self.known, shift=0))[sequence]) & real
             changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
         return StepRows(
             sequence=sequence,

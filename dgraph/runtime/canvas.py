@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.decode_state import BlockCache, DecodeState, full_step, ready_columns
+from dgraph.plans.view import View
+from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
 from dgraph.runtime.policies import Candidates, Policy, overrules
 from dgraph.runtime.rows import StepRows, packed
 
@@ -25,9 +27,9 @@ class CanvasState(DecodeState):
     """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
 
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
-    step; full bool[b]: the next step is a full one (of the response, if the plan counts those of the prompt apart);
+    step; full, whole bool[b]: the next step is a full one, and forwards every row that is seen (see `Schedule`);
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
-    token, so the block cache may spare the row.
+    token, so the block cache may spare the row; seen bool[b, T]: rows that exist, None if the plan's region hides none.
 
     Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
     position, 1 if the next one (Dream).
@@ -36,8 +38,10 @@ class CanvasState(DecodeState):
     masked: Tensor
     pending: Tensor
     full: Tensor
+    whole: Tensor
     changed: Tensor
     frozen: Tensor
+    seen: Tensor | None
     plan: RowPlan
     kv: KVPlan | None
     size: int
@@ -67,13 +71,16 @@ class CanvasState(DecodeState):
         positions = torch.arange(canvas.shape[1], device=canvas.device)
         end = prompt_end + max_new_tokens
         inside = positions < end[:, None]
-        return cls(
+        first = torch.ones_like(prompt_end, dtype=torch.bool)
+        state = cls(
             **cls.counters(prompt_end.clone(), sequences),
             masked=inside & (positions >= prompt_end[:, None]),
             pending=inside,
-            full=torch.ones_like(prompt_end, dtype=torch.bool),
+            full=first,
+            whole=first.clone(),
             changed=torch.zeros_like(inside),
             frozen=torch.zeros_like(inside),
+            seen=None,
             canvas=canvas,
             prompt=prompt,
             prompt_end=prompt_end,
@@ -85,6 +92,17 @@ class CanvasState(DecodeState):
             size=block,
             shift=shift,
         )
+        if plan.region.hides:
+            state.seen = state._seen(state.view())
+            state.pending = state.seen.clone()
+        return state
+
+    def view(self, **more: Any) -> View:
+        """What is known before the next step."""
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        wanted = torch.roll(self._on_canvas(self.block_masked, False), -self.shift, dims=1)
+        known = self.known | {"shift": self.shift, "masked": self.masked, "changed": self.changed, "wanted": wanted}
+        return View(**known, **more, positions=positions)
 
     @property
     def block(self) -> int:
@@ -124,7 +142,7 @@ class CanvasState(DecodeState):
         if self.kv.window == "block":
             found = torch.where(self.full, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
         else:
-            found = torch.where(self._whole(), torch.where(self.counter == 0, SELECT, REPACK), REUSE)
+            found = torch.where(self.whole, torch.where(self.counter == 0, SELECT, REPACK), REUSE)
         return torch.where(self.active, found, REUSE).int()
 
     @property
@@ -144,19 +162,24 @@ class CanvasState(DecodeState):
         column = position + self.shift - self.start[sequence]  # of the position that the row predicts
         inside = real & (column >= 0) & (column < self.size)
         wanted = self.block_masked | self.editable if editing else self.block_masked
-        full = self.full[sequence]
-        if self.plan.prompt_every:  # the prompt is forwarded to be recomputed, whatever the response is
-            full = full | (position < self.prompt_end[sequence] - self.shift)
+        full, always = self.full[sequence], self.plan.schedule.always(self.view())
+        if always is not None:
+            full = full | always[sequence, position]
+        slots, end = None, self.end
+        if self.seen is not None:  # keys of rows that are seen lie side by side
+            places, end = self.seen.cumsum(dim=1), self.seen.sum(dim=1)
+            slots = (places - 1)[sequence, position] * real
         return StepRows(
             sequence=sequence,
             column=(column + self.size) * inside,
             input_ids=self.canvas[sequence, position] * real,
             positions=position,
-            limit=(self.end[sequence] * real).int(),
+            limit=(end[sequence] * real).int(),
             masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
             cu_rows=cu_rows,
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,
+            slots=slots,
         )
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
@@ -168,14 +191,11 @@ class CanvasState(DecodeState):
 
     def _own_rows(self) -> Tensor:
         live = self.live()
-        return live.sum() - (live & self._span(0, 0)).sum()
+        return live.sum() - (live & self.view().around_block()).sum()
 
-    def _span(self, behind: int, ahead: int) -> Tensor:
-        """bool[b, T]: the rows that predict the current block, the block itself, and so many rows around them."""
-        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
-        start = self.start[:, None]
-        inside = (positions >= start - self.shift - behind) & (positions < start + self.size + ahead)
-        return inside & (positions < self.end[:, None])
+    def _seen(self, view: View) -> Tensor:
+        """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
+        return view.inside & self.plan.region.seen(view) | view.around_block()
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
         self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
@@ -185,7 +205,7 @@ class CanvasState(DecodeState):
     def _advance(
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
-        # Decoded in front of this step, so the keys that it wrote for them are those of their tokens.
+        # Decoded before this step, so the keys that it wrote for them are those of their tokens.
         before = self._on_canvas(masked, self.masked)
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         # As in FOCUS, the last column of a block waits for no neighbour.
@@ -194,53 +214,18 @@ class CanvasState(DecodeState):
         self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
         moved = self._finish(settled)
         self._next_block(moved)
-        plan = self.plan
-        everything = positions < self.end[:, None]
+        region, schedule = self.plan.region, self.plan.schedule
+        more = {"coming": self._coming(policy)} if region.foresees else {}
+        view = self.view(**more)
+        everything = view.inside
+        self.full, self.whole = schedule.full(view), schedule.whole(view)
+        if self.seen is not None:
+            everything = self._seen(view)
+            moved_keys = (everything != self.seen).any(dim=1)  # every slot is another row's
+            self.full, self.whole, self.seen = self.full | moved_keys, self.whole | moved_keys, everything
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
-        needed = self._predicting(self.block_masked)
-        # The row in front of the block predicts its first position alone: a block that has that one does without.
-        spared = self.shift if plan.first == "position" else 0
-        if plan.region == "all":
-            region = everything
-        elif plan.region == "response":
-            region = everything & (positions >= (self.prompt_end - self.shift)[:, None])
-        elif plan.region == "suffix":
-            region = self._span(-spared, self.canvas.shape[1])
-        elif plan.region == "next":
-            region = everything & self._next_rows(policy)
-        else:
-            region = self._span(plan.behind - spared, plan.ahead)
-        if spared:  # a position that became a mask again is predicted again, and so is all of a script
-            region = region | (needed & everything)
-        self.full = full_step(plan, self.forwards, self.counter)
-        self.pending = torch.where(self._whole()[:, None], everything, region & (~self.frozen | needed))
+        part = everything & region.rows(view) & (~self.frozen | view.wanted)
+        self.pending = torch.where(self.whole[:, None], everything, part)
 
-    def _whole(self) -> Tensor:
-        """bool[b]: the next step forwards every row."""
-        plan = self.plan
-        if plan.prompt_every:
-            return self.counter % plan.prompt_every == 0
-        return self.full | ((self.counter - plan.warm_up) % plan.widen == 0) if plan.widen else self.full
-
-    def _predicting(self, flags: Tensor) -> Tensor:
-        """bool[b, T]: rows that predict the flagged positions, bool[b, B], of the current block."""
-        return torch.roll(self._on_canvas(flags, False), -self.shift, dims=1)
-
-    def _next_rows(self, policy: Policy) -> Tensor:
-        """bool[b, T]: the rows of the region "next"; see `RowPlan`."""
-        coming = policy.foresee(self.block_masked, self.steps, self.decoded, self.order)  # type: ignore[attr-defined]
-        some = coming >= 0
-        flags = torch.zeros_like(self.columns, dtype=torch.bool)
-        flags = torch.cat([flags, flags[:, :1]], dim=1).scatter(1, torch.where(some, coming, self.size), True)[:, :-1]
-        rows = self._predicting(flags) | self.changed
-        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
-        far = 2 * self.canvas.shape[1]
-        window = min(self.plan.window, self.canvas.shape[1])
-        centres = self.start[:, None] + coming - self.shift
-        for column in range(coming.shape[1] if window else 0):
-            away = positions - centres[:, column, None]
-            distance = torch.where(self.masked & ~rows, 2 * away.abs() + (away > 0), far)  # the left one first
-            distance, nearest = distance.topk(window, dim=1, largest=False)
-            chosen = (distance < far) & some[:, column, None]
-            rows = rows | torch.zeros_like(rows).scatter(1, nearest, chosen)
-        return rows
+    def _coming(self, policy: Policy) -> Tensor:
+        return policy.foresee(self.block_masked, self.steps, self.decoded, self.order)  # type: ignore[attr-defined,no-any-return]

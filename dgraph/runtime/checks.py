@@ -35,11 +35,17 @@ def check_session(
 ) -> None:
     """What a `BlockSession` needs of its model and programs."""
     causal = spec.attention == "block_causal"
-    if causal and plan is not None and plan != RowPlan("block", full_steps=max(1, plan.full_steps), every=plan.every):
+    if causal and plan is not None and not plan.fits_blocks:
         raise InputError(
             f"{spec.family}: {plan} says which rows of a bidirectional model are forwarded again; the keys of this "
             f"block-causal one are final once a block is committed. Leave the plan out, or say which steps of a block "
-            f"are full: RowPlan('block', full_steps=..., every=...)."
+            f"are full, its first one among them: RowPlan(Block(), Counted(full_steps=..., every=...))."
+        )
+    hides = plan is not None and plan.region.hides
+    if hides and kv is not None:
+        raise InputError(
+            f"{spec.family}: {plan} hides rows, so keys change their places in the cache, but {kv} finds the keys that "
+            f"it keeps by their positions. Leave one of them out."
         )
     if causal and spec.logit_shift:
         raise InputError(
@@ -55,6 +61,8 @@ def check_session(
     if kv is not None:
         known |= KEPT_INPUTS | {f"{kind}_pack_{layer}" for kind in "kv" for layer in range(spec.layers)}
         known |= {f"pack_{kind}_{layer}" for kind in ("count", "index") for layer in range(spec.layers)}
+    if hides:
+        known |= {"slots"}
     needed = (*(("prefill",) if causal else ()), *(("select",) if kv is not None else ()), "step")
     for name in needed:
         if name not in programs:
@@ -67,6 +75,11 @@ def check_session(
             raise InputError(
                 f"program {name!r} reads the input 'noise' (random selection), but select_noise=False; leave it out."
             )
+        if hides and "slots" not in asked:
+            raise InputError(
+                f"{spec.family}: {plan} hides rows, but program {name!r} writes keys where their positions say, so "
+                f"that hidden ones would be seen. Put the pass SlotKV after CacheKV."
+            )
         unknown = sorted(asked - known - {"noise", "script"})
         if unknown:
             raise LoweringError(
@@ -78,7 +91,7 @@ def check_session(
 
 def check_plan(policy: Policy, plan: RowPlan | None) -> None:
     """Refuse a policy that decides by what a step predicts where the plan asks in front of it what it commits."""
-    if plan is not None and plan.region == "next" and not foresees(policy):
+    if plan is not None and plan.region.foresees and not foresees(policy):
         raise InputError(
             f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "
             f"which {policy!r} does not say. Use policy='dkv_greedy' with its steps per block (random remasking in an "

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
-from dgraph.plans.rows import RowPlan
 from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
 from dgraph.runtime.rows import RowResults, StepRows, inverse, read
 from dgraph.runtime.seeds import policy_order
@@ -37,17 +36,6 @@ def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
         return decoded
     right = torch.cat([decoded[:, 1:], torch.ones_like(decoded[:, :1])], dim=1)
     return decoded & right
-
-
-def full_step(plan: RowPlan, forwards: Tensor, counter: Tensor) -> Tensor:
-    """bool[b]: whether the next step is a full one (of the response, if the plan counts those of the prompt apart).
-
-    forwards, counter i64[b]: steps of the current block, and of the sequence.
-    """
-    if plan.response_every:
-        return counter % plan.response_every == 0
-    full = (forwards < plan.full_steps) | (counter < plan.warm_up)
-    return full | (forwards % plan.every == 0) if plan.every else full
 
 
 @dataclass
@@ -171,6 +159,19 @@ class DecodeState(ABC):
     def action(self) -> Tensor | None:
         """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`."""
         return None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What every kind of state knows for a `View`."""
+        return {
+            "step": self.counter,
+            "block_step": self.forwards,
+            "decoded": self.total,
+            "prompt_end": self.prompt_end,
+            "end": self.end,
+            "start": self.start,
+            "block": self.block,
+        }
 
     @property
     def columns(self) -> Tensor:

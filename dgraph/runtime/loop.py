@@ -17,7 +17,7 @@ from torch import Tensor
 from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
 from dgraph.plans.kv import KVPlan
-from dgraph.plans.rows import RowPlan
+from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
@@ -84,14 +84,17 @@ class BlockLoop:
         if self.prefill is not None:
             self._prefill(self.prefill, prompts, state, caches, stats, unconditional)
         advance = self.advance(state)
+        ahead = self._ahead(prompts)
         salient: list[Tensor] = []
         step, unread = 0, 0
         running: list[bool] = []
         while True:
             if unread:
                 unread -= 1
-                rows = self._most_rows(step, prompts, running)
-                program = self.select if self.plan is not None and self.plan.forwards_prompt(step) else None
+                rows = self._most_rows(ahead, step, running)
+                # Of the plans that say their rows, whole steps are those in which some sequence does not reuse.
+                whole = None if ahead is None or self.select is None else ahead.whole(step)
+                program = self.select if whole is not None and bool(whole.any()) else None
                 self._step(program or self.step, step, rows, advance, caches, stats, salient, unconditional)
                 step += 1
                 continue
@@ -108,7 +111,7 @@ class BlockLoop:
             if step == 0 and self.release is not None:
                 self.release()
             step += 1
-            if self.unread and self._most_rows(step, prompts, [True] * len(prompts)):
+            if self.unread and self._most_rows(ahead, step, [True] * len(prompts)):
                 running = advance.state.active.tolist()
                 # What may be in vain stays a small share of what was done, and nothing is if the pace stays the same.
                 left = (len(prompts) * self.max_new_tokens - decoded) * (step - 1) // max(decoded, 1)
@@ -127,13 +130,19 @@ class BlockLoop:
             count += values[: len(prompts)].tolist()
         return state
 
-    def _most_rows(self, step: int, prompts: Sequence[Sequence[int]], running: Sequence[bool]) -> int:
-        """Rows that the running sequences forward at most in a step; 0 if only the device knows."""
-        if self.plan is None or self.rule.block_cache != "off":
+    def _ahead(self, prompts: Sequence[Sequence[int]]) -> RowCounts | None:
+        """What the host knows of the rows of later steps; None if nothing."""
+        if self.plan is None or self.spec.attention == "block_causal" or self.rule.block_cache != "off":
+            return None
+        return RowCounts(self.plan, [len(p) for p in prompts], self.max_new_tokens, self.spec.logit_shift)
+
+    @staticmethod
+    def _most_rows(ahead: RowCounts | None, step: int, running: Sequence[bool]) -> int:
+        """Rows that the running sequences forward in a step; 0 if only the device knows."""
+        counts = None if ahead is None else ahead.of(step)
+        if counts is None:
             return 0
-        shift = self.spec.logit_shift
-        counts = [self.plan.rows_of(step, len(prompt), self.max_new_tokens, shift) for prompt in prompts]
-        return sum(count or 0 for count, goes_on in zip(counts, running, strict=False) if goes_on)
+        return sum(count for count, goes_on in zip(counts.tolist(), running, strict=False) if goes_on)
 
     def begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
         """The state in front of the first step; see `run`."""

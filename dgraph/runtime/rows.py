@@ -15,12 +15,15 @@ from torch import Tensor
 class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
-    sequence i64[N]; column i64[N] in the window; input_ids i64[N]; positions i64[N]; limit i32[N]; masked
-    bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no
-    sequence: sequence, column, input_ids, positions and limit 0, masked False.
+    sequence i64[N]; column i64[N] of its two blocks (see the kind of state); input_ids i64[N]; positions i64[N]; limit
+    i32[N]; masked bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs
+    to no sequence: sequence, column, input_ids, positions and limit 0, masked False.
 
     Where there is a plan, else None: full bool[N]: everything is recomputed for the row, because its sequence takes a
     full step or the row commits a block; changed bool[N]: the row's token was decoded in the step before, or full.
+
+    Where a plan hides rows, else None: slots i64[N]: where the keys of the row lie in the pages of its sequence. The
+    rows that exist lie side by side in the order of their positions, and limit counts them.
     """
 
     sequence: Tensor
@@ -32,6 +35,7 @@ class StepRows:
     cu_rows: Tensor
     full: Tensor | None = None
     changed: Tensor | None = None
+    slots: Tensor | None = None
 
     @property
     def live(self) -> Tensor:

@@ -220,6 +220,7 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "PackRows": Effect.EXACT,
         "FuseProjections": Effect.REASSOCIATES,
         "CacheKV": Effect.REASSOCIATES,
+        "SlotKV": Effect.EXACT,
         "EvictTokens": Effect.APPROXIMATE,
         "GateFFN": Effect.APPROXIMATE,
         "PartialAttention": Effect.APPROXIMATE,

@@ -12,7 +12,9 @@ import torch
 from dgraph.api import Result
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import BoundRows, CacheKV, ChunkLMHead, FuseGLU, FuseProjections, OnlyMasked, PackRows
+from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
 from tests.tiny import tiny_spec
@@ -36,9 +38,9 @@ LIMITS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]]
     "every step full, block cache": (("fast_dllm", {"every": 1, "block_cache": "dc+", **POLICY}), ("dense", {})),
     "dkv, every step full": (("dkv_cache", {"every": 1}), ("dense", {})),
     "dkv greedy, every step full": (("dkv_cache", {"variant": "greedy", "every": 1}), ("dense", {})),
-    "vicinity of everything": (("vicinity", {"behind": 256, "ahead": 256, "warm_up": 0}), ("dense", {})),
+    "vicinity of everything": (("vicinity", {"before": 256, "after": 256, "warm_up": 0}), ("dense", {})),
     "endless warm-up": (("vicinity", {"warm_up": 999}), ("dense", {})),
-    "vicinity of nothing": (("vicinity", {"behind": 0, "ahead": 0, "warm_up": 0}), ("fast_dllm", POLICY)),
+    "vicinity of nothing": (("vicinity", {"before": 0, "after": 0, "warm_up": 0}), ("fast_dllm", POLICY)),
     "alpha inf": (("focus", {"alpha": math.inf, "block_cache": "off"}), ("fast_dllm", POLICY)),
     "alpha inf, dc+": (("focus", {"alpha": math.inf}), ("fast_dllm", {"block_cache": "dc+", **POLICY})),
 }
@@ -75,7 +77,7 @@ def test_lossless_limits(setups: dict[str, Setup], family: str, limit: str) -> N
 def test_a_window_of_all_masks_is_the_delayed_cache(setups: dict[str, Setup]) -> None:
     """Then the rows are those that are not decoded and those decoded in the step before."""
     runs = [
-        setups["llada"].optimized("dkv_cache", 16, variant="greedy", every=0, window=999),
+        setups["llada"].optimized("dkv_cache", 16, variant="greedy", every=0, around=999),
         setups["llada"].optimized("dense", 16, block_cache="dc"),
     ]
     settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "keep_kv": True}
@@ -94,7 +96,7 @@ def test_fewer_rows_than_dense(setups: dict[str, Setup]) -> None:
     for setup in setups.values():
         rows = {
             name: setup.optimized(name, 16, **options).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
-            for name, options in (("dense", {}), ("vicinity", {"behind": 4, "ahead": 4}), ("fast_dllm", POLICY))
+            for name, options in (("dense", {}), ("vicinity", {"before": 4, "after": 4}), ("fast_dllm", POLICY))
         }
         focus = setup.optimized("focus", 16).generate(input_ids=prompts_for(16), max_new_tokens=32, steps=16)
         counts = [r.stats.kept_rows for r in (*rows.values(), focus)]
@@ -106,19 +108,20 @@ def test_fewer_rows_than_dense(setups: dict[str, Setup]) -> None:
 
 
 def test_plans() -> None:
-    assert recipe("dense").plan == RowPlan("all")
-    assert recipe("focus").plan == RowPlan("block")
-    assert recipe("fast_dllm").plan == RowPlan("block")
+    assert recipe("dense").plan == RowPlan()
+    assert recipe("focus").plan == RowPlan(Block())
+    assert recipe("fast_dllm").plan == RowPlan(Block())
     shifted = tiny_spec(attention="bidirectional", logit_shift=1)
-    assert build(RECIPES, "fast_dllm", shifted, {}).plan == RowPlan("block", first="position")
-    assert build(RECIPES, "fast_dllm", shifted, POLICY).plan == RowPlan("block")
-    assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan("suffix", every=4)
-    assert recipe("dkv_cache", every=5).plan == RowPlan("all", full_steps=2, every=5)
-    assert recipe("dkv_cache").plan == RowPlan("all", full_steps=2, every=8)
-    assert recipe("dkv_cache", variant="greedy").plan == RowPlan("next", every=2, window=4)
-    assert recipe("dkv_cache", variant="greedy", every=5, window=0).plan == RowPlan("next", every=5)
+    as_published = RowPlan(Block(lead=False), first="position")
+    assert build(RECIPES, "fast_dllm", shifted, {}).plan == as_published
+    assert build(RECIPES, "fast_dllm", shifted, POLICY).plan == RowPlan(Block())
+    assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan(Suffix(), Counted(every=4))
+    assert recipe("dkv_cache", every=5).plan == RowPlan(All(), Counted(full_steps=2, every=5))
+    assert recipe("dkv_cache").plan == RowPlan(All(), Counted(full_steps=2, every=8))
+    assert recipe("dkv_cache", variant="greedy").plan == RowPlan(Next(around=4), Counted(every=2))
+    assert recipe("dkv_cache", variant="greedy", every=5, around=0).plan == RowPlan(Next(), Counted(every=5))
     assert recipe("dkv_cache", variant="greedy").block_cache == "off"
-    assert recipe("vicinity").plan == RowPlan("block", warm_up=4, behind=16, ahead=16)
+    assert recipe("vicinity").plan == RowPlan(Block(before=16, after=16), Counted(warm_up=4))
     assert recipe("dkv_cache").block_cache == "dc"
     assert recipe("fast_dllm", block_cache="dc+").block_cache == "dc+"
 
@@ -165,11 +168,11 @@ def test_block_causal_models_are_refused(name: str) -> None:
         ("fast_dllm", {"block_cache": "on"}, InputError, r"block_cache must be one of"),
         ("dkv_cache", {"every": 2.0}, InputError, r"every must be an integer of at least 0, got 2\.0"),
         ("dkv_cache", {"variant": "gredy"}, UnknownName, r"variant of dkv_cache 'gredy'\. Did you mean 'greedy'"),
-        ("dkv_cache", {"variant": "greedy", "window": -1}, InputError, r"window must be an integer of at least 0"),
-        ("dkv_cache", {"window": 4}, InputError, r"window=4 belongs to the variant 'greedy' of dkv_cache"),
-        ("vicinity", {"behind": -3}, InputError, r"behind must be an integer of at least 0, got -3"),
+        ("dkv_cache", {"variant": "greedy", "around": -1}, InputError, r"around must be an integer of at least 0"),
+        ("dkv_cache", {"around": 4}, InputError, r"around=4 belongs to the variant 'greedy' of dkv_cache"),
+        ("vicinity", {"before": -3}, InputError, r"before must be an integer of at least 0, got -3"),
         ("vicinity", {"warm_up": True}, InputError, r"warm_up must be an integer of at least 0, got True"),
-        ("vicinity", {"ahaed": 3}, UnknownName, r"unknown option of recipe 'vicinity' 'ahaed'\. Did you mean 'ahead'"),
+        ("vicinity", {"bfore": 3}, UnknownName, r"unknown option of recipe 'vicinity' 'bfore'\. Did you mean 'before'"),
     ],
 )
 def test_options_out_of_range(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:

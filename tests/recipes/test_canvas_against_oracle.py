@@ -45,9 +45,9 @@ FORESEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 GREEDY: dict[str, tuple[dict[str, Any], oracle.Method]] = {
     "defaults": ({}, oracle.dkv_greedy(2, 4)),
     "every 4": ({"every": 4}, oracle.dkv_greedy(4, 4)),
-    "never": ({"every": 0, "window": 3}, oracle.dkv_greedy(0, 3)),
-    "no window": ({"every": 0, "window": 0}, oracle.dkv_greedy(0, 0)),
-    "all around": ({"every": 0, "window": 999}, oracle.dkv_greedy(0, 999)),
+    "never": ({"every": 0, "around": 3}, oracle.dkv_greedy(0, 3)),
+    "nothing around": ({"every": 0, "around": 0}, oracle.dkv_greedy(0, 0)),
+    "all around": ({"every": 0, "around": 999}, oracle.dkv_greedy(0, 999)),
 }
 
 POLICY = {"first": "policy"}
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], oracle.Method]] = {
     "vicinity": ("vicinity", {}, oracle.vicinity(16, 16, 4)),
     "vicinity 2, 3": (
         "vicinity",
-        {"behind": 2, "ahead": 3, "warm_up": 0, "every": 5},
+        {"before": 2, "after": 3, "warm_up": 0, "every": 5},
         oracle.vicinity(2, 3, 0, 5),
     ),
 }

@@ -12,7 +12,9 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import canvas, dllm_cache
@@ -222,7 +224,7 @@ def test_its_passes_and_rows() -> None:
         "PackRows", "FuseProjections", "CacheKV", "ReuseRows", "ChunkLMHead", "FuseGLU",
     ]  # fmt: skip
     assert [p.name for p in recipe().phases] == ["step"]
-    assert recipe().plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=7)
+    assert recipe().plan == RowPlan(Response(), Apart(50, 7))
 
 
 def test_it_reads_back_from_json() -> None:

@@ -11,7 +11,9 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.graph import Graph
+from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.oracle import canvas, dyllm
 from tests.oracle.dyllm import Memory, Method, Step
@@ -214,9 +216,9 @@ def test_its_passes_and_rows() -> None:
     exact = [p.name for p in recipe(update=False).phase("step").passes][3:]
     assert exact == ["ChunkLMHead", "OnlyMasked", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
     assert [p.name for p in recipe().phases] == ["step"]
-    assert recipe().plan == RowPlan("response", full_steps=0, warm_up=4, widen=4)
-    assert recipe(every=3).plan == RowPlan("response", full_steps=0, every=3, warm_up=4, widen=4)
-    assert recipe(full_steps=2, response_only_period=0).plan == RowPlan("response", full_steps=0, warm_up=2)
+    assert recipe().plan == RowPlan(Response(), Counted(full_steps=0, warm_up=4, widen=4))
+    assert recipe(every=3).plan == RowPlan(Response(), Counted(full_steps=0, every=3, warm_up=4, widen=4))
+    assert recipe(full_steps=2, response_only_period=0).plan == RowPlan(Response(), Counted(full_steps=0, warm_up=2))
 
 
 def test_it_reads_back_from_json() -> None:

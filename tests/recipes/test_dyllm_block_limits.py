@@ -14,7 +14,9 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold
@@ -180,8 +182,8 @@ def test_its_phases_and_plan() -> None:
     behind = ["ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
     assert [p.name for p in built.phase("step").passes][3:] == behind
     assert (built.block_cache, built.recommit) == ("dc+", False)
-    assert built.plan == RowPlan("block", full_steps=1)
-    assert recipe_of(full_steps=2, every=4).plan == RowPlan("block", full_steps=2, every=4)
+    assert built.plan == RowPlan(Block(), Counted(full_steps=1))
+    assert recipe_of(full_steps=2, every=4).plan == RowPlan(Block(), Counted(full_steps=2, every=4))
     assert "OnlyMasked" not in [p.name for p in recipe_of(update=False).phase("step").passes]
     assert Recipe.from_json(built.to_json()) == built
 

@@ -28,7 +28,9 @@ from dgraph.passes import (
     SparseKV,
 )
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart, Counted
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
 from tests.recipes import block_dyllm
@@ -148,7 +150,7 @@ def test_few_keys_are_something_else(family: str) -> None:
 def test_phases_and_plans() -> None:
     found = build(RECIPES, "maskkv", BOTH, {"pairs": 7, "max_num_logits": 5})
     assert (found.name, found.kv) == ("maskkv", KVPlan("response", pairs=(7,)))
-    assert found.plan == RowPlan("response", full_steps=0, prompt_every=50, response_every=5)
+    assert found.plan == RowPlan(Response(), Apart(50, 5))
     select = SparseKV("mask_voting", 0.0, (7,), "mass", 0.1)
     before = (PackRows(), FuseProjections(), CacheKV(), ReuseRows(0.25, idle=True))
     assert found.phase("select").passes == (*before, select, ChunkLMHead(5), FuseGLU())
@@ -156,7 +158,7 @@ def test_phases_and_plans() -> None:
     assert [p.name for p in found.phases] == ["select", "step"]
 
     serve = build(RECIPES, "dllm_serve", BOTH, {"delay": 2, "every": 5})
-    assert serve.plan == RowPlan("block", full_steps=3, every=5)
+    assert serve.plan == RowPlan(Block(), Counted(full_steps=3, every=5))
     assert serve.kv == KVPlan("block", delay=2, every=5, ratio=0.5)
 
     blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
@@ -174,7 +176,7 @@ def test_options_of_a_combination_reach_both_parts() -> None:
     assert set(options) >= {"ratio", "pool", "delay", "every", "pairs", "cache", "first", "block_cache"}
     assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "after", "count"}
     both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9})
-    assert (both.plan, both.kv) == (RowPlan("block", full_steps=2, every=4), KVPlan("block", 1, 4, pairs=(9,)))
+    assert (both.plan, both.kv) == (RowPlan(Block(), Counted(full_steps=2, every=4)), KVPlan("block", 1, 4, pairs=(9,)))
     assert both.block_cache == "dc"
     assert SparseKV("block", 0.0, (9,), pool=5, reuse=True) in both.phase("step").passes
     evicting = build(RECIPES, "maskkv+focus", BOTH, {"pairs": 3, "alpha": 1.9, "max_num_logits": 6})
@@ -256,7 +258,7 @@ def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
         ("dllm_serve", BOTH, {"delay": -1}, r"delay must be an integer of at least 0, got -1"),
         ("sparse_dllm", BOTH, {"pool": 2}, r"pool must be odd and at least 1, got 2"),
         ("sparse_dllm", BOTH, {"block_cache": "on"}, r"block_cache must be one of"),
-        ("dllm_serve+fast_dllm", BOTH, {"cache": "prefix"}, r"recipe 'fast_dllm' forwards rows behind the block"),
+        ("dllm_serve+fast_dllm", BOTH, {"cache": "prefix"}, r"recipe 'fast_dllm' forwards rows after the block"),
         ("maskkv+fast_dllm", CAUSAL, {}, r"recipe 'fast_dllm' approximates the keys of a bidirectional model"),
     ],
     ids=str,

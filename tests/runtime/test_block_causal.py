@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.block_causal import BlockCausalState, ready_columns
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
@@ -123,7 +125,7 @@ def flags(state: BlockCausalState) -> tuple[list[int], list[int]]:
 
 
 def test_full_steps_and_changed_rows_of_a_block() -> None:
-    state = begin([[1]], 11, plan=RowPlan("block", full_steps=2))
+    state = begin([[1]], 11, plan=RowPlan(Block(), Counted(full_steps=2)))
     assert flags(state) == ([0, 1, 2, 3], [0, 1, 2, 3])
     step(state, {(0, 2): 20})
     assert flags(state) == ([0, 1, 2, 3], [0, 1, 2, 3])
@@ -138,7 +140,7 @@ def test_full_steps_and_changed_rows_of_a_block() -> None:
 
 
 def test_a_full_step_every_so_many() -> None:
-    state, found = begin([[1, 2]], 14, block=8, plan=RowPlan("block", every=2)), []
+    state, found = begin([[1, 2]], 14, block=8, plan=RowPlan(Block(), Counted(every=2))), []
     for position in range(2, 8):
         found.append(len(flags(state)[0]))
         step(state, {(0, position): 10}, cache="dc")
@@ -146,7 +148,7 @@ def test_a_full_step_every_so_many() -> None:
 
 
 def test_sequences_have_full_steps_of_their_own() -> None:
-    state = begin([[1, 2, 3], [4]], 6, plan=RowPlan("block"))
+    state = begin([[1, 2, 3], [4]], 6, plan=RowPlan(Block()))
     step(state, {(0, 3): 10, (1, 2): 11})
     rows = state.rows(state.summary().tolist()[0])
     assert rows.full is not None

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of
@@ -19,7 +21,7 @@ from dgraph.runtime.rows import RowResults
 from tests.runtime.fake import FakeProgram, fake_spec
 
 MASK, STOP, NONE = 99, 50, -torch.inf
-DUAL = RowPlan("block")
+DUAL = RowPlan(Block())
 
 
 def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int = 4, shift: int = 0) -> CanvasState:
@@ -129,30 +131,30 @@ def test_a_shifted_row_predicts_the_next_position() -> None:
 
 def test_plans() -> None:
     """The rows of each step; the fourth step ends the first block."""
-    assert walk(RowPlan("all")) == [ALL] * 7
-    assert walk(RowPlan("block")) == [ALL, *[span(3, 7)] * 3, ALL, *[span(7, 11)] * 2]
-    assert walk(RowPlan("suffix")) == [ALL, *[span(3, 13)] * 3, ALL, *[span(7, 13)] * 2]
-    assert walk(RowPlan("block", behind=1, ahead=2)) == [ALL, *[span(2, 9)] * 3, ALL, *[span(6, 13)] * 2]
-    assert walk(RowPlan("block", behind=9, ahead=1)) == [ALL, *[span(0, 8)] * 3, ALL, *[span(0, 12)] * 2]
-    assert walk(RowPlan("block", full_steps=2)) == [ALL, ALL, *[span(3, 7)] * 2, ALL, ALL, span(7, 11)]
-    assert walk(RowPlan("block", every=2)) == [ALL, span(3, 7), ALL, span(3, 7), ALL, span(7, 11), ALL]
-    assert walk(RowPlan("block", every=1)) == [ALL] * 7
-    assert walk(RowPlan("block", warm_up=3)) == [ALL] * 3 + [span(3, 7), ALL, *[span(7, 11)] * 2]
-    assert walk(RowPlan("block", warm_up=6)) == [ALL] * 6 + [span(7, 11)]
+    assert walk(RowPlan()) == [ALL] * 7
+    assert walk(RowPlan(Block())) == [ALL, *[span(3, 7)] * 3, ALL, *[span(7, 11)] * 2]
+    assert walk(RowPlan(Suffix())) == [ALL, *[span(3, 13)] * 3, ALL, *[span(7, 13)] * 2]
+    assert walk(RowPlan(Block(before=1, after=2))) == [ALL, *[span(2, 9)] * 3, ALL, *[span(6, 13)] * 2]
+    assert walk(RowPlan(Block(before=9, after=1))) == [ALL, *[span(0, 8)] * 3, ALL, *[span(0, 12)] * 2]
+    assert walk(RowPlan(Block(), Counted(full_steps=2))) == [ALL, ALL, *[span(3, 7)] * 2, ALL, ALL, span(7, 11)]
+    assert walk(RowPlan(Block(), Counted(every=2))) == [ALL, span(3, 7), ALL, span(3, 7), ALL, span(7, 11), ALL]
+    assert walk(RowPlan(Block(), Counted(every=1))) == [ALL] * 7
+    assert walk(RowPlan(Block(), Counted(warm_up=3))) == [ALL] * 3 + [span(3, 7), ALL, *[span(7, 11)] * 2]
+    assert walk(RowPlan(Block(), Counted(warm_up=6))) == [ALL] * 6 + [span(7, 11)]
 
 
 def test_plans_of_a_shifted_model_have_one_row_more() -> None:
-    assert walk(RowPlan("block"), shift=1) == [ALL, *[span(2, 7)] * 3, ALL, *[span(6, 11)] * 2]
-    assert walk(RowPlan("suffix"), shift=1) == [ALL, *[span(2, 13)] * 3, ALL, *[span(6, 13)] * 2]
-    assert walk(RowPlan("block", behind=1, ahead=1), shift=1)[1:] == [*[span(1, 8)] * 3, ALL, *[span(5, 12)] * 2]
+    assert walk(RowPlan(Block()), shift=1) == [ALL, *[span(2, 7)] * 3, ALL, *[span(6, 11)] * 2]
+    assert walk(RowPlan(Suffix()), shift=1) == [ALL, *[span(2, 13)] * 3, ALL, *[span(6, 13)] * 2]
+    assert walk(RowPlan(Block(before=1, after=1)), shift=1)[1:] == [*[span(1, 8)] * 3, ALL, *[span(5, 12)] * 2]
 
 
 def test_block_caches() -> None:
     """A row is spared from the second step after its token was decoded."""
-    assert walk(RowPlan("block"), "dc") == [ALL, span(3, 7), [3, 4, 5], [3, 4], ALL, span(7, 11), [7, 8, 9]]
+    assert walk(RowPlan(Block()), "dc") == [ALL, span(3, 7), [3, 4, 5], [3, 4], ALL, span(7, 11), [7, 8, 9]]
     # Decoded from the right, every neighbour is decoded before; the block's last column needs none.
-    assert walk(RowPlan("block"), "dc+") == walk(RowPlan("block"), "dc")
-    assert walk(RowPlan("all"), "dc") == [
+    assert walk(RowPlan(Block()), "dc+") == walk(RowPlan(Block()), "dc")
+    assert walk(RowPlan(), "dc") == [
         ALL,
         span(3, 13),
         [3, 4, 5, *span(7, 13)],
@@ -162,10 +164,10 @@ def test_block_caches() -> None:
         [*span(7, 10), 11, 12],
     ]
     # dKV-Cache: a second full step.
-    delayed = walk(RowPlan("all", full_steps=2), "dc")
+    delayed = walk(RowPlan(All(), Counted(full_steps=2)), "dc")
     assert delayed[:4] == [ALL, ALL, [3, 4, 5, *span(7, 13)], [3, 4, *span(7, 13)]]
     # A full step forgets nothing that it has itself written with decoded tokens.
-    assert walk(RowPlan("block", every=2), "dc")[2:4] == [ALL, [3, 4]]
+    assert walk(RowPlan(Block(), Counted(every=2)), "dc")[2:4] == [ALL, [3, 4]]
 
 
 def test_the_delayed_cache_waits_for_the_right_neighbour() -> None:
@@ -258,7 +260,7 @@ def test_rows_forwarded_for_their_keys_alone() -> None:
         step(state, {(0, position): 10})
         counts.append(int(state.commit_rows))
     assert counts == [9, 9]
-    state = begin([[1, 2, 3]], 10, RowPlan("block", behind=2, ahead=3), shift=1)
+    state = begin([[1, 2, 3]], 10, RowPlan(Block(before=2, after=3)), shift=1)
     for position in (3, 4):
         step(state, {(0, position): 10})
         counts.append(int(state.commit_rows))
@@ -299,27 +301,27 @@ def foreseen(plan: RowPlan, prompt: list[int], new: int, shift: int = 0, steps: 
     return found
 
 
-def test_what_comes_next_and_its_window() -> None:
-    assert foreseen(RowPlan("next", window=2), [1, 2, 3], 8) == [
+def test_what_comes_next_and_what_is_around_it() -> None:
+    assert foreseen(RowPlan(Next(around=2)), [1, 2, 3], 8) == [
         (span(0, 11), [3]),
-        ([3, 4, 5, 6], [4]),  # nothing masked is on the left: both of the window on the right
+        ([3, 4, 5, 6], [4]),  # nothing masked is on the left: both on the right
         ([4, 5, 6, 7], [5]),
-        ([5, 6, 7, 8], [6]),  # the window reaches behind the block
+        ([5, 6, 7, 8], [6]),  # they may lie after the block
         (span(0, 11), [7]),
         ([7, 8, 9, 10], [8]),
-        ([8, 9, 10], [9]),  # and ends with the response
+        ([8, 9, 10], [9]),  # but not after the response
         ([9, 10], [10]),
     ]
-    assert [rows for rows, _ in foreseen(RowPlan("next"), [1, 2, 3], 4)] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
-    often = foreseen(RowPlan("next", every=2), [1, 2, 3], 4)
+    assert [rows for rows, _ in foreseen(RowPlan(Next()), [1, 2, 3], 4)] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
+    often = foreseen(RowPlan(Next(), Counted(every=2)), [1, 2, 3], 4)
     assert [rows for rows, _ in often] == [span(0, 7), [3, 4], span(0, 7), [5, 6]]
-    # Two at a time bring a window each, and what one has the other passes by.
-    two = foreseen(RowPlan("next", window=1), [1, 2, 3], 8, steps=2)
+    # Two at a time bring a row each, and what one has the other passes by.
+    two = foreseen(RowPlan(Next(around=1)), [1, 2, 3], 8, steps=2)
     assert two[1] == ([3, 4, 5, 6, 7, 8], [5, 6])
 
 
 def test_of_two_that_are_equally_near_the_left_one_comes_first() -> None:
-    state = begin([[1, 2, 3]], 8, RowPlan("next", window=1))
+    state = begin([[1, 2, 3]], 8, RowPlan(Next(around=1)))
     step(state, {(0, 3): 13}, policy=Coming(2))
     assert pending(state) == [3, 4, 5]
     step(state, {(0, 5): 15}, policy=Coming(1))
@@ -328,9 +330,9 @@ def test_of_two_that_are_equally_near_the_left_one_comes_first() -> None:
 
 def test_the_row_in_front_of_what_comes_next() -> None:
     """With shifted logits, row 3 predicts position 4; the row that was decoded is that of its own position."""
-    assert [rows for rows, _ in foreseen(RowPlan("next"), [1, 2, 3], 4, shift=1)] == [span(0, 7), [3], [4], [5]]
-    windows = foreseen(RowPlan("next", window=1), [1, 2, 3], 4, shift=1)
-    assert [rows for rows, _ in windows] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
+    assert [rows for rows, _ in foreseen(RowPlan(Next()), [1, 2, 3], 4, shift=1)] == [span(0, 7), [3], [4], [5]]
+    wide = foreseen(RowPlan(Next(around=1)), [1, 2, 3], 4, shift=1)
+    assert [rows for rows, _ in wide] == [span(0, 7), [3, 4], [4, 5], [5, 6]]
 
 
 # -- sessions -----------------------------------------------------------------------------------------------------
@@ -338,8 +340,8 @@ def test_the_row_in_front_of_what_comes_next() -> None:
 
 def test_what_a_session_refuses() -> None:
     both = {"prefill": FakeProgram("prefill"), "step": FakeProgram("step")}
-    with pytest.raises(InputError, match=r"fake: RowPlan\(region='all', .*are final once a block is committed"):
-        BlockSession(fake_spec(4), both, plan=RowPlan("all"))
+    with pytest.raises(InputError, match=r"fake: RowPlan\(region=All\(\), .*are final once a block is committed"):
+        BlockSession(fake_spec(4), both, plan=RowPlan())
     with pytest.raises(InputError, match=r"fake: a block-causal model commits .*got logit_shift=1, expected 0"):
         BlockSession(fake_spec(4, logit_shift=1), both)
     with pytest.raises(InputError, match="needs 'step' of a model whose attention is bidirectional; 'step' is missing"):
@@ -353,9 +355,11 @@ def test_what_a_session_refuses() -> None:
 )
 def test_a_policy_that_waits_for_predictions_is_refused_where_rows_depend_on_it(policy: DecodeRule) -> None:
     session = BlockSession(
-        fake_spec(4, attention="bidirectional"), {"step": FakeProgram("logits")}, plan=RowPlan("next", window=2)
+        fake_spec(4, attention="bidirectional"), {"step": FakeProgram("logits")}, plan=RowPlan(Next(around=2))
     )
-    message = rf"RowPlan\(region='next'.* known before its forward, which {re.escape(repr(policy))} .*'dkv_greedy'"
+    message = (
+        rf"RowPlan\(region=Next\(around=2\).* known before its forward, which {re.escape(repr(policy))} .*'dkv_greedy'"
+    )
     with pytest.raises(InputError, match=message):
         session.generate([[1, 2]], max_new_tokens=5, policy=policy)
     assert session.kv.pages == 0
@@ -365,7 +369,7 @@ def test_a_policy_that_waits_for_predictions_is_refused_where_rows_depend_on_it(
 
 def test_a_session_without_a_plan_forwards_everything() -> None:
     session = BlockSession(fake_spec(4, attention="bidirectional"), {"step": FakeProgram("step")})
-    assert session.plan == RowPlan("all")
+    assert session.plan == RowPlan()
     rows: list[int] = []
     session.generate(
         [[1, 2], [4, 5, 6]],

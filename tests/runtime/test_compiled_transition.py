@@ -12,7 +12,9 @@ from torch import Tensor
 import dgraph
 from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
+from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
@@ -43,9 +45,9 @@ RULES: dict[str, Policy] = {
 }
 PLANS = {
     "step": None,
-    "canvas": RowPlan("block"),
-    "every": RowPlan("response", every=3, full_steps=1),
-    "next": RowPlan("next", every=3, window=2),
+    "canvas": RowPlan(Block()),
+    "every": RowPlan(Response(), Counted(every=3, full_steps=1)),
+    "next": RowPlan(Next(around=2), Counted(every=3)),
 }
 
 
@@ -274,7 +276,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
         block=BLOCK,
         mask_id=MASK,
         stop_ids=torch.tensor([50]),
-        plan=RowPlan("block"),
+        plan=RowPlan(Block()),
     )
     advance = Advance(Rule(All(0.5), "off", True, False, 0.0, 0), state, state.capacity)
     masked = state.masked.clone()

@@ -10,7 +10,9 @@ import torch
 
 from dgraph.errors import DgraphError, InputError, LoweringError, UnknownName
 from dgraph.lowering.program import ProgramResult
+from dgraph.plans.regions import Block, Suffix
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, FixedSteps
 from tests.runtime.fake import MASK, FakeProgram, fake_spec
 
@@ -60,11 +62,15 @@ def test_the_whole_window_can_be_used() -> None:
 
 def test_models_and_programs_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="this block-causal one are final once a block is committed"):
-        BlockSession(fake_spec(8), programs(), plan=RowPlan("suffix"))
-    for plan in (RowPlan("block", ahead=2), RowPlan("block", warm_up=1), RowPlan("block", full_steps=0, warm_up=1)):
-        with pytest.raises(InputError, match=r"Leave the plan out, or say which steps of a block are full: RowPlan\("):
+        BlockSession(fake_spec(8), programs(), plan=RowPlan(Suffix()))
+    for plan in (
+        RowPlan(Block(after=2)),
+        RowPlan(Block(), Counted(widen=3)),
+        RowPlan(Block(), Counted(full_steps=0, warm_up=1)),
+    ):
+        with pytest.raises(InputError, match=r"Leave the plan out, or say which steps .*: RowPlan\("):
             BlockSession(fake_spec(8), programs(), plan=plan)
-    BlockSession(fake_spec(8), programs(), plan=RowPlan("block", full_steps=2, every=3))
+    BlockSession(fake_spec(8), programs(), plan=RowPlan(Block(), Counted(full_steps=2, every=3)))
     with pytest.raises(InputError, match=r"a model whose attention is bidirectional; 'step' is missing"):
         BlockSession(fake_spec(8, attention="bidirectional"), {"prefill": FakeProgram("prefill")})
     with pytest.raises(InputError, match="got logit_shift=1, expected 0"):
@@ -84,7 +90,7 @@ def test_models_and_programs_that_do_not_fit() -> None:
     sparse.input_names |= {"full", "changed"}
     with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: changed, full\. Known"):
         BlockSession(fake_spec(8), programs() | {"step": sparse})
-    BlockSession(fake_spec(8), programs() | {"step": sparse}, plan=RowPlan("block"))
+    BlockSession(fake_spec(8), programs() | {"step": sparse}, plan=RowPlan(Block()))
     with pytest.raises(InputError, match="page_size must be a multiple or a divisor"):
         BlockSession(fake_spec(8), programs(), page_size=6)
 

@@ -6,13 +6,15 @@ import torch
 
 from dgraph.ops.sparse import REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.canvas import CanvasState
 
 MASK = 99
-PLAN = RowPlan("response", full_steps=0, prompt_every=2, response_every=3)
+PLAN = RowPlan(Response(), Apart(2, 3))
 
 
 def advance_of(kv: KVPlan | None) -> Advance:
@@ -53,7 +55,7 @@ def test_rows_adapt_where_their_sequence_reuses() -> None:
 def test_each_sequence_by_itself() -> None:
     advance = advance_of(KVPlan("response", pairs=(2,)))
     state = advance.state.clone()
-    state.counter[1] = 1
+    state.counter[1], state.whole[1] = 1, False
     advance.load(state, 0)
     inputs, rows = advance.inputs, advance.rows
     count = int(rows.cu_rows[-1])

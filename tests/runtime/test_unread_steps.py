@@ -97,7 +97,7 @@ def test_rows_are_known_ahead_exactly(
     take = BlockLoop._step
 
     def noted(self: BlockLoop, program: Any, number: int, count: int, advance: Advance, *rest: Any) -> None:
-        seen.append((count, self._most_rows(number, PROMPTS, advance.state.active.tolist())))
+        seen.append((count, self._most_rows(self._ahead(PROMPTS), number, advance.state.active.tolist())))
         take(self, program, number, count, advance, *rest)
 
     monkeypatch.setattr(BlockLoop, "_step", noted)

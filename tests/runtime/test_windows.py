@@ -8,7 +8,9 @@ import torch
 
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
+from dgraph.plans.schedules import Apart, Counted
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from tests.runtime.test_block_causal import step as step_of_blocks
@@ -48,7 +50,7 @@ def walk(state: Any, take: Any, start: int, positions: int) -> list[tuple[list[i
 
 
 def test_without_a_plan_there_is_neither() -> None:
-    for kind, more in ((CanvasState, {"plan": RowPlan("block")}), (BlockCausalState, {})):
+    for kind, more in ((CanvasState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
         state = begin(kind, [[1, 2, 3]], 6, None, **more)
         assert state.window is state.action is None
         assert state.summary().tolist()[4] == 0
@@ -57,35 +59,35 @@ def test_without_a_plan_there_is_neither() -> None:
 def test_a_block_of_a_canvas() -> None:
     """Full steps see everything, the last of them chooses; the last block is cut short."""
     kv = KVPlan("block", delay=1, ratio=0.5)
-    state = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan("block", full_steps=2))
+    state = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)))
     assert walk(state, step, 3, 6) == [
         ([3, 7], DENSE), ([3, 7], SELECT), ([3, 7], REUSE), ([3, 7], REUSE), ([7, 9], DENSE), ([7, 9], SELECT),
     ]  # fmt: skip
     assert said(state)[1:] == ([REUSE], 0), "a finished sequence chooses nothing"
-    shifted = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan("block", full_steps=2), shift=1)
+    shifted = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)), shift=1)
     assert [window for window, _ in walk(shifted, step, 3, 6)] == [[2, 7]] * 4 + [[6, 9]] * 2
-    at_once = begin(CanvasState, [[1, 2]], 8, KVPlan("block", ratio=0.5), plan=RowPlan("block", every=2))
+    at_once = begin(CanvasState, [[1, 2]], 8, KVPlan("block", ratio=0.5), plan=RowPlan(Block(), Counted(every=2)))
     assert [action for _, action in walk(at_once, step, 2, 8)] == [SELECT, REUSE] * 4
 
 
 def test_a_response_of_a_canvas() -> None:
     """Whole steps behind the first renew what is kept."""
-    plan = RowPlan("response", full_steps=0, prompt_every=3, response_every=2)
+    plan = RowPlan(Response(), Apart(3, 2))
     state = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=plan, shift=1)
     found = walk(state, step, 3, 8)
     assert {tuple(window) for window, _ in found} == {(2, 11)}
     assert [action for _, action in found] == [SELECT, REUSE, REUSE, REPACK, REUSE, REUSE, REPACK, REUSE]
-    blocks = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=RowPlan("block"))
+    blocks = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=RowPlan(Block()))
     assert [action for _, action in walk(blocks, step, 3, 8)] == [SELECT, *[REUSE] * 3, REPACK, *[REUSE] * 3]
 
 
 def test_sequences_of_a_canvas_by_themselves() -> None:
     kv = KVPlan("block", ratio=0.5)
-    state = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan("block"), sequences=2)
+    state = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=2)
     assert said(state) == ([[3, 7], [1, 5]], [SELECT, SELECT], 2)
     step(state, {**{(0, p): 10 for p in range(3, 7)}, (1, 2): 10})
     assert said(state) == ([[7, 11], [1, 5]], [SELECT, REUSE], 1)
-    padded = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan("block"), sequences=1)
+    padded = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=1)
     assert said(padded)[1:] == ([SELECT, REUSE], 1)
 
 

@@ -1,0 +1,143 @@
+"""Regions: which rows of the canvas a step forwards that is not a whole one, and which rows exist at all.
+
+A region from outside is a frozen dataclass of its own:
+
+    @dataclass(frozen=True)
+    class Odd(Region):
+        def rows(self, view):
+            return view.around_block() & (view.positions % 2 == 1) | view.masked
+
+Its methods run in the transition between steps, which may be compiled or captured as a CUDA graph: they are tensor code
+whose shapes depend on no value, and read none on the host. A draw is a hash of positions (`dgraph.runtime.seeds`), not
+a call of a generator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgraph.plans.parts import Part, check_counts
+from dgraph.plans.view import View
+
+
+@dataclass(frozen=True)
+class Region(Part, ABC):
+    """Which rows a step forwards.
+
+    Attributes:
+        foresees: whether `rows` asks for `View.coming`; then only policies serve that know it.
+        hides: whether `seen` says something. The programs must address their caches by slot (the pass `SlotKV`).
+    """
+
+    foresees: ClassVar[bool] = False
+    hides: ClassVar[bool] = False
+
+    @abstractmethod
+    def rows(self, view: View) -> Tensor:
+        """bool[b, T]: rows that a step forwards. What lies outside of the sequence is left out anyway."""
+
+    def seen(self, view: View) -> Tensor:
+        """bool[b, T]: rows that exist, for a region that `hides`: others are not forwarded and nobody sees their keys.
+
+        Where this changes between two steps, the second one is whole and full. The current block and the row that
+        predicts its first position are always seen.
+        """
+        return view.inside
+
+
+@dataclass(frozen=True)
+class All(Region):
+    """Every row."""
+
+    def rows(self, view: View) -> Tensor:
+        return view.inside
+
+
+@dataclass(frozen=True)
+class Response(Region):
+    """All rows after the prompt."""
+
+    def rows(self, view: View) -> Tensor:
+        return view.since(view.prompt_end)
+
+
+@dataclass(frozen=True)
+class Suffix(Region):
+    """The current block, and all after it.
+
+    Attributes:
+        lead: as in `Block`.
+    """
+
+    lead: bool = True
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+    def rows(self, view: View) -> Tensor:
+        return view.since(view.start) if self.lead else view.since(view.start + view.shift) | view.wanted
+
+
+@dataclass(frozen=True)
+class Block(Region):
+    """The current block.
+
+    Attributes:
+        before, after: rows before the block, and after it, that go with it.
+        lead: with shifted logits, whether the row before the block, which predicts its first position and nothing else,
+            goes with it in all steps, or only in those that still want that position.
+    """
+
+    before: int = 0
+    after: int = 0
+    lead: bool = True
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+    def rows(self, view: View) -> Tensor:
+        if self.lead:
+            return view.around_block(self.before, self.after)
+        return view.around_block(self.before - view.shift, self.after) | view.wanted
+
+
+@dataclass(frozen=True)
+class Next(Region):
+    """The rows that the step decodes from, those that were decoded in the step before, and masked ones around the
+    former; for policies that know before a step what it commits (dKV-Cache-Greedy).
+
+    Attributes:
+        around: masked rows that each row that the step decodes from brings along: one after the other, in the order in
+            which they are decoded, takes the nearest ones of the response, in the block or after it, that do not belong
+            to the region yet, and of two that are equally near the left one first.
+    """
+
+    around: int = 0
+
+    foresees: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+    def rows(self, view: View) -> Tensor:
+        coming, width = view.coming, len(view.positions)
+        some, centres = coming >= 0, view.start[:, None] + coming - view.shift
+        rows = torch.cat([view.changed, torch.zeros_like(view.changed[:, :1])], dim=1)
+        rows = rows.scatter(1, torch.where(some, centres, width).clamp(min=0), True)[:, :-1]
+        far, around = 2 * width, min(self.around, width)
+        for column in range(coming.shape[1] if around else 0):
+            away = view.positions - centres[:, column, None]
+            distance = torch.where(view.masked & ~rows, 2 * away.abs() + (away > 0), far)  # the left one first
+            distance, nearest = distance.topk(around, dim=1, largest=False)
+            chosen = (distance < far) & some[:, column, None]
+            rows = rows | torch.zeros_like(rows).scatter(1, nearest, chosen)
+        return rows
+
+
+REGIONS: dict[str, type[Region]] = {cls.__name__: cls for cls in (All, Response, Suffix, Block, Next)}
+"""The regions that come with dgraph, by name."""
