@@ -187,6 +187,7 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
     return {
         "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
         "positions": positions,
+        "slots": positions,
         "limit": (positions + 1).int(),
         "cu_rows": bounds.clamp(max=rows).int(),
         "masked": torch.zeros(rows, dtype=torch.bool, device=device),

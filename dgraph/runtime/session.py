@@ -190,6 +190,10 @@ class BlockSession:
                 f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
                 f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
             )
+        if keep_kv and self.plan is not None and self.plan.region.hides:
+            raise InputError(
+                f"keep_kv returns keys by position, but {self.plan} hides rows, whose keys do not exist; leave it out."
+            )
         loop = self._loop(rule, step, select, max_new_tokens, block, sampler, fixed)
         loop = replace(loop, unread=UNREAD_STEPS if fixed and progress is None else 0, observer=observer)
         began = time.perf_counter()

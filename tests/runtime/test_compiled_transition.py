@@ -14,7 +14,7 @@ from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
 from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
-from dgraph.plans.schedules import Counted
+from dgraph.plans.schedules import Apart, Counted, FirstShare
 from dgraph.runtime.advance import Advance, Rule
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
@@ -32,6 +32,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
+from tests.plans.outside import Stride, Thirds
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
@@ -47,6 +48,7 @@ PLANS = {
     "step": None,
     "canvas": RowPlan(Block()),
     "every": RowPlan(Response(), Counted(every=3, full_steps=1)),
+    "hidden": RowPlan(Stride(3), Thirds() | FirstShare(0.2) | Apart(5, 4)),
     "next": RowPlan(Next(around=2), Counted(every=3)),
 }
 
@@ -110,7 +112,11 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
 
 
 CASES = [(kind, name) for kind in ("step", "canvas") for name in RULES]
-CASES += [("every", "confidence_threshold"), *(("next", name) for name, rule in RULES.items() if foresees(rule))]
+CASES += [
+    ("every", "confidence_threshold"),
+    ("hidden", "confidence_threshold"),
+    *(("next", name) for name, rule in RULES.items() if foresees(rule)),
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
