@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.plans.regions import REGIONS, All, Block, Next, Response
+from dgraph.plans.regions import REGIONS, All, Block, Next, Response, Suffix
 from dgraph.plans.rows import PARTS, RowCounts, RowPlan
 from dgraph.plans.schedules import Apart, Counted, Either, FirstShare, Schedule
 from dgraph.plans.view import View
