@@ -163,14 +163,15 @@ def native_spec(
             f"e.g. dgraph.load(folder, block_length=4)."
         )
     values = {"family": family, "dtype": dtype, **assumed, **known}
+    spec = ModelSpec(**values)
     # A bidirectional model was trained for no length of a block: there it is a setting of the decoding.
-    guesses = ("mask_id", "eos_ids", *(("block_length",) if values["attention"] == "block_causal" else ()))
+    guesses = ("mask_id", "eos_ids", *(("block_length",) if spec.attention == "block_causal" else ()))
     if guessed := [f"{name}={assumed[name]}" for name in guesses if assumed.get(name)]:
         warn(
             f"{family}: {', '.join(guessed)} is assumed, since nothing that came with the model says otherwise; give "
             f"what differs, e.g. {guessed[0].partition('=')[0]}=."
         )
-    return ModelSpec(**values)
+    return spec
 
 
 class NativeFamily:
