@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if part and all(part != name for name, _ in marks):
             marks.append((part, time.time()))
 
-    program = dgraph.optimize(model, args.recipe, cache=not args.no_cache, progress=tell)
+    program = dgraph.optimize(model, args.recipe, artifacts=not args.no_cache, progress=tell)
     marks.append(("first answer", time.time()))
     program.generate(input_ids=[list(range(5, 5 + args.prompt))], max_new_tokens=args.tokens)
     marks.append(("end", time.time()))

@@ -3,7 +3,7 @@
     python -m benchmarks.tuning [--only paged_attention rows_linear lm_head] [--seconds 110] [--json FILE]
 
 The shapes are those of FOCUS on SDAR-8B (32 heads, 8 KV heads, D = 128) with 64 and 128 sequences, by bucket of rows,
-and the products of SDAR-8B and LLaDA-8B. Every time is that by which `optimize(..., warmup="full")` chooses: a call
+and the products of SDAR-8B and LLaDA-8B. Every time is that by which `optimize(..., warmup=...)` chooses: a call
 inside a CUDA graph on random values, the median over replays (`dgraph.lowering.timing`). Plans are compiled as they are
 met, which is most of the run; ops take turns, and what `--seconds` does not suffice for is left out and counted.
 """

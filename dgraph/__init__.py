@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dgraph.api import load as load
     from dgraph.api import optimize as optimize
     from dgraph.api import recipe as recipe
+    from dgraph.compilation import Compilation as Compilation
+    from dgraph.compilation import WarmUp as WarmUp
     from dgraph.errors import DgraphError as DgraphError
     from dgraph.errors import DgraphWarning as DgraphWarning
     from dgraph.evaluate.calibrate import calibrate as calibrate
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from dgraph.recipes import RECIPES as RECIPES
     from dgraph.recipes import Phase as Phase
     from dgraph.recipes import Recipe as Recipe
+    from dgraph.runtime.decoding import Decoding as Decoding
+    from dgraph.runtime.sampling import Sampler as Sampler
     from dgraph.spec import ModelSpec as ModelSpec
     from dgraph.views import diff as diff
     from dgraph.views import dump as dump
@@ -41,6 +45,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "RECIPES": "recipes",
     "Calibration": "plans.calibration",
+    "Compilation": "compilation",
+    "Decoding": "runtime.decoding",
     "DgraphError": "errors",
     "DgraphWarning": "errors",
     "Embedded": "families",
@@ -52,6 +58,8 @@ _HOMES = {
     "Phase": "recipes",
     "Recipe": "recipes",
     "Result": "api",
+    "Sampler": "runtime.sampling",
+    "WarmUp": "compilation",
     "adopt": "api",
     "calibrate": "evaluate.calibrate",
     "capture": "api",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dgraph.cache.store import open_store
-from dgraph.errors import InputError, UnknownName
+from dgraph.compilation import Compilation
+from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import captured
 from dgraph.graph import Graph
@@ -29,11 +30,11 @@ from dgraph.phases import graph_of_phase, rewrite
 from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import Policy, chosen_policy
-from dgraph.runtime.sampling import Sampler, sampler_of
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.session import BlockSession, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
-from dgraph.runtime.stops import check_stops, trim
+from dgraph.runtime.stops import trim
+from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
 
 
@@ -113,10 +114,6 @@ class Result:
     kv: list[SequenceKV] | None = None
 
 
-WARMUPS = ("lazy", "full")
-"""When CUDA graphs are captured."""
-
-
 class Optimized:
     """A model under a recipe, ready to generate.
 
@@ -187,80 +184,53 @@ class Optimized:
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
+        decoding: Decoding | None = None,
         *,
         input_ids: Sequence[Sequence[int]] | Tensor | None = None,
-        max_new_tokens: int = 128,
-        threshold: float | None = None,
-        steps: int | None = None,
-        policy: str | Policy | None = None,
-        block_length: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        sampler: Sampler | str | None = None,
-        stop: Sequence[str] = (),
-        seed: int = 0,
         max_batch: int | None = None,
         keep_kv: bool = False,
         observer: Callable[[StepRecord], None] | None = None,
         progress: Callable[[Progress], None] | None = None,
+        **settings: Any,
     ) -> Result:
         """Continue prompts; each result is what the prompt alone would give.
 
+            opt.generate("Sort these words: river stone", threshold=0.9, stop=["####"])
+            opt.generate(prompts, dgraph.Decoding(policy="dream_entropy", steps=16, max_new_tokens=256))
+
         Args:
             prompts: one text or several, framed by the model's chat template.
+            decoding: how; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
-            max_new_tokens: length limit of a response.
-            threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
-            steps: instead of a threshold, the number of steps per block.
-            policy: a decoding rule by name ("dream_entropy", "llada2.0", see `dgraph.policies`), which threshold and
-                steps then set options of, or one that you made.
-            block_length: rows denoised together; default and trained value: the model's.
-            temperature: 0 takes the most likely token; above, tokens are drawn.
-            top_p, top_k: draw from the most likely tokens only (1 and 0: from all).
-            sampler: instead of the three above, everything about how tokens are taken from logits: a published setting
-                by name ("dream": top_k 50, as its own generation has it), or a `Sampler` with suppressed ids,
-                penalties, your own logits processors.
-            stop: texts that end a response where they first occur; they are left out.
-            seed: of the draws.
             max_batch: prompts per batch; None for all at once.
             keep_kv: return each sequence's keys and values.
             observer: called with a record of every step; slows decoding.
             progress: called after every step.
+            settings: instead of a `Decoding`, its fields by keyword: max_new_tokens, threshold, steps, policy,
+                block_length, temperature, top_p, top_k, sampler, stop, seed.
 
         Raises:
-            UnknownName: an unknown policy, or an option that it has not.
+            UnknownName: an unknown setting, policy, or option that the policy has not.
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
         if (prompts is None) == (input_ids is None):
             raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
-        check_stops(stop)
-        if stop and self.model.tokenizer is None:
+        chosen = Decoding.of(decoding, settings)
+        if chosen.stop and self.model.tokenizer is None:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
-        chosen = chosen_policy(policy, threshold, steps)
-        taking = _sampler(sampler, temperature, top_p, top_k)
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
-        if taking.needs_logits:
+        if chosen.sampling.needs_logits:
             self._keep_logits()
         with self.kernels.kept():
             generation = self._session.generate(
-                ids,
-                max_new_tokens=max_new_tokens,
-                policy=chosen,
-                block_length=block_length,
-                sampler=taking,
-                seed=seed,
-                max_batch=max_batch,
-                keep_kv=keep_kv,
-                observer=observer,
-                progress=progress,
+                ids, chosen, max_batch=max_batch, keep_kv=keep_kv, observer=observer, progress=progress
             )
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return Result(None, generation.token_ids, generation.stats, generation.kv)
-        cut = [trim(tokenizer, ids, stop) for ids in generation.token_ids]
+        cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
     def _keep_logits(self) -> None:
@@ -277,11 +247,8 @@ class Optimized:
         batch: int,
         tokens: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-        *,
-        threshold: float | None = None,
-        steps: int | None = None,
-        policy: str | Policy | None = None,
-        temperature: float = 0.0,
+        decoding: Decoding | None = None,
+        **settings: Any,
     ) -> int:
         """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
 
@@ -293,8 +260,9 @@ class Optimized:
             tokens: positions per sequence to make KV pages for, prompt and response together; None for the model's
                 longest.
             progress: called with (buckets done, buckets in all).
-            threshold, steps, policy, temperature: how later calls of `generate` decode; other rules work as well, and
-                their transitions are compiled once they have run often.
+            decoding: how later calls of `generate` decode; other rules work as well, and their transitions are compiled
+                once they have run often.
+            settings: instead, fields of a `Decoding` by keyword.
 
         Returns:
             The number of buckets that were run; see `graph_pool` for what was captured and what did not fit.
@@ -303,9 +271,8 @@ class Optimized:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
         with self.kernels.kept(), self.tuning.opened() if self.tuning is not None else nullcontext():
-            chosen = chosen_policy(policy, threshold, steps)
             positions = self.spec.max_positions if tokens is None else tokens
-            return self._session.warm_up(batch, positions, progress, chosen, temperature)
+            return self._session.warm_up(batch, positions, progress, Decoding.of(decoding, settings))
 
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
@@ -315,14 +282,6 @@ class Optimized:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
         return [self.model.tokenizer.encode(text) for text in texts]
-
-
-def _sampler(sampler: Sampler | str | None, temperature: float, top_p: float, top_k: int) -> Sampler:
-    if sampler is None:
-        return Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
-    if (temperature, top_p, top_k) != (0.0, 1.0, 0):
-        raise InputError("give either a sampler or temperature, top_p and top_k, not both; set them in the sampler.")
-    return sampler_of(sampler) if isinstance(sampler, str) else sampler
 
 
 def _page_size(block: int, device: torch.device) -> int:
@@ -344,82 +303,64 @@ def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[i
 def optimize(
     model: Any,
     recipe: str | Recipe = "focus",
+    compilation: Compilation | None = None,
     *,
-    backend: str = "inductor",
-    buckets: str | Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
-    graphs: bool = True,
-    warmup: str = "lazy",
-    max_batch: int | None = None,
-    max_tokens: int | None = None,
-    cache: bool | str | Path = True,
-    tune: bool = True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Optimized:
     """Capture a model, rewrite it by a recipe, and compile it.
 
+        dgraph.optimize("tiny_sdar", "focus", alpha=1.8, backend="eager")
+        dgraph.optimize(folder, "focus", device="cuda", warmup=dgraph.WarmUp(batch=64, tokens=1536))
+
     Args:
         model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a
-        `Model`.
+            `Model`.
         recipe: a recipe's name, or a `Recipe`.
-        backend: "inductor", or "eager" to run op by op.
-        buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
-        and "hybrid" on a GPU.
+        compilation: how it is compiled; see `Compilation`.
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
-        graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
-        warmup: "lazy" captures a CUDA graph when its bucket is first met; "full" captures all of them now, for batches
-            of up to `max_batch` sequences of up to `max_tokens` positions (see `Optimized.warm_up`).
-        max_batch, max_tokens: sizes of a full warm-up; max_tokens None for the model's longest sequence.
-        cache: where captured graphs and compiled code are kept for later processes: True for the user's artifact cache
-            (`dgraph cache path`), False for nowhere, or a folder.
-        tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
-            full warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a
-            cache none is timed. A plan changes the order of sums, so results may differ in the last bits from those of
-            another plan. False for the plans that kernels derive from shapes.
         progress: called with what is being done, for display.
-        options: the recipe's options, e.g. `alpha=1.8`.
+        options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
+            backend, buckets, graphs, warmup, artifacts, tune.
 
     Raises:
         UnknownName: an unknown model, recipe or option; the message has the closest matches.
         InputError: an option out of range.
-        CacheError: the folder given as cache cannot be used.
+        CacheError: the folder given as artifacts cannot be used.
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     tell = progress or (lambda what: None)
-    _check_warmup(warmup, max_batch, max_tokens, graphs)
+    keywords = {f.name: options.pop(f.name) for f in fields(Compilation) if f.name in options}
+    how = settings_of(Compilation, compilation, keywords)
     check_recipe(RECIPES, recipe, options)
-    rounding = None if buckets is None else Buckets.of(buckets)
-    kept = open_store(cache)
-    store = kept if backend == "inductor" else None
-    compiler = RegionCompiler(backend, tell, store)
+    store = open_store(how.artifacts)
+    compiled = how.backend == "inductor"
+    kept = store if compiled else None  # run op by op, nothing but the captured graph is worth keeping
+    compiler = RegionCompiler(how.backend, tell, kept)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
-    graph, _ = captured(found.module, found.spec, found.prefix, kept)
+    graph, _ = captured(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
-    tuning = Tuning(graph.device, store, tell) if tune and store is not None and graph.device.type == "cuda" else None
-    kernels = Kernels(target_of(graph.device), store, tell)
+    on_gpu = graph.device.type == "cuda"
+    tuning = Tuning(graph.device, kept, tell) if how.tune and kept is not None and on_gpu else None
+    kernels = Kernels(target_of(graph.device), kept, tell)
     kernels.prepare()
-    rounding = rounding or Buckets.default(graph.device)
-    transitions = TraceCompiler(store, tell) if backend == "inductor" and graph.device.type == "cuda" else None
-    made = Optimized(found, graph, chosen, compiler, rounding, graphs, tuning, kernels, transitions)
+    buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
+    transitions = TraceCompiler(kept, tell) if compiled and on_gpu else None
+    made = Optimized(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
     kernels.restore()
-    if warmup == "full" and max_batch is not None:
-        made.warm_up(max_batch, max_tokens, lambda done, count: tell(f"capturing bucket {done} of {count}"))
+    if how.warmup is not None:
+        first = how.warmup
+        made.warm_up(
+            first.batch,
+            first.tokens,
+            lambda done, count: tell(f"capturing bucket {done} of {count}"),
+            first.decoding,
+        )
     return made
-
-
-def _check_warmup(warmup: str, max_batch: int | None, max_tokens: int | None, graphs: bool) -> None:
-    if warmup not in WARMUPS:
-        raise UnknownName("warmup", warmup, WARMUPS)
-    if warmup == "lazy" and (max_batch, max_tokens) != (None, None):
-        raise InputError("max_batch and max_tokens are sizes of a full warm-up; set warmup='full' or leave them out.")
-    if warmup == "full" and max_batch is None:
-        raise InputError("warmup='full' captures every bucket up to a batch size; give max_batch=.")
-    if warmup == "full" and not graphs:
-        raise InputError("warmup='full' captures CUDA graphs, but graphs=False; leave one of them out.")

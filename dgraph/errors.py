@@ -45,6 +45,10 @@ class CacheError(DgraphError):
     """An artifact cache that cannot be used, or an artifact that must not be."""
 
 
+class PluginError(DgraphError):
+    """An entry point of another package that cannot be loaded or used."""
+
+
 class UnknownName(DgraphError, KeyError):
     """A name that is not in a closed set; the message lists the closest ones."""
 

@@ -27,8 +27,6 @@ For a model that no class of transformers computes, write the two methods of `Fa
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +38,8 @@ from torch import nn
 
 from dgraph.errors import CaptureError, CheckpointError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
+from dgraph.plugins import entry_points
+from dgraph.plugins import load as load_entry
 from dgraph.spec import FACTS, ModelSpec
 
 GROUP = "dgraph.models"
@@ -142,10 +142,8 @@ class Embedded:
     exam: Exam | None = None
 
 
-@functools.cache
 def _entries() -> dict[str, Family | Embedded]:
-    found = importlib.metadata.entry_points(group=GROUP)
-    return {entry.name: entry.load() for entry in sorted(found, key=lambda e: e.name)}
+    return {name: load_entry(GROUP, name) for name in entry_points(GROUP)}
 
 
 def families() -> dict[str, Family]:

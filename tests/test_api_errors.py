@@ -50,6 +50,18 @@ def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', got 'indcutor'"),
         ({"buckets": "big"}, InputError, r"buckets must be 'exact', 'hybrid', .* or a list of row counts .*got 'big'"),
         ({"buckets": [0, 8]}, InputError, r"buckets must be .*got \[0, 8\]"),
+        ({"warmup": "full"}, InputError, r"warmup must be a WarmUp\(batch=\.\.\.\), or None, got 'full'"),
+        (
+            {"warmup": dgraph.WarmUp(batch=2), "graphs": False},
+            InputError,
+            r"warmup captures .*, but graphs=False",
+        ),
+        (
+            {"compilation": dgraph.Compilation()},
+            InputError,
+            r"backend cannot be set beside a Compilation",
+        ),
+        ({"artifacts": 3}, InputError, r"artifacts must be True, False or a folder, got 3"),
         ({"facts": {"mask": 3}}, UnknownName, r"unknown fact 'mask'\. Did you mean 'mask_id'"),
         ({"facts": {"mask_id": 97}}, InputError, r"needs a mask token; got mask_id=97 with a vocabulary of 97"),
     ],

@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dgraph.bench.traces import Trace
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
+from dgraph.runtime.decoding import Decoding
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,19 @@ class Load:
 
     Attributes:
         prompts: ids per prompt.
-        tokens: new tokens per prompt.
-        commits: how tokens are committed: `steps` per block, a confidence `threshold`, or the `policy` of a trace.
+        decoding: how they are continued: new tokens per prompt, and how these are committed (steps per block, a
+            confidence threshold, or the policy of a trace).
         trace: what the policy is from; None without one.
     """
 
     prompts: list[list[int]]
-    tokens: int
-    commits: Mapping[str, Any]
+    decoding: Decoding
     trace: Trace | None = None
+
+    @property
+    def tokens(self) -> int:
+        """New tokens per prompt."""
+        return self.decoding.max_new_tokens
 
     @property
     def positions(self) -> int:

@@ -246,9 +246,7 @@ class Bench:
         )
 
     def _generate(self, optimized: Optimized, **extra: Any) -> GenerationStats:
-        load = self.load
-        settings = {"max_new_tokens": load.tokens, **load.commits, **extra}
-        return optimized.generate(input_ids=load.prompts, **settings).stats
+        return optimized.generate(decoding=self.load.decoding, input_ids=self.load.prompts, **extra).stats
 
     def _profile(self, optimized: Optimized, steps: int, tell: Callable[[str], None]) -> Profile | None:
         tell("profiling")

@@ -229,11 +229,11 @@ class Store:
             warn(message)
 
 
-def open_store(cache: bool | str | Path | Store = True) -> Store | None:
+def open_store(artifacts: bool | str | Path | Store = True) -> Store | None:
     """The store that an option asks for.
 
     Args:
-        cache: True for the user's own, False for none, or a folder.
+        artifacts: True for the user's own, False for none, or a folder.
 
     Returns:
         None without one. The user's own is left out with a warning where it cannot be used.
@@ -242,12 +242,12 @@ def open_store(cache: bool | str | Path | Store = True) -> Store | None:
         CacheError: the folder that was given cannot be used.
         InputError: neither of these.
     """
-    if isinstance(cache, Store) or cache is False:
-        return cache or None
-    if isinstance(cache, (str, Path)):
-        return Store(cache)
-    if cache is not True:
-        raise InputError(f"cache must be True, False or a folder, got {cache!r}.")
+    if isinstance(artifacts, Store) or artifacts is False:
+        return artifacts or None
+    if isinstance(artifacts, (str, Path)):
+        return Store(artifacts)
+    if artifacts is not True:
+        raise InputError(f"artifacts must be True, False or a folder, got {artifacts!r}.")
     try:
         return Store(default_folder())
     except CacheError as error:

@@ -123,7 +123,8 @@ def bench(
     finally:  # after Ctrl-C: what there is
         title = f"{found.name}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
         setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
-        setting["commits"] = commits or {k: v for k, v in load.commits.items() if k != "policy"}
+        said = {"steps": load.decoding.steps, "threshold": load.decoding.threshold}
+        setting["commits"] = commits or {name: value for name, value in said.items() if value is not None}
         _show(done, failed, load, title, setting)
         if json is not None and done:
             text = jsonlib.dumps(plain(written.to_json(done, failed, setting)), indent=1, allow_nan=False)
@@ -212,20 +213,18 @@ def _load(
     """The workload, but for the prompts' ids: lists of zeros of their lengths."""
     from dgraph.bench.load import Lengths, Load
     from dgraph.bench.traces import read_trace
-    from dgraph.runtime.policies import policy_of
+    from dgraph.runtime.decoding import Decoding
 
     if sum(value is not None for value in (commits, steps, threshold)) > 1:
         raise InputError("give one of --commits, --steps and --threshold.")
     lengths = [[0] * length for length in Lengths(prompt).draw(batch)]
     if commits is None:
         steps = 15 if steps is None and threshold is None else steps
-        policy_of(threshold, steps)
-        how: dict[str, Any] = {"steps": steps} if threshold is None else {"threshold": threshold}
-        return Load(lengths, tokens, how)
+        return Load(lengths, Decoding(max_new_tokens=tokens, steps=steps, threshold=threshold))
     trace = read_trace(commits)
     if block not in (None, trace.block):
         raise InputError(f"--block {block} does not fit {commits}, a trace of blocks of {trace.block}; leave it out.")
-    return Load(lengths, tokens, {"policy": trace.script()}, trace)
+    return Load(lengths, Decoding(max_new_tokens=tokens, policy=trace.script()), trace)
 
 
 def _model(
@@ -267,14 +266,7 @@ def _bench(
     if buckets is not None:
         Buckets.of(buckets)
     load = replace(load, prompts=prompts_of(model, [len(p) for p in load.prompts]))
-    check_request(
-        model.spec,
-        load.prompts,
-        max_new_tokens=load.tokens,
-        block_length=model.spec.block_length,
-        temperature=0.0,
-        max_batch=None,
-    )
+    check_request(model.spec, load.prompts, load.decoding, None)
     return Bench(model, load, Device(device), backend, buckets, repeat)
 
 

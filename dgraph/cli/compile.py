@@ -39,8 +39,10 @@ def compile_(
     dgraph compile ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 --dtype bfloat16 --device cuda --batch 64
     """
     import dgraph
-    from dgraph.errors import CacheError
+    from dgraph.errors import CacheError, InputError
 
+    if batch is None and tokens is not None:
+        raise InputError("--tokens is the length of the sequences of --batch; give that too, or leave it out.")
     options, rows, store = given.recipe_options(recipe, option), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
     with status("loading") as tell:
@@ -50,10 +52,8 @@ def compile_(
             buckets=rows,
             dtype=given.torch_dtype(dtype),
             device=given.torch_device(device),
-            warmup="lazy" if batch is None else "full",
-            max_batch=batch,
-            max_tokens=tokens,
-            cache=store.root,
+            warmup=None if batch is None else dgraph.WarmUp(batch=batch, tokens=tokens),
+            artifacts=store.root,
             progress=tell,
             **options,
         )

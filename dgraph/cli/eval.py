@@ -199,6 +199,10 @@ def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choi
 
 def _rule_values(name: str, defaults: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     """Options of a rule; one whose default is None takes a number."""
+    from dgraph.runtime.sampling import SETTINGS, Sampler
+
+    if name:
+        defaults = {**{key: getattr(Sampler(), key) for key in SETTINGS}, **defaults}
     typed = {key: value for key, value in defaults.items() if value is not None}
     numbers = {key: 0 if key == "steps" else 0.0 for key, value in defaults.items() if value is None}
     return given.read_options(f"option of decode policy {name!r}", {**typed, **numbers}, texts)

@@ -13,6 +13,7 @@ from dgraph.cli.output import ERR, OUT, print_json, print_text, status
 if TYPE_CHECKING:
     from dgraph.api import Result
     from dgraph.families import Model
+    from dgraph.runtime.decoding import Decoding
     from dgraph.runtime.session import Progress
 
 
@@ -31,9 +32,16 @@ def generate(
         str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)
     ] = None,
     block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this share.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0 for all.")] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.", show_default="the policy's, or 0")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the most likely tokens of this share.", show_default="the policy's, or 1"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many tokens; 0 for all.", show_default="the policy's, or 0")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     max_batch: Annotated[int | None, typer.Option(help="Prompts per batch.", show_default="all")] = None,
@@ -55,43 +63,30 @@ def generate(
 
     options = given.recipe_options(recipe, option)
     rows, prompts = given.bucket_list(buckets), given.read_prompts(prompt, prompt_file)
+    decoding = dgraph.Decoding(
+        max_new_tokens=max_new_tokens,
+        threshold=threshold,
+        steps=steps,
+        policy=policy,
+        block_length=block_length,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop or (),
+        seed=seed,
+    )
     with status("loading") as tell:
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
         build(RECIPES, recipe, found.spec, options)
-        _check(
-            found,
-            prompts,
-            threshold=threshold,
-            steps=steps,
-            policy=policy,
-            stop=stop or [],
-            max_new_tokens=max_new_tokens,
-            block_length=block_length,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_batch=max_batch,
+        _check(found, prompts, decoding, max_batch)
+        optimized = dgraph.optimize(
+            found, recipe, backend=backend, buckets=rows, artifacts=cache, progress=tell, **options
         )
-        optimized = dgraph.optimize(found, recipe, backend=backend, buckets=rows, cache=cache, progress=tell, **options)
 
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
-        result = optimized.generate(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            threshold=threshold,
-            steps=steps,
-            policy=policy,
-            block_length=block_length,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=stop or [],
-            seed=seed,
-            max_batch=max_batch,
-            progress=count,
-        )
+        result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
     if json:
         facts = {"model": found.name, "recipe": optimized.recipe.to_json()}
         print_json({"texts": result.texts, "token_ids": result.token_ids, **result.stats.to_json(), **facts})
@@ -99,21 +94,7 @@ def generate(
         _print(prompts, result)
 
 
-def _check(
-    model: Model,
-    prompts: list[str],
-    *,
-    threshold: float | None,
-    steps: int | None,
-    policy: str | None,
-    stop: list[str],
-    max_new_tokens: int,
-    block_length: int | None,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    max_batch: int | None,
-) -> None:
+def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
     """Refuse what cannot be decoded now: compiling takes a minute and writes to a cache.
 
     Raises:
@@ -121,24 +102,11 @@ def _check(
     """
     from dgraph.errors import InputError
     from dgraph.runtime.checks import check_request
-    from dgraph.runtime.policies import chosen_policy
-    from dgraph.runtime.sampling import Sampler
-    from dgraph.runtime.stops import check_stops
 
-    chosen_policy(policy, threshold, steps)
-    check_stops(stop)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")
     with warnings.catch_warnings(action="ignore"):  # generate will give it
-        check_request(
-            model.spec,
-            [model.tokenizer.encode(p) for p in prompts],
-            max_new_tokens=max_new_tokens,
-            block_length=model.spec.block_length if block_length is None else block_length,
-            temperature=temperature,
-            max_batch=max_batch,
-        )
-    Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
+        check_request(model.spec, [model.tokenizer.encode(p) for p in prompts], decoding, max_batch)
 
 
 def _print(prompts: list[str], result: Result) -> None:

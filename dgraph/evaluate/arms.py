@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
@@ -12,6 +12,7 @@ from dgraph.recipes import RECIPES, Recipe, build, builder_of
 from dgraph.recipes import options_of as recipe_options
 from dgraph.runtime.policies import DecodeRule, policy_of
 from dgraph.runtime.policies import options_of as rule_options
+from dgraph.runtime.sampling import SETTINGS
 from dgraph.spec import ModelSpec
 
 SHORT = ("threshold", "steps")
@@ -61,7 +62,7 @@ class Arm:
 
     def rule_json(self) -> dict[str, Any]:
         """The rule as plain values, every option included."""
-        return {"rule": self.policy.name, **asdict(self.policy)}
+        return self.policy.to_json()
 
     def line(self, key: str | None) -> str:
         """The label without a swept option: what it has in common with the other arms of that sweep."""
@@ -137,7 +138,7 @@ def _yielding(rule: Choice, swept: Mapping[str, Any]) -> Mapping[str, Any]:
 def _known(choice: Choice, of_rule: bool) -> Sequence[str]:
     """Names of the options that it can have."""
     if of_rule:
-        return tuple(rule_options(choice.name)) if choice.name else SHORT
+        return (*rule_options(choice.name), *SETTINGS) if choice.name else SHORT
     return tuple(recipe_options(builder_of(RECIPES, choice.name)))
 
 

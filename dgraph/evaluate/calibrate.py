@@ -27,6 +27,7 @@ from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
 from dgraph.plans.calibration import Calibration
 from dgraph.runtime.checks import check_request
+from dgraph.runtime.decoding import Decoding
 from dgraph.spec import ModelSpec
 from dgraph.verify import verify
 
@@ -83,9 +84,7 @@ def calibrate(
     spec = found.spec
     if max_new_tokens is None:
         max_new_tokens = response_length(spec)
-    checked = check_request(
-        spec, ids, max_new_tokens=max_new_tokens, block_length=spec.block_length, temperature=0, max_batch=None
-    )
+    checked = check_request(spec, ids, Decoding(max_new_tokens=max_new_tokens), None)
     graph = measuring(captured(found.module, spec, found.prefix, open_store())[0])
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
     measured = []

@@ -16,6 +16,7 @@ from dgraph.evaluate.salience import Counted, Salience
 from dgraph.evaluate.scores import Score
 from dgraph.families import Model
 from dgraph.runtime.checks import check_request
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.session import Progress
 
 FINDERS = ("partial_attention", "drift", "least_similar")
@@ -36,8 +37,8 @@ class State:
 class Evaluation:
     """Arms, questions and the results so far.
 
-    Decoding is greedy. A rule that draws has its draws by place in the batch, so batches are always the same parts of
-    the questions.
+    Decoding is greedy, unless a rule brings another sampler along. What is drawn depends on the place in the batch, so
+    batches are always the same parts of the questions.
 
     Attributes:
         model: what is evaluated; with a tokenizer.
@@ -78,10 +79,8 @@ class Evaluation:
             check_request(
                 self.model.spec,
                 [tokenizer.encode(q.prompt) for q in self.questions],
-                max_new_tokens=self.max_new_tokens,
-                block_length=self.block_length or self.model.spec.block_length,
-                temperature=0.0,
-                max_batch=self.max_batch,
+                Decoding(max_new_tokens=self.max_new_tokens, block_length=self.block_length),
+                self.max_batch,
             )
 
     def run(self, tell: Callable[[State], None] | None = None) -> None:
@@ -171,9 +170,7 @@ class Evaluation:
 
         result = program.generate(
             [q.prompt for q in batch],
-            max_new_tokens=self.max_new_tokens,
-            policy=arm.policy,
-            block_length=self.block_length,
+            Decoding(max_new_tokens=self.max_new_tokens, policy=arm.policy, block_length=self.block_length),
             progress=count,
         )
         assert result.texts is not None

@@ -24,6 +24,7 @@ from dgraph.errors import DgraphError
 from dgraph.frontend.capture import capture_module
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
+from dgraph.plugins import load_ops
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import DTYPES, InputSpec
 from dgraph.spec import ModelSpec
@@ -171,12 +172,22 @@ def _name(target: Any) -> str:
 def _target(name: str) -> Any:
     if name in _OPERATORS:
         return _OPERATORS[name]
+    found = _registered(name)
+    if found is None:  # the package that registers it may not have been imported
+        load_ops()
+        found = _registered(name)
+    if found is None:
+        raise NotPlain(f"there is no op {name!r}")
+    return found
+
+
+def _registered(name: str) -> OpOverload | None:
     namespace, _, rest = name.partition(".")
     op, _, overload = rest.rpartition(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except (AttributeError, RuntimeError):
-        raise NotPlain(f"there is no op {name!r}") from None
+        return None
 
 
 # Values that JSON has no word for are written as {"kind": value}.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
@@ -10,7 +11,7 @@ from dgraph.recipes.compose import refuse
 from dgraph.spec import ModelSpec
 
 
-def builder_of(recipes: dict[str, Builder], name: str) -> Builder:
+def builder_of(recipes: Mapping[str, Builder], name: str) -> Builder:
     """The builder of that name.
 
     Raises:
@@ -19,12 +20,12 @@ def builder_of(recipes: dict[str, Builder], name: str) -> Builder:
     """
     if name not in recipes:
         if "+" in name:
-            refuse(name)
+            refuse(name, recipes)
         raise UnknownName("recipe", name, recipes)
     return recipes[name]
 
 
-def check_recipe(recipes: dict[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
+def check_recipe(recipes: Mapping[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
     """Refuse, before a model is loaded, what `build` would refuse of a name or of a finished recipe.
 
     Raises:
@@ -39,7 +40,7 @@ def check_recipe(recipes: dict[str, Builder], recipe: str | Recipe, options: dic
         )
 
 
-def build(recipes: dict[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
+def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
     """Build a recipe by name; a finished one is returned as it is.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from dgraph.errors import InputError, UnknownName
@@ -34,9 +34,9 @@ REFUSED = {
 """Recipes that do not, and why."""
 
 
-def combined(kept: str, rows: str) -> Builder:
+def combined(kept: str, rows: str, builder: Builder) -> Builder:
     """The builder of "kept+rows"; it has the options of both parts, and one that both have goes to both."""
-    parts: tuple[Callable[..., Any], Callable[..., Any]] = (KEEPERS[kept], ROWS[rows])
+    parts: tuple[Callable[..., Any], Callable[..., Any]] = (KEEPERS[kept], builder)
     options = {p.name: p for part in parts for p in list(inspect.signature(part).parameters.values())[1:]}
 
     def build(spec: ModelSpec, **given: Any) -> Recipe:
@@ -49,28 +49,33 @@ def combined(kept: str, rows: str) -> Builder:
     return build
 
 
-COMBINATIONS: dict[str, Builder] = {f"{kept}+{rows}": combined(kept, rows) for kept in KEEPERS for rows in ROWS}
+COMBINATIONS: dict[str, Builder] = {
+    f"{kept}+{rows}": combined(kept, rows, ROWS[rows]) for kept in KEEPERS for rows in ROWS
+}
 """Recipes of two parts by name."""
 
 
-def refuse(name: str) -> NoReturn:
-    """Say why a name with "+" is not in `COMBINATIONS`.
+def refuse(name: str, recipes: Iterable[str]) -> NoReturn:
+    """Say why a name with "+" is no recipe.
+
+    recipes: names of all recipes.
 
     Raises:
         UnknownName: a part that nothing is known of.
         InputError: parts that do not go together.
     """
     parts = [part.strip() for part in name.split("+")]
+    rows = [*ROWS, *(r for r in recipes if not {r, *r.split("+")} & {*ROWS, *KEEPERS, *REFUSED})]
     for part in parts:
-        if part not in KEEPERS and part not in ROWS and part not in REFUSED:
-            raise UnknownName("part of a recipe", part, [*KEEPERS, *ROWS])
+        if part not in KEEPERS and part not in rows and part not in REFUSED:
+            raise UnknownName("part of a recipe", part, [*KEEPERS, *rows])
     swapped = "+".join(reversed(parts))
-    if swapped in COMBINATIONS:
+    if len(parts) == 2 and parts[0] in rows and parts[1] in KEEPERS:
         raise InputError(f"recipe {name!r}: the part that says which keys are kept comes first; write {swapped!r}.")
     for part in parts:
         if part in REFUSED:
             raise InputError(f"recipe {name!r}: {part!r} {REFUSED[part]}.")
     raise InputError(
         f"recipe {name!r}: a combination has one part that says which keys are kept ({', '.join(KEEPERS)}), then one "
-        f"that says which rows are forwarded ({', '.join(ROWS)})."
+        f"that says which rows are forwarded ({', '.join(rows)})."
     )

@@ -4,7 +4,6 @@ to do.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +12,7 @@ from dgraph.lowering.program import Program
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
@@ -135,29 +135,22 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
 def check_request(
     spec: ModelSpec,
     prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    block_length: int,
-    temperature: float,
+    decoding: Decoding,
     max_batch: int | None,
 ) -> list[list[int]]:
     """The prompts as lists of int, or an `InputError`. Warns if the block length is not the model's."""
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    if not math.isfinite(temperature) or temperature < 0:
-        raise InputError(
-            f"temperature must be a finite number >= 0, got {temperature}; 0 takes the most probable token."
-        )
+    block_length = decoding.block_length or spec.block_length
     if max_batch is not None and max_batch < 1:
         raise InputError(f"max_batch must be at least 1, got {max_batch}; None runs all prompts together.")
-    if block_length < 1:
-        raise InputError(f"block_length must be at least 1, got {block_length}.")
     if block_length != spec.block_length:
         warn(
             f"block_length={block_length}, but {spec.family} was trained with {spec.block_length}: answers may be "
             f"worse."
         )
-    return [_check_prompt(spec, index, prompt, max_new_tokens, block_length) for index, prompt in enumerate(prompts)]
+    return [
+        _check_prompt(spec, index, prompt, decoding.max_new_tokens, block_length)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def _check_prompt(

@@ -11,8 +11,9 @@ z - T log(-log u) = T (z / T + G). So a draw depends on seed, prompt, position a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from dgraph.ops.lm_head import RowDecisions, decode_logits
 from dgraph.ops.registry import numeric
 
 CONFIDENCES = ("sampled", "logits")
+SETTINGS = ("temperature", "top_p", "top_k")
+"""Settings of a sampler that callers also give by themselves."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,34 @@ class Sampler:
     def needs_logits(self) -> bool:
         """Whether a program that ends in dgraph::lm_head cannot do this, because its logits are gone."""
         return self != Sampler(temperature=self.temperature)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of what is not as it is by default.
+
+        Raises:
+            InputError: it has processors, which have no such form.
+        """
+        if self.processors:
+            raise InputError(f"Sampler: processors have no form in JSON, got {self.processors!r}.")
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        return plain if self.credit is None else {**plain, "credit": asdict(self.credit)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Sampler:
+        """The sampler that `to_json` described; equal to the one that wrote it.
+
+        Raises:
+            UnknownName, InputError: a setting that does not exist or is out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise UnknownName("setting of a sampler", name, known)
+        found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
+        if isinstance(found.get("credit"), Mapping):
+            found["credit"] = Credit(**found["credit"])
+        return cls(**found)
 
     def begin(self, mask_id: int) -> LogitsDecoder:
         """The decoder of one generation; mask_id is never produced."""

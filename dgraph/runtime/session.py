@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from dgraph.runtime.advance import Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache, DecodeState
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import THRESHOLD, ConfidenceThreshold, Policy
 from dgraph.runtime.rows import unmasked_rows
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import Script, check_script
@@ -139,41 +140,30 @@ class BlockSession:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
+        decoding: Decoding | None = None,
         *,
-        max_new_tokens: int,
-        policy: Policy,
-        block_length: int | None = None,
-        temperature: float = 0.0,
-        sampler: Sampler | None = None,
-        seed: int = 0,
         observer: Callable[[StepRecord], None] | None = None,
         keep_kv: bool = False,
         progress: Callable[[Progress], None] | None = None,
         max_batch: int | None = None,
+        **settings: Any,
     ) -> Generation:
         """Continue every prompt.
 
         A sequence ends with its first stop token (`spec.eos_ids`) or after max_new_tokens. Prompts beyond
         `max_batch` run in successive batches; neither that nor the other prompts of a batch change a
         result, except for what the programs' arithmetic makes of another number of rows. Draws (temperature
-        > 0) depend on `seed`, the prompt's index, the position and the step. `observer` gets every step at
+        > 0) depend on the seed, the prompt's index, the position and the step. `observer` gets every step at
         the price of copies to the host.
 
-        sampler: how tokens are taken from logits, where temperature does not say it all; it then has the
-        temperature.
+        decoding: how; settings: instead, fields of a `Decoding` by keyword. Texts in its stop are the caller's to cut.
 
-        Raises `InputError` for a prompt or setting that cannot be used.
+        Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist.
         """
-        block = self.spec.block_length if block_length is None else block_length
-        ids = check_request(
-            self.spec,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            block_length=block,
-            temperature=temperature,
-            max_batch=max_batch,
-        )
-        sampler = Sampler(temperature) if sampler is None else sampler
+        chosen = Decoding.of(decoding, settings)
+        policy, sampler, seed, max_new_tokens = chosen.rule, chosen.sampling, chosen.seed, chosen.max_new_tokens
+        block = chosen.block_length or self.spec.block_length
+        ids = check_request(self.spec, prompts, chosen, max_batch)
         step, select = self.programs["step"], self.programs.get("select")
         if sampler.needs_logits and "logits" not in step.output_names:
             step = self.programs.get("logits", step)
@@ -240,8 +230,8 @@ class BlockSession:
         batch: int,
         tokens: int,
         progress: Callable[[int, int], None] | None = None,
-        policy: Policy | None = None,
-        temperature: float = 0.0,
+        decoding: Decoding | None = None,
+        **settings: Any,
     ) -> int:
         """Capture every bucket of the step program that batches of up to `batch` sequences can meet.
 
@@ -253,8 +243,8 @@ class BlockSession:
             batch: sequences at a time, at least 1.
             tokens: positions per sequence, prompt and response together; KV pages for all of them are made now.
             progress: called with (buckets done, buckets in all).
-            policy: what later calls decode by; None for a threshold of 0.9.
-            temperature: of later calls; it matters only whether it is above 0.
+            decoding: how later calls decode; of the temperature it matters only whether it is above 0.
+            settings: instead, fields of a `Decoding` by keyword.
 
         Returns:
             The number of buckets.
@@ -262,6 +252,7 @@ class BlockSession:
         Raises:
             InputError: a size out of range, no pool to capture into, or buckets of kind "exact".
         """
+        chosen = Decoding.of(decoding, settings)
         block, step = self.spec.block_length, self.programs["step"]
         if self.pool is None:
             raise InputError("warm-up captures CUDA graphs, and this session runs without; use a GPU and graphs=True.")
@@ -287,10 +278,10 @@ class BlockSession:
                 if progress is not None:
                     progress(done + 1, len(sizes))
             scripted = "script" in step.input_names
-            known = "token" in result.outputs and (not scripted or isinstance(policy, Script))
+            known = "token" in result.outputs and (not scripted or isinstance(chosen.rule, Script))
             if self._transitions.compiles and known:
-                chosen = ConfidenceThreshold(THRESHOLD) if policy is None else policy
-                rule = Rule(chosen, self.block_cache, self.recommit, self.select_noise, temperature, 0, scripted)
+                temperature = float(chosen.sampling.temperature)
+                rule = Rule(chosen.rule, self.block_cache, self.recommit, self.select_noise, temperature, 0, scripted)
                 self._compile_transition(rule, result.outputs, batch, tokens, caches["page_table"])
         finally:
             self.pool.preparing = False

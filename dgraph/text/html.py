@@ -1,4 +1,7 @@
-"""A dump as one self-contained page: collapsible layers, a colour per row set."""
+"""A dump as one self-contained page: collapsible layers, a colour per row set.
+
+A box is as wide as the page. Of a line that is wider its call wraps, so that type and pass are never cut off.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ pre { background: #f3f4f6; padding: .8rem 1rem; border-radius: 6px; overflow-x: 
 details { border: 1px solid #e5e7eb; border-radius: 6px; margin: .6rem 0; overflow-x: auto; }
 summary { padding: .4rem .8rem; cursor: pointer; font-weight: 600; background: #f9fafb; }
 summary code { font-weight: 400; color: #6b7280; margin-left: 1rem; }
-table { border-collapse: collapse; margin: .3rem .8rem .6rem; }
+table { border-collapse: collapse; margin: .3rem .8rem .6rem; width: calc(100% - 1.6rem); }
 td { padding: 0 1.5rem 0 0; white-space: pre; vertical-align: top; }
-td.by { color: #9ca3af; }
+td.call { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; padding-left: 4ch; text-indent: -4ch; }
+td.by { color: #9ca3af; padding-right: 0; }
 tr.cut td { color: #be185d; font-weight: 600; border-top: 2px dashed #be185d; }
 .key { display: inline-block; margin-right: 1.5rem; }
 .key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
@@ -68,6 +72,6 @@ def _rows(block: Block, colours: dict[str, str]) -> Iterator[str]:
                 yield f'<tr class="cut"><td colspan="3">{escape(row.call.strip(" -"))}</td></tr>\n'
             else:
                 yield (
-                    f"<tr><td>{escape(row.call)}</td><td{style}>{escape(row.type)}</td>"
+                    f'<tr><td class="call">{escape(row.call)}</td><td{style}>{escape(row.type)}</td>'
                     f'<td class="by">{escape(row.by)}</td></tr>\n'
                 )

@@ -25,6 +25,7 @@ from dgraph.families import load as load_model
 from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, PartialAttention
 from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.runtime.decoding import Decoding
 from tests.cli.folders import write_checkpoint
 from tests.passes.sparse_step import family_of
 from tests.recipes.bidirectional import prompts_for, setup_of
@@ -58,7 +59,7 @@ def scripted(model: Model) -> Optimized:
 
 @pytest.fixture(scope="module")
 def bench(model: Model) -> Bench:
-    load = Load(prompts_of(model, [16, 3, 13, 8]), TOKENS, {"policy": TRACE.script()}, TRACE)
+    load = Load(prompts_of(model, [16, 3, 13, 8]), Decoding(max_new_tokens=TOKENS, policy=TRACE.script()), TRACE)
     return Bench(model, load, Device(torch.device("cpu"), samples=2), backend="eager", repeat=1)
 
 

@@ -43,7 +43,7 @@ def test_what_the_option_takes(tmp_path: Path, store: Store) -> None:
     assert opened.root == tmp_path / "other"
     assert open_store(False) is None
     assert open_store(store) is store
-    with pytest.raises(InputError, match="cache must be True, False or a folder, got 3"):
+    with pytest.raises(InputError, match="artifacts must be True, False or a folder, got 3"):
         open_store(3)  # type: ignore[arg-type]
 
 

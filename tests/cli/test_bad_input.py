@@ -57,7 +57,7 @@ GENERATE = [
     ((*PROMPT, "--threshold", 0.9, "--steps", 4), ("give either threshold (0.9) or steps (4), not both",)),
     ((*PROMPT, "--steps", 0), ("at least 1, got 0",)),
     ((*PROMPT, "--block-length", 0), ("block_length must be at least 1, got 0",)),
-    ((*PROMPT, "--temperature", -1), ("temperature must be a finite number >= 0",)),
+    ((*PROMPT, "--temperature", -1), ("temperature is a finite number, at least 0",)),
     ((*PROMPT, "--backend", "indcutor"), ("backend must be one of 'inductor', 'eager', got 'indcutor'",)),
     ((*PROMPT, "--buckets", "some"), ("buckets must be 'exact'", "got 'some'")),
     ((*PROMPT, "--buckets", "0"), ("buckets must be 'exact'", "got [0]")),

@@ -292,4 +292,4 @@ def test_compile_refuses_bad_input(run: Run, store: Store) -> None:
     refused(run("compile", "tiny_sdar", "-o", "alhpa=1"), "Did you mean 'alpha'?")
     refused(run("compile", "tiny_sdra"), "tiny_sdra")
     refused(run("compile", "tiny_sdar", "--device", "cudda"), "cudda")
-    refused(run("compile", "tiny_sdar", "--tokens", 64), "set warmup='full' or leave them out")
+    refused(run("compile", "tiny_sdar", "--tokens", 64), "give that too, or leave it out")

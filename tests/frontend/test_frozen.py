@@ -53,7 +53,7 @@ def test_a_graph_comes_back_over_another_models_tensors(tmp_path: Path) -> None:
 def test_a_program_of_a_stored_graph_answers_alike(tmp_path: Path) -> None:
     prompt = [list(range(6, 30))]
     answers = [
-        dgraph.optimize(model(), "focus", cache=tmp_path / "store").generate(input_ids=prompt, max_new_tokens=20)
+        dgraph.optimize(model(), "focus", artifacts=tmp_path / "store").generate(input_ids=prompt, max_new_tokens=20)
         for _ in range(2)
     ]
     assert answers[0].token_ids == answers[1].token_ids

@@ -160,8 +160,8 @@ def test_generate_and_warm_up_keep_what_they_launch(monkeypatch: pytest.MonkeyPa
 ON_A_GPU = """
 import json, sys, warnings, dgraph
 warnings.simplefilter("error", dgraph.DgraphWarning)
-sizes = {"warmup": "full", "max_batch": 2, "max_tokens": 64}
-made = dgraph.optimize("tiny_sdar", "focus", device="cuda", cache=sys.argv[1], **sizes)
+sizes = {"warmup": dgraph.WarmUp(batch=2, tokens=64)}
+made = dgraph.optimize("tiny_sdar", "focus", device="cuda", artifacts=sys.argv[1], **sizes)
 out = made.generate(input_ids=[[5, 6, 7]], max_new_tokens=16)
 print(json.dumps({"ids": out.token_ids, "compiled": made.kernels.compiled, "restored": len(made.kernels.restored)}))
 """

@@ -159,7 +159,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
 
 
 def session_of(model: str, recipe: str, compiler: TraceCompiler | None) -> BlockSession:
-    made = dgraph.optimize(model, recipe, backend="eager", buckets="hybrid", cache=False)
+    made = dgraph.optimize(model, recipe, backend="eager", buckets="hybrid", artifacts=False)
     chosen = made.recipe
     return BlockSession(
         made.spec,

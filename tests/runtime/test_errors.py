@@ -34,8 +34,8 @@ def make_session(**changes: object) -> BlockSession:
         ([[-1]], {}, "prompt 0: token 0 is -1, outside the vocabulary"),
         ([[1, 2, MASK]], {}, "prompt 0: token 2 is the mask token (id 28)"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0."),
-        ([[1]], {"temperature": -0.5}, "temperature must be a finite number >= 0, got -0.5"),
-        ([[1]], {"temperature": float("nan")}, "temperature must be a finite number >= 0, got nan"),
+        ([[1]], {"temperature": -0.5}, "temperature is a finite number, at least 0, got -0.5"),
+        ([[1]], {"temperature": float("nan")}, "temperature is a finite number, at least 0, got nan"),
         ([[1]], {"max_batch": 0}, "max_batch must be at least 1, got 0"),
         ([[1]], {"block_length": 0}, "block_length must be at least 1, got 0."),
         (

@@ -286,6 +286,19 @@ def test_the_page_holds_the_same_calls(focus: dict[str, Graph]) -> None:
     assert "<- positions" in page.text
 
 
+def test_wide_lines_of_the_page_wrap_in_their_call(focus: dict[str, Graph]) -> None:
+    page = to_html(focus["step"])
+    rules = dict(re.findall(r"^([\w. ]+) \{ (.*) \}$", page, flags=re.MULTILINE))
+    assert "white-space: pre-wrap" in rules["td.call"]
+    assert "overflow-wrap: anywhere" in rules["td.call"], "a call may break anywhere, so it never widens the table"
+    assert "width: 100%" in rules["td.call"], "and takes what type and pass leave"
+    assert "white-space: pre;" in rules["td"], "which are not broken"
+    assert "width: calc(100% - 1.6rem)" in rules["table"]
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    assert rows
+    assert all(re.fullmatch(r'<td class="call">.*</td><td.*>.*</td><td class="by">.*</td>', row) for row in rows)
+
+
 # -- from the name of a model ------------------------------------------------------------------------------------
 
 

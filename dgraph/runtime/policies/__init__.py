@@ -1,15 +1,18 @@
 """Which of the predicted tokens of a step are committed. Vectorised over sequences, on the device, no host read.
 
 A rule is a frozen dataclass in the file of its family. `POLICIES` finds it by name, `PRESETS` are settings that a
-publication or a system uses, and `policy_of` makes either with other options.
+publication or a system uses, and `policy_of` makes either with other options. Another package adds a rule (a subclass
+of `DecodeRule`) or settings of one (an object) through the entry-point group `dgraph.policies`, see `dgraph.plugins`.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.plugins import Table
 from dgraph.runtime.policies.base import (
     Candidates,
     DecodeRule,
@@ -21,6 +24,7 @@ from dgraph.runtime.policies.base import (
     needs_of,
     overrules,
     policy_key,
+    policy_sampler,
     remasks,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
@@ -29,6 +33,9 @@ from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
+from dgraph.runtime.sampling import SETTINGS, Sampler
+
+GROUP = "dgraph.policies"
 
 RULES: tuple[type[DecodeRule], ...] = (
     ConfidenceThreshold,
@@ -44,9 +51,22 @@ RULES: tuple[type[DecodeRule], ...] = (
     DreamThreshold,
     JointThreshold,
 )
-POLICIES: dict[str, type[DecodeRule]] = {rule.name: rule for rule in RULES}
 
-PRESETS: dict[str, DecodeRule] = {
+
+def _is_rule(name: str, value: Any) -> bool:
+    """Whether an entry point is a rule, and not settings of one."""
+    rule = value if isinstance(value, type) else type(value)
+    if not issubclass(rule, DecodeRule) or not is_dataclass(rule):
+        raise ValueError(f"is neither a subclass of DecodeRule nor an object of one, got {value!r}")
+    if rule is value and rule.name != name:
+        raise ValueError(f"is a rule whose name is {rule.name!r}; both names must be the same")
+    return rule is value
+
+
+POLICIES: Mapping[str, type[DecodeRule]] = Table({rule.name: rule for rule in RULES}, GROUP, _is_rule)
+"""Every rule by name."""
+
+_PUBLISHED: dict[str, DecodeRule] = {
     "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
     "fast_dllm_factor": Factor(1.0),
     "dkv_greedy": FixedSteps(32, schedule="masks", remasking="random_order"),
@@ -65,6 +85,7 @@ PRESETS: dict[str, DecodeRule] = {
     "dream_topk_margin": Dream(alg="topk_margin"),
     "dream_entropy": Dream(alg="entropy"),
 }
+PRESETS: Mapping[str, DecodeRule] = Table(_PUBLISHED, GROUP, lambda name, value: not _is_rule(name, value))
 """Settings by the name of who published them. Steps are per block; give your own as an option."""
 
 
@@ -72,7 +93,8 @@ def policy_of(rule: str | float | None = None, steps: int | None = None, **optio
     """The policy that a caller's settings mean.
 
     rule: the name of a rule or of a preset, and `options` (with steps among them) set its fields. Or the short form:
-    a threshold, or else steps per block, or neither for a threshold of 0.9.
+    a threshold, or else steps per block, or neither for a threshold of 0.9. Options may also be a sampler, or its
+    temperature, top_p and top_k, which the rule then brings along.
 
     Raises `UnknownName` for a name or option that does not exist, and `InputError` for a value out of range, an
     option that is missing, or both of the short form.
@@ -110,10 +132,16 @@ def _named(name: str, options: dict[str, Any]) -> DecodeRule:
     if name not in POLICIES and name not in PRESETS:
         raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
     preset = PRESETS.get(name)
-    known = {f.name: f for f in fields(preset if preset is not None else POLICIES[name])}
+    rule = preset if preset is not None else POLICIES[name]
+    known = _settable(rule)
     for option in options:
-        if option not in known:
-            raise UnknownName(f"option of decode policy {name!r}", option, known)
+        if option not in known and option not in SETTINGS and option != "sampler":
+            raise UnknownName(f"option of decode policy {name!r}", option, [*known, *SETTINGS])
+    sampler = options.pop("sampler", rule.sampler)
+    if isinstance(sampler, Mapping):
+        sampler = Sampler.from_json(sampler)
+    said = {key: options.pop(key) for key in SETTINGS if key in options and key not in known}
+    options["sampler"] = replace(sampler or Sampler(), **said) if said else sampler
     if preset is not None:
         return replace(preset, **options)
     for option, field in known.items():
@@ -123,15 +151,22 @@ def _named(name: str, options: dict[str, Any]) -> DecodeRule:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a named rule or preset with their defaults; None stands for "must be given" too.
+    """The options of a named rule or preset with their defaults; None stands for "must be given" too. Settings of its
+    sampler are among them where they are not as they are by default.
 
     Raises `UnknownName`.
     """
     if name in PRESETS:
-        return {f.name: getattr(PRESETS[name], f.name) for f in fields(PRESETS[name])}
+        preset = PRESETS[name]
+        return {key: getattr(preset, key) for key in _settable(preset)} | policy_sampler(preset).to_json()
     if name not in POLICIES:
         raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
-    return {f.name: None if f.default is MISSING else f.default for f in fields(POLICIES[name])}
+    return {key: None if f.default is MISSING else f.default for key, f in _settable(POLICIES[name]).items()}
+
+
+def _settable(rule: DecodeRule | type[DecodeRule]) -> dict[str, Field[Any]]:
+    """The fields of a rule by name, its sampler aside."""
+    return {f.name: f for f in fields(rule) if f.name != "sampler" and f.init}
 
 
 __all__ = [
@@ -163,5 +198,6 @@ __all__ = [
     "overrules",
     "policy_key",
     "policy_of",
+    "policy_sampler",
     "remasks",
 ]

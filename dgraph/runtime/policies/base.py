@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.runtime.sampling import Sampler
 
 ORIGINS = {
     "margin": "a step program that outputs margin, or logits",
@@ -109,12 +110,14 @@ class DecodeRule:
 
     name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
     decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back.
+    sampler: how tokens are taken from logits unless a caller says otherwise; None for the most likely one.
     """
 
     name: ClassVar[str]
     may_wait: ClassVar[bool] = False
     edits: ClassVar[bool] = False
     remasks: ClassVar[bool] = False
+    sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -123,7 +126,9 @@ class DecodeRule:
 
     def to_json(self) -> dict[str, Any]:
         """Its name under "rule" and its fields; `policy_of(**value)` gives an equal policy."""
-        return {"rule": self.name, **asdict(self)}
+        found = {"rule": self.name, **asdict(replace(self, sampler=None))}
+        del found["sampler"]
+        return found if self.sampler is None else {**found, "sampler": self.sampler.to_json()}
 
     @property
     def foresees(self) -> bool:
@@ -215,6 +220,11 @@ def _is_value(value: object) -> bool:
     compared = {field.name for field in fields(value) if field.compare}  # type: ignore[arg-type]
     held = {*getattr(value, "__dict__", {}), *(field.name for field in fields(value))}  # type: ignore[arg-type]
     return held == compared and all(_is_value(getattr(value, name)) for name in compared)
+
+
+def policy_sampler(policy: Policy) -> Sampler:
+    """How tokens are taken from logits under a policy where the caller does not say."""
+    return getattr(policy, "sampler", None) or Sampler()
 
 
 def needs_of(policy: Policy) -> frozenset[str]:

@@ -1,0 +1,65 @@
+"""How a program is compiled, as one value: `Compilation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dgraph.errors import InputError
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.runtime.decoding import Decoding
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """What is captured and timed before the first call; see `Optimized.warm_up`.
+
+    Attributes:
+        batch: sequences at a time, at least 1.
+        tokens: positions per sequence, prompt and response together; None for the model's longest.
+        decoding: how later calls of `generate` decode.
+    """
+
+    batch: int
+    tokens: int | None = None
+    decoding: Decoding = field(default_factory=Decoding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """Everything that a caller says about how a program is compiled.
+
+    Attributes:
+        backend: "inductor", or "eager" to run op by op.
+        buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
+            and "hybrid" on a GPU.
+        graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
+        warmup: None captures a CUDA graph when its bucket is first met; a `WarmUp` captures all of them now.
+        artifacts: where compiled code and captured graphs are kept for later processes: True for the user's artifact
+            cache (see `dgraph cache path`), False for nowhere, or a folder.
+        tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
+            warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a cache
+            none is timed. A plan changes the order of sums, so results may differ in the last bits from those of
+            another plan. False for the plans that kernels derive from shapes.
+
+    Raises:
+        InputError: a value out of range, or two that exclude each other.
+    """
+
+    backend: str = "inductor"
+    buckets: str | Sequence[int] | None = None
+    graphs: bool = True
+    warmup: WarmUp | None = None
+    artifacts: bool | str | Path = True
+    tune: bool = True
+
+    def __post_init__(self) -> None:
+        RegionCompiler(self.backend)
+        if self.buckets is not None:
+            Buckets.of(self.buckets)
+        if self.warmup is not None and not isinstance(self.warmup, WarmUp):
+            raise InputError(f"warmup must be a WarmUp(batch=...), or None, got {self.warmup!r}.")
+        if self.warmup is not None and not self.graphs:
+            raise InputError("warmup captures CUDA graphs, but graphs=False; leave one of them out.")

@@ -1,0 +1,117 @@
+"""How prompts are continued, as one value: `Decoding`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from dgraph.errors import InputError
+from dgraph.runtime.policies import DecodeRule, Policy, chosen_policy, policy_of, policy_sampler
+from dgraph.runtime.sampling import SETTINGS, Sampler, sampler_of
+from dgraph.runtime.stops import check_stops
+from dgraph.settings import settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Everything that a caller says about how a prompt is continued.
+
+    Attributes:
+        max_new_tokens: length limit of a response, at least 1.
+        threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
+        steps: instead of a threshold, the number of steps per block.
+        policy: a decoding rule by name ("dream_entropy", "llada2.0"; `dgraph policies` lists them), which threshold and
+            steps then set options of, or one that you made. It may bring a sampler along.
+        block_length: rows denoised together; None for the model's, the value that it was trained with.
+        temperature: 0 takes the most likely token; above, tokens are drawn. None for the policy's, or 0.
+        top_p, top_k: draw from the most likely tokens only (1 and 0: from all). None for the policy's, or all.
+        sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits: a
+            published setting by name ("dream": top_k 50, as its own generation has it), or a `Sampler` with suppressed
+            ids, penalties, your own logits processors.
+        stop: texts that end a response where they first occur; they are left out.
+        seed: of the draws.
+
+    Raises:
+        UnknownName: an unknown policy, or an option that it has not.
+        InputError: a value out of range, or two that exclude each other.
+    """
+
+    max_new_tokens: int = 128
+    threshold: float | None = None
+    steps: int | None = None
+    policy: str | Policy | None = None
+    block_length: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    sampler: Sampler | str | None = None
+    stop: Sequence[str] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_stops(self.stop)
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("max_new_tokens", "block_length"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= 1):
+                raise InputError(f"{name} must be at least 1, got {value!r}.")
+        if not _is_int(self.seed):
+            raise InputError(f"seed must be a whole number, got {self.seed!r}.")
+        _ = self.rule, self.sampling  # refused now, if they are
+
+    @cached_property
+    def rule(self) -> Policy:
+        """The policy as an object."""
+        return chosen_policy(self.policy, self.threshold, self.steps)
+
+    @cached_property
+    def sampling(self) -> Sampler:
+        """How tokens are taken from logits: as the caller says, else as the policy does, else the most likely one."""
+        said = {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
+        if self.sampler is None:
+            return replace(policy_sampler(self.rule), **said)
+        if said:
+            raise InputError(
+                "give either a sampler or temperature, top_p and top_k, not both; set them in the sampler."
+            )
+        return sampler_of(self.sampler) if isinstance(self.sampler, str) else self.sampler
+
+    @classmethod
+    def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
+        """The value that a function was given, or its keywords as one; see `settings_of`."""
+        return settings_of(cls, given, keywords)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of what is not as it is by default.
+
+        Raises:
+            InputError: a policy or a sampler that has no such form.
+        """
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if "policy" in found and not isinstance(self.policy, str):
+            if not isinstance(self.policy, DecodeRule):
+                raise InputError(f"{self.policy!r} has no form in JSON; give a rule by name.")
+            found["policy"] = self.policy.to_json()
+        if isinstance(self.sampler, Sampler):
+            found["sampler"] = self.sampler.to_json()
+        return {**found, "stop": list(self.stop)} if self.stop else found
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Decoding:
+        """The value that `to_json` described; equal to the one that wrote it.
+
+        Raises:
+            UnknownName, InputError: a setting that does not exist or is out of range.
+        """
+        found = dict(value)
+        if isinstance(found.get("policy"), Mapping):
+            found["policy"] = policy_of(**found["policy"])
+        if isinstance(found.get("sampler"), Mapping):
+            found["sampler"] = Sampler.from_json(found["sampler"])
+        return cls.of(None, found)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,181 @@
+"""What other packages add through entry points: recipes, decoding rules, ops; and what is refused of them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import dgraph
+from dgraph import plugins
+from dgraph.compilation import Compilation
+from dgraph.errors import InputError, PluginError, UnknownName
+from dgraph.frontend.frozen import NotPlain, _target
+from dgraph.ops import OPS
+from dgraph.recipes import RECIPES, build, options_of
+from dgraph.recipes.base import RESERVED
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import POLICIES, PRESETS, policy_of
+from dgraph.runtime.sampling import Sampler
+from tests.tiny import tiny_spec
+
+SOURCE = """
+from dataclasses import dataclass, replace
+from dgraph.recipes.bidirectional import fast_dllm
+from dgraph.runtime.policies import ConfidenceThreshold, DecodeRule
+from dgraph.runtime.sampling import Sampler
+
+def patient(spec, *, every: int = 4):
+    "Waits."
+    return replace(fast_dllm(spec, every=every), name="patient")
+
+def careless(spec, *, backend: str = "mine"):
+    "Has an option that optimize has an argument for."
+
+@dataclass(frozen=True)
+class Slow(DecodeRule):
+    "The most confident token alone."
+    name = "slow"
+    count: int = 1
+
+warm = ConfidenceThreshold(0.8, sampler=Sampler(temperature=0.7, top_k=50))
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution: its module `<name>_methods`, and entry points as {group: {name: value}}."""
+
+    def forget() -> None:
+        plugins.entry_points.cache_clear()
+        plugins.load.cache_clear()
+
+    def make(distribution: str, groups: dict[str, dict[str, str]], source: str = SOURCE) -> None:
+        site = tmp_path / distribution
+        info = site / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        (site / f"{distribution}_methods.py").write_text(source)
+        monkeypatch.syspath_prepend(str(site))
+        forget()
+
+    yield make
+    for name in [n for n in sys.modules if n.endswith("_methods")]:
+        del sys.modules[name]
+    forget()
+
+
+BOTH = tiny_spec(attention="bidirectional")
+
+
+def test_recipes_of_another_package(install: Install) -> None:
+    with pytest.raises(UnknownName, match="unknown recipe 'patient'"):
+        build(RECIPES, "patient", BOTH, {})
+    install("patience", {"dgraph.recipes": {"patient": "patience_methods:patient"}})
+    assert "patience_methods" not in sys.modules, "imported when it is used"
+    assert build(RECIPES, "focus", BOTH, {}).name == "focus"
+    assert "patience_methods" not in sys.modules
+    assert build(RECIPES, "patient", BOTH, {"every": 3}).name == "patient"
+    assert list(RECIPES)[-1] == "patient"
+    with pytest.raises(UnknownName, match=r"unknown recipe 'pateint'\. Did you mean 'patient'"):
+        build(RECIPES, "pateint", BOTH, {})
+
+
+def test_they_combine_with_what_keeps_keys(install: Install) -> None:
+    install("patience", {"dgraph.recipes": {"patient": "patience_methods:patient"}})
+    both = build(RECIPES, "maskkv+patient", BOTH, {"pairs": 7, "every": 3})
+    assert (both.name, both.kv is not None) == ("maskkv+patient", True)
+    with pytest.raises(InputError, match=r"comes first; write 'maskkv\+patient'"):
+        build(RECIPES, "patient+maskkv", BOTH, {})
+    with pytest.raises(UnknownName, match=r"unknown part of a recipe 'patent'\. Did you mean 'patient'"):
+        build(RECIPES, "maskkv+patent", BOTH, {})
+
+
+def test_rules_and_settings_of_another_package(install: Install) -> None:
+    names = {"slow": "patience_methods:Slow", "warm": "patience_methods:warm"}
+    install("patience", {"dgraph.policies": names})
+    assert "slow" in POLICIES
+    assert "slow" not in PRESETS
+    assert "warm" in PRESETS
+    assert "warm" not in POLICIES
+    assert policy_of("slow", count=2).count == 2  # type: ignore[attr-defined]
+    assert Decoding(policy="warm").sampling == Sampler(temperature=0.7, top_k=50)
+    assert Decoding(policy="warm", temperature=0.0, threshold=0.5).sampling == Sampler(top_k=50)
+    with pytest.raises(UnknownName, match="Did you mean 'slow'"):
+        policy_of("slwo")
+
+
+def test_ops_are_imported_when_a_kept_graph_names_one(install: Install) -> None:
+    source = (
+        "import torch\n"
+        "schema = '(Tensor x) -> Tensor'\n"
+        "torch.library.custom_op('patience::wait', lambda x: x.clone(), mutates_args=(), schema=schema)\n"
+    )
+    install("patience", {"dgraph.ops": {"patience": "patience_methods"}}, source)
+    with pytest.raises(NotPlain, match=r"there is no op 'patience\.never\.default'"):
+        _target("patience.never.default")
+    assert str(_target("patience.wait.default")) == "patience.wait.default"
+    assert "wait" not in OPS
+
+
+@pytest.mark.parametrize(
+    ("groups", "source", "message"),
+    [
+        ({"patient": "broken_methods:patient"}, "import no_such_thing", "cannot be imported: ModuleNotFoundError"),
+        ({"patient": "broken_methods:missing"}, SOURCE, "cannot be imported: AttributeError"),
+        ({"patient": "broken_methods:warm"}, SOURCE, "is no builder"),
+        (
+            {"patient": "broken_methods:careless"},
+            SOURCE,
+            "has the option 'backend', which is an argument of dgraph",
+        ),
+        ({"focus": "broken_methods:patient"}, SOURCE, "has the name of one of dgraph's own"),
+    ],
+    ids=["import", "attribute", "no builder", "reserved", "clash"],
+)
+def test_what_cannot_be_used_names_its_distribution(
+    install: Install, groups: dict[str, str], source: str, message: str
+) -> None:
+    install("broken", {"dgraph.recipes": groups}, source)
+    assert RECIPES["dense"], "what is dgraph's own goes on"
+    with pytest.raises(PluginError, match=f"distribution 'broken'.*{message}"):
+        build(RECIPES, "patient", BOTH, {})
+
+
+def test_two_distributions_with_one_name_are_both_named(install: Install) -> None:
+    install("one", {"dgraph.recipes": {"patient": "one_methods:patient"}})
+    install("two", {"dgraph.recipes": {"patient": "two_methods:patient"}})
+    with pytest.raises(PluginError, match=r"'(one|two)' and distribution '(one|two)' both declare 'patient'"):
+        build(RECIPES, "patient", BOTH, {})
+
+
+def test_a_rule_that_is_none_is_refused(install: Install) -> None:
+    install("broken", {"dgraph.policies": {"late": "broken_methods:Slow", "odd": "broken_methods:patient"}})
+    with pytest.raises(PluginError, match="is a rule whose name is 'slow'"):
+        policy_of("late")
+    with pytest.raises(PluginError, match="is neither a subclass of DecodeRule nor an object of one"):
+        policy_of("odd")
+
+
+def test_no_option_of_a_recipe_has_the_name_of_an_argument() -> None:
+    arguments = {*inspect.signature(dgraph.optimize).parameters} - {"options"}
+    assert {*arguments, *(f.name for f in fields(Compilation))} == RESERVED
+    for name, builder in RECIPES.items():
+        assert RESERVED.isdisjoint(options_of(builder)), name
+
+
+def test_an_option_named_cache_reaches_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = dgraph.optimize("tiny_llada", "fast_dllm", cache="prefix", backend="eager")
+    assert made.recipe == dgraph.recipe("fast_dllm", made.spec, cache="prefix")
+    assert made.recipe.plan is not None
+    assert made.recipe.plan.region == "suffix"
+    assert not list(tmp_path.iterdir()), "and is no folder"
