@@ -71,7 +71,7 @@ def test_every_way_to_a_graph_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen, "capture_module", counted)
     graph = dgraph.optimize(model(), "dense", backend="eager").captured
     assert dgraph.dump(dgraph.capture(model())) == dgraph.dump(graph)
-    assert dgraph.optimize(model(), "focus", backend="eager", cache=False).captured is not graph
+    assert dgraph.optimize(model(), "focus", backend="eager", artifacts=False).captured is not graph
     assert times == ["captured", "captured"]
 
 
