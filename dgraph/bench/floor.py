@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
+from dgraph.layers import linear_of, linears_of
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
@@ -103,10 +104,9 @@ def work_of(graph: Graph) -> Work:
     products: list[dict[Shape, int]] = [{} for _ in row_sets]
     attentions = [0] * len(row_sets)
     listed: dict[Shape, int] = {}
-    plain = [node for node in graph.calls if node.target is torch.ops.aten.linear.default]
-    counted, mixed = graph.find("rows_linear") + graph.find("rows_glu"), graph.find("experts")
-    for node in plain + counted + mixed:
-        shape: Shape = _mixture(node) if node in mixed else _shape(args_of(node)[1])
+    linears, mixed = {linear.node: linear for linear in linears_of(graph.calls)}, graph.find("experts")
+    for node in [*linears, *mixed]:
+        shape: Shape = _mixture(node) if node in mixed else linears[node].shape
         found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
@@ -138,8 +138,8 @@ def _mixture(node: Node) -> Mixture:
 def _on_listed(node: Node) -> bool:
     """Whether a linear layer, or experts, run on rows that are listed, and these are no row set of their own."""
     op, args = op_of(node.target), args_of(node)
-    if op in (OPS["rows_linear"], OPS["rows_glu"]):
-        part = args[3]
+    if (linear := linear_of(node)) is not None and linear.count is not None:
+        part = linear.count
     elif op is OPS["experts"] and args[1].target is torch.ops.aten.masked_fill.Scalar:
         part = viewed(args_of(args[1])[1])  # index < 0: rows behind the listed ones go to no expert
         part = args_of(part)[0]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
+from dgraph.layers import linear_of
 from dgraph.nodes import ancestors, args_of, viewed
 from dgraph.ops import OPS, op_of, rope
 
@@ -84,7 +85,8 @@ def rotations_of(graph: Graph) -> dict[Node, Fused]:
         values = [node.meta["val"] for node in args_of(turned)]
         dtype = turned.meta["val"].dtype
         plain = dtype == values[0].dtype and dtype in (torch.bfloat16, torch.float16, torch.float32)
-        of_a_layer = viewed(args_of(turned)[0]).target is aten.linear.default  # as it lies in memory
+        made = linear_of(viewed(args_of(turned)[0]))
+        of_a_layer = made is not None and made.kind == "plain"  # as it lies in memory
         if plain and of_a_layer and rope.turns_rows(graph.symbols, *values):
             found[attention] = Fused(attention, turned, attend_rotated, (*args_of(turned), *rest), by_row=False)
     return found
@@ -106,10 +108,10 @@ def sums_of(graph: Graph) -> dict[Node, Fused]:
 
 def _is_layer(linear: object, total: Node) -> bool:
     """Whether it is a linear layer of the sum alone, without a bias, by a weight as the model has it."""
-    if not isinstance(linear, Node) or linear.target is not aten.linear.default or set(linear.users) != {total}:
+    found = linear_of(linear)
+    if found is None or found.kind != "plain" or set(found.node.users) != {total}:
         return False
-    x, *rest = args_of(linear)
-    return len(rest) == 1 and not linear.kwargs and "weight" in rest[0].meta and x.meta["val"].dim() == 2
+    return len(args_of(found.node)) == 2 and found.is_stored and found.by_vectors
 
 
 def _ends_in(stream: object, linear: Node, total: Node) -> bool:

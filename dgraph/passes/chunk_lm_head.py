@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.layers import linear_of
+from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -57,17 +58,18 @@ class ChunkLMHead(Pass):
             report.skip(f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits", graph.output)
             return
         logits = graph.result("logits")
-        if logits.target is not torch.ops.aten.linear.default:
+        linear = linear_of(logits)
+        if linear is None or linear.kind != "plain":
             report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
             return
-        hidden, weight, *bias = args_of(logits)
+        hidden = linear.x
         if graph.row_set(hidden) is None:
             report.skip("the LM head reads a padded batch; run PackRows first", logits)
             return
         for spec in (MASKED, TEMPERATURE, SEED):
             graph.add_input(spec)
         per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]
-        args = (hidden, weight, bias[0] if bias else None, *per_row, self.max_num_logits, graph.spec.mask_id)
+        args = (hidden, linear.weight, linear.bias, *per_row, self.max_num_logits, graph.spec.mask_id)
         head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
         results: dict[str, Node] = {}
         for name in graph.outputs:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from dgraph.graph import Graph, Listed
+from dgraph.layers import linear_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
@@ -60,7 +61,8 @@ class CountRows(Pass):
 def count_products(graph: Graph, lists: Mapping[str, Listed], report: Report) -> None:
     """Let linear layers and experts on these row sets stop behind the rows that each lists, on the device."""
     for node in graph.calls:
-        if node.target not in (aten.linear.default, OPS["experts"].overload):
+        linear = linear_of(node)
+        if node.target is not OPS["experts"].overload and (linear is None or linear.kind != "plain"):
             continue
         x, *others = args_of(node)
         rows = graph.row_set(x)
@@ -73,11 +75,11 @@ def count_products(graph: Graph, lists: Mapping[str, Listed], report: Report) ->
             node.replace_input_with(choice, nowhere(graph, choice, lists[rows].index, node, node, report.name))
             report.did(f"rows behind the count of {rows} go to no expert", node.meta["layer"])
             continue
-        if x.meta["val"].dim() != 2:
+        assert linear is not None
+        if not linear.by_vectors:
             report.skip(f"its input is {graph.type_text(x)}, not one vector per row; it runs on padding as well", node)
             continue
-        weight, *bias = others
-        args = (x, weight, bias[0] if bias else None, lists[rows].cu_rows)
+        args = (x, linear.weight, linear.bias, lists[rows].cu_rows)
         counted = graph.call(OPS["rows_linear"], args, before=node, by=report.name)
         counted.meta["source"] = node.meta.get("source")
         graph.replace(node, counted)

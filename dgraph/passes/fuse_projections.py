@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.nodes import args_of
-from dgraph.ops import op_of
+from dgraph.layers import Linear, linears_of
 from dgraph.passes.base import Effect, Pass, Report
 
 aten = torch.ops.aten
@@ -39,55 +38,50 @@ class FuseProjections(Pass):
     changes_weights: ClassVar[bool] = True
 
     def run(self, graph: Graph, report: Report) -> None:
-        groups: dict[tuple[Node, int | None], list[Node]] = {}
-        for node in graph.calls:
-            if node.target is aten.linear.default and node.meta["layer"] is not None and not _routes(node):
-                groups.setdefault((args_of(node)[0], node.meta["layer"]), []).append(node)
+        groups: dict[tuple[Node, int | None], list[Linear]] = {}
+        for linear in linears_of(graph.calls, "plain"):
+            layer = linear.node.meta["layer"]
+            if layer is not None and not linear.routes:
+                groups.setdefault((linear.x, layer), []).append(linear)
         for members in groups.values():
             if len(members) < 2:
                 continue
-            if reason := _obstacle(graph, members):
-                report.skip(reason, members[0])
+            if reason := _obstacle(members):
+                report.skip(reason, members[0].node)
                 continue
-            report.did(_fuse(graph, members, report.name), members[0].meta["layer"])
+            report.did(_fuse(graph, members, report.name), members[0].node.meta["layer"])
         graph.sweep()
 
 
-def _routes(node: Node) -> bool:
-    """Whether a projection decides which experts run: its sums keep their order, or near ties would be decided anew."""
-    return any((op := op_of(user.target)) is not None and op.name == "route" for user in node.users)
-
-
-def _obstacle(graph: Graph, members: Sequence[Node]) -> str | None:
+def _obstacle(members: Sequence[Linear]) -> str | None:
     """Why a group cannot be fused, or None."""
-    weights = [args_of(n)[1] for n in members]
-    if any("weight" not in w.meta for w in weights):
+    biases = [m.bias for m in members]
+    if any("weight" not in m.weight.meta for m in members):
         return "a projection's weight is computed, not an input"
-    if any(len(w.users) > 1 for w in weights):
+    if any(len(m.weight.users) > 1 for m in members):
         return "a projection's weight is read elsewhere too"
-    if any("weight" not in b.meta for n in members for b in args_of(n)[2:] if b is not None):
+    if any(bias is not None and "weight" not in bias.meta for bias in biases):
         return "a projection's bias is computed, not an input"
-    biased = [len(args_of(n)) > 2 and args_of(n)[2] is not None for n in members]
-    if any(biased) and not all(biased):
+    if any(biases) and not all(biases):
         return "some of the projections have a bias and some have none"
-    if len({w.meta["val"].dtype for w in weights}) > 1:
+    if len({m.weight.meta["val"].dtype for m in members}) > 1:
         return "the projections' weights differ in dtype"
     return None
 
 
-def _fuse(graph: Graph, members: Sequence[Node], by: str) -> str:
-    first = members[0]
-    sizes = [int(args_of(n)[1].meta["val"].shape[0]) for n in members]
-    args = [args_of(first)[0], _stacked_weight(graph, [args_of(n)[1] for n in members])]
-    if len(args_of(first)) > 2 and args_of(first)[2] is not None:
-        args.append(_stacked_weight(graph, [args_of(n)[2] for n in members]))
+def _fuse(graph: Graph, members: Sequence[Linear], by: str) -> str:
+    first = members[0].node
+    sizes = [m.shape[0] for m in members]
+    args = [members[0].x, _stacked_weight(graph, [m.weight for m in members])]
+    if biases := [m.bias for m in members if m.bias is not None]:
+        args.append(_stacked_weight(graph, biases))
     linear = graph.call(aten.linear.default, args, before=first, by=by)
     name = args[1].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]
     linear.meta["role"] = f"{first.meta['role'].rpartition('.')[0]}.{name}".lstrip(".")
     dim = first.meta["val"].dim() - 1
     pieces = graph.call(aten.split_with_sizes.default, (linear, sizes, dim), before=first, by=by, like=linear)
-    for node, piece in zip(members, graph.parts(pieces, len(members), by), strict=True):
-        graph.replace(node, piece)
+    for member, piece in zip(members, graph.parts(pieces, len(members), by), strict=True):
+        graph.replace(member.node, piece)
     return str(name)
 
 

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import ancestors, args_of, op_name
+from dgraph.layers import FeedForward, Layer
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -68,7 +69,9 @@ class GateFFN(Pass):
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
         for attention in graph.find("paged_attention") + graph.find("partial_attention"):
-            found = feed_forward(graph, attention)
+            found = Layer(graph, attention).feed_forward
+            if isinstance(found, FeedForward):
+                found = salience.obstacle(found.nodes) or found
             if salience.of_masked(graph, attention):
                 found = "it runs on masked rows alone; in the next block they are others, of which nothing was kept"
             if isinstance(found, str):
@@ -143,59 +146,3 @@ class _Place:
         while behind.target is operator.getitem:
             behind = behind.next
         return graph.call(OPS["row_slots"], (*args, cache), before=behind, by=by, like=made[-1])
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """What a layer adds last to its residual stream.
-
-    Attributes:
-        stream: the residual stream that it reads.
-        nodes: its calls, in order.
-        result: the last of them.
-        residual: where it is added to the stream.
-    """
-
-    stream: Node
-    nodes: tuple[Node, ...]
-    result: Node
-    residual: Node
-
-
-def feed_forward(graph: Graph, attention: Node) -> FeedForward | str:
-    """The feed-forward network behind an attention, or why there is none that can be gated."""
-    layer = attention.meta["layer"]
-    if layer is None:
-        return "an attention outside the layers has no feed-forward network"
-    if graph.find("feature_take", layer) or graph.find("feature_merge", layer):
-        return "the layer is gated already"
-    ends = [
-        n
-        for n in graph.calls
-        if n.meta["layer"] == layer
-        and n.target is aten.add.Tensor
-        and graph.row_set(n) is not None
-        and any(u.meta["layer"] != layer for u in n.users)
-    ]
-    if len(ends) != 1:
-        return f"{len(ends)} sums leave the layer; expected one, of residual stream and feed-forward network"
-    residual = ends[0]
-    if not all(isinstance(arg, Node) for arg in args_of(residual)) or residual.kwargs:
-        return f"the layer ends in {residual.name}, which is not a plain sum of two values"
-    for stream, result in (args_of(residual), args_of(residual)[::-1]):
-        above = ancestors([result], stop=[stream])
-        if stream in above and stream is not result:
-            break
-    else:
-        return "the layer ends in a sum of two values of which neither is computed from the other"
-    if attention not in ancestors([stream]):
-        return "what the layer adds last does not read its attention"
-    behind: dict[Node, None] = {}
-    for node in graph.calls:
-        if node in above and node is not stream and any(a is stream or a in behind for a in node.all_input_nodes):
-            behind[node] = None
-    for node in behind:
-        for arg in node.all_input_nodes:
-            if arg is not stream and arg not in behind and not salience.of_weights(arg):
-                return f"the feed-forward network also reads {arg.name}, beside the residual stream"
-    return salience.obstacle(behind) or FeedForward(stream, tuple(behind), result, residual)

@@ -9,16 +9,15 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
+from dgraph.layers import Layer
 from dgraph.nodes import args_of, op_name
+from dgraph.ops import op_of
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
-from dgraph.passes.partial_attention import makers, take_apart
+from dgraph.passes.partial_attention import take_apart
 from dgraph.passes.salience import obstacle
 
 aten = torch.ops.aten
-
-OTHERS = ("attention", "packed_attention", "partial_attention", "sparse_attention")
-"""Attentions that cannot be left to some of their rows."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,11 @@ class OnlyMasked(Pass):
             report.skip("no lm_head says which rows need logits; run ChunkLMHead first", graph.output)
             return
         if not writes or not attentions:
-            for node in (n for op in OTHERS for n in graph.find(op, layer)):
+            others = [n for n in graph.calls if n.meta["layer"] == layer and _attends(n)]
+            for node in others:
                 report.skip(f"it is {op_name(node.target)}; only paged_attention is left to some of its rows", node)
+            if not others:
+                report.skip(f"nothing in layer {layer}, the last one, is known to attend", heads[0])
             return
         (head, *_), (write, *_), (attention, *_) = heads, writes, attentions
         hidden, weight, bias, masked, *rest = args_of(head)
@@ -81,7 +83,8 @@ class OnlyMasked(Pass):
         """The calls that make queries alone, moved behind the write of keys and values; none if others read them."""
 
         def found() -> tuple[list[Node], list[Node]]:
-            return makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
+            layer = Layer(graph, attention)
+            return layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
 
         take_apart(graph, *found(), "queries", by)
         of_q, of_kv = found()
@@ -93,6 +96,19 @@ class OnlyMasked(Pass):
             place.append(node)
             place = node
         return alone
+
+
+def _attends(node: Node) -> bool:
+    """Whether an opaque call looks at several rows to give each row as many heads as it was given: an attention, known
+    or not."""
+    op, args = op_of(node.target), args_of(node)
+    if op is None or op.inline or op.by_row or op.gathers or not args or not isinstance(args[0], Node):
+        return False
+    value = node.meta["val"]
+    given, made = args[0].meta["val"], value[0] if isinstance(value, (tuple, list)) and value else value
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor) or made.dim() < 3:
+        return False
+    return made.dim() == given.dim() and made.shape[1] == given.shape[1]
 
 
 def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.nodes import ancestors, args_of, op_name
+from dgraph.layers import Layer, linears_of, of_weights
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -164,10 +165,11 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
 
 def _projections(graph: Graph, attention: Node, write: Node) -> tuple[list[Node], list[Node]]:
     """The layer's calls that make keys and values and no queries, and the values over rows that they read."""
-    of_q, of_kv = makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
+    layer = Layer(graph, attention)
+    of_q, of_kv = layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
     nodes = [n for n in of_kv if n not in of_q]
     read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes)
-    return nodes, [a for a in read if not salience.of_weights(a) and over_rows(graph, a)]
+    return nodes, [a for a in read if not of_weights(a) and over_rows(graph, a)]
 
 
 def over_rows(graph: Graph, node: Node) -> bool:
@@ -176,17 +178,10 @@ def over_rows(graph: Graph, node: Node) -> bool:
     return graph.symbols.row_set(first) is not None
 
 
-def makers(graph: Graph, reader: Node, values: Sequence[Node]) -> list[Node]:
-    """The calls of the reader's layer that values are computed by, in order."""
-    layer = reader.meta["layer"]
-    others = [n for n in graph.nodes if n.meta["layer"] != layer or n.op != "call_function"]
-    found = ancestors(values, stop=others) - set(others)
-    return [n for n in graph.calls if n in found]
-
-
 def _apart(graph: Graph, attention: Node, by: str) -> str | None:
     (write,) = graph.find("kv_write", attention.meta["layer"])
-    of_q, of_kv = makers(graph, attention, args_of(attention)[:1]), makers(graph, write, args_of(write)[:2])
+    layer = Layer(graph, attention)
+    of_q, of_kv = layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
     return take_apart(graph, of_q, of_kv, "queries", by)
 
 
@@ -196,7 +191,7 @@ def take_apart(graph: Graph, mine: Sequence[Node], others: Sequence[Node], what:
     Returns:
         Why that is not possible, where `what` are not the first part of the projection.
     """
-    shared = [n for n in mine if n in others and n.target is aten.linear.default]
+    shared = [linear.node for linear in linears_of(mine, "plain") if linear.node in others]
     if not shared:
         return None
     whole = shared[-1]

@@ -11,12 +11,12 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.nodes import ancestors, args_of, op_name
+from dgraph.layers import FeedForward, Layer, of_weights
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.gate_ffn import FeedForward, feed_forward
-from dgraph.passes.partial_attention import makers, over_rows, take_apart
+from dgraph.passes.partial_attention import over_rows, take_apart
 from dgraph.shapes import InputSpec
 
 aten = torch.ops.aten
@@ -93,7 +93,8 @@ class ReuseRows(Pass):
                 report.skip(found, attention)
                 continue
             q, k, v = found.queries_keys_values
-            of_qk, of_v = makers(graph, attention, (q, k)), makers(graph, attention, (v,))
+            layer = Layer(graph, attention)
+            of_qk, of_v = layer.makers(q, k), layer.makers(v)
             if reason := take_apart(graph, of_qk, of_v, "queries and keys", report.name):
                 report.skip(reason, attention)
                 continue
@@ -116,9 +117,10 @@ class ReuseRows(Pass):
         flags = graph.call(OPS["least_similar"], similar, before=write, by=by)
         rows = salience.listed(graph, flags, cu_rows, write, by)
 
-        of_v = makers(graph, attention, (v,))
-        nodes = [n for n in makers(graph, attention, (q, k)) if n not in of_v]
-        read = [a for n in nodes for a in n.all_input_nodes if a not in nodes and not salience.of_weights(a)]
+        layer = Layer(graph, attention)
+        of_v = layer.makers(v)
+        nodes = [n for n in layer.makers(q, k) if n not in of_v]
+        read = [a for n in nodes for a in n.all_input_nodes if a not in nodes and not of_weights(a)]
         values = list(dict.fromkeys([*(a for a in read if over_rows(graph, a)), v, positions, limit]))
         gathered = graph.call(OPS["compact"], (values, rows.index), before=write, by=by)
         on_rows = dict(zip(values, graph.parts(gathered, len(values), by), strict=True))
@@ -172,38 +174,24 @@ class _Layer:
 
 def _layer(graph: Graph, attention: Node) -> _Layer | str:
     """The layer of an attention, or why it cannot run on some of its rows."""
-    layer = attention.meta["layer"]
-    ffn = feed_forward(graph, attention)
+    layer = Layer(graph, attention)
+    ffn, write = layer.feed_forward, layer.write
     if isinstance(ffn, str):
         return ffn
-    writes = graph.find("kv_write", layer)
-    if len(writes) != 1:
-        return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
-    k, v = args_of(writes[0])[:2]
+    if reason := salience.obstacle(ffn.nodes):
+        return reason
+    if isinstance(write, str):
+        return write
+    k, v = args_of(write)[:2]
     if not graph.row_set(k) == graph.row_set(attention) == graph.row_set(ffn.residual):
         return "rows are evicted in the layer"
-    projections = makers(graph, attention, (args_of(attention)[0], k, v))
+    projections = layer.makers(layer.queries, k, v)
     for node in projections:
         for user in node.users:
-            if user not in projections and user not in (writes[0], attention):
+            if user not in projections and user not in (write, attention):
                 return f"{op_name(user.target)} also reads {node.name}, for all rows"
-    terms = args_of(ffn.stream)
-    if ffn.stream.target is not aten.add.Tensor or ffn.stream.kwargs or not all(isinstance(t, Node) for t in terms):
-        return f"the feed-forward network reads {ffn.stream.name}, which is not a plain sum of two values"
-    by_attention = [t for t in terms if attention in ancestors([t])]
-    if len(by_attention) != 1:
-        return f"{len(by_attention)} terms of {ffn.stream.name} are computed from the attention; expected one"
-    (mixed,) = by_attention
-    above = ancestors([mixed], stop=[attention])
-    mixing: dict[Node, None] = {}
-    for node in graph.calls:
-        if node in above and any(a is attention or a in mixing for a in node.all_input_nodes):
-            mixing[node] = None
-    for node in mixing:
-        for arg in node.all_input_nodes:
-            if arg is not attention and arg not in mixing and not salience.of_weights(arg):
-                return f"the output projection also reads {arg.name}, beside the attention"
-    if any(user not in mixing for user in attention.users):
-        return "the attention is read by more than its output projection"
-    reason = salience.obstacle([*projections, *mixing])
-    return reason or _Layer(attention, writes[0], tuple(mixing), mixed, ffn)
+    mixing = layer.mixing(ffn.stream)
+    if isinstance(mixing, str):
+        return mixing
+    reason = salience.obstacle([*projections, *mixing.nodes])
+    return reason or _Layer(attention, write, mixing.nodes, mixing.result, ffn)

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.nodes import ancestors, args_of, op_name
+from dgraph.layers import linear_of
+from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, op_of
 from dgraph.shapes import InputSpec
 
@@ -101,11 +102,6 @@ def of_masked(graph: Graph, node: Node) -> bool:
     return any(len(args) > 8 and args[8] and graph.row_set(args[0]) == graph.row_set(node) for args in heads)
 
 
-def of_weights(node: Node) -> bool:
-    """Whether a value is computed from weights alone."""
-    return all("input" not in n.meta for n in ancestors([node]))
-
-
 def obstacle(nodes: Iterable[Node]) -> str | None:
     """Why these calls cannot run on some of their rows, or None."""
     for node in nodes:
@@ -134,20 +130,16 @@ def move(
         args: tuple[Any, ...] = torch.fx.map_arg(args_of(node), lambda n: new.get(n, n))
         target: Any = node.target
         made_by = node.meta["by"]
-        if target is aten.linear.default and node.meta["val"].dim() == 2 and not routes(node):
+        linear = linear_of(node)
+        if linear is not None and linear.kind == "plain" and linear.by_vectors and not linear.routes:
             target, made_by = OPS["rows_linear"], by
-            args = (args[0], args[1], args[2] if len(args) > 2 else None, rows.cu_rows)
+            args = (*torch.fx.map_arg((linear.x, linear.weight, linear.bias), lambda n: new.get(n, n)), rows.cu_rows)
         elif target is OPS["experts"].overload:
             args = (args[0], nowhere(graph, args[1], rows.index, node, before, by), *args[2:])
         copy = graph.call(target, args, node.kwargs, before=before, by=made_by, like=node)
         copy.meta["source"] = node.meta.get("source", "")
         new[node] = copy
     return new
-
-
-def routes(node: Node) -> bool:
-    """Whether a projection decides which experts run."""
-    return any((op := op_of(user.target)) is not None and op.name == "route" for user in node.users)
 
 
 def nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:

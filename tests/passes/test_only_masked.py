@@ -22,7 +22,7 @@ from dgraph.passes import (
     PartialAttention,
     SparseKV,
 )
-from dgraph.passes.base import Pass
+from dgraph.passes.base import Pass, Report
 from dgraph.text.writer import dump
 from tests.golden_files import check_golden
 from tests.passes.scene import Scene, oracle_step, padded, scene
@@ -225,6 +225,15 @@ def test_without_an_lm_head_it_is_a_near_miss(cached: Graph) -> None:
 def test_without_a_cache_it_is_a_near_miss(packed: Graph) -> None:
     graph = rewritten(packed, ChunkLMHead())
     assert reasons(graph) == ["it is dgraph.packed_attention; only paged_attention is left to some of its rows"]
+
+
+def test_a_last_layer_of_which_nothing_is_known_is_a_near_miss(cached: Graph) -> None:
+    graph = rewritten(cached, ChunkLMHead())
+    (attention,), step = graph.find("paged_attention", LAST), OnlyMasked()
+    graph.replace(attention, attention.args[0])  # type: ignore[arg-type]
+    report = Report(step.name, repr(step), step.effect)
+    step.run(graph, report)
+    assert [s.reason for s in report.skipped] == ["nothing in layer 3, the last one, is known to attend"]
 
 
 def test_twice_it_is_a_near_miss(cached: Graph) -> None:

@@ -1,0 +1,263 @@
+"""The anatomy of a transformer layer, read from its graph: what passes, lowering and measurements ask of one.
+
+Nothing is kept beside the graph: a view computes each part when it is asked for, so it holds after every rewrite
+(projections that were fused, attention over a cache, rows that the device counts). Where a part is not there, the
+answer is a sentence that says why, which a pass reports as a near miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import ancestors, args_of
+from dgraph.ops import OPS, op_of
+
+aten = torch.ops.aten
+
+ATTENTIONS = ("attention", "packed_attention", "paged_attention", "partial_attention", "sparse_attention")
+"""Ops that attend, as `Graph.find` takes them."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, x @ weight.T + bias.
+
+    Attributes:
+        node: the call.
+        x: what it reads, [..., inputs].
+        weight: [outputs, inputs], or what is made of one.
+        bias: [outputs], or None.
+        kind: "plain"; "counted", whose rows the device counts; "gated", silu(gate) * up of such a one.
+        count: offsets of which the last says how many rows are live; None for a plain one.
+    """
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    kind: str
+    count: Node | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight."""
+        rows, columns = self.weight.meta["val"].shape
+        return int(rows), int(columns)
+
+    @property
+    def by_vectors(self) -> bool:
+        """Whether it reads one vector per row."""
+        return bool(self.x.meta["val"].dim() == 2)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether weight and bias are weights of the model, not computed."""
+        return "weight" in self.weight.meta and (self.bias is None or "weight" in self.bias.meta)
+
+    @property
+    def routes(self) -> bool:
+        """Whether it decides which experts run: its sums keep their order, or near ties would be decided anew."""
+        return any((op := op_of(user.target)) is not None and op.name == "route" for user in self.node.users)
+
+
+def linear_of(node: object) -> Linear | None:
+    """The linear layer that a node is; None if it is none."""
+    if not isinstance(node, Node):
+        return None
+    x, weight, bias, count = (*args_of(node), None, None, None, None)[:4]
+    if node.target is aten.linear.default and not node.kwargs:
+        return Linear(node, x, weight, bias, "plain", None)
+    op = op_of(node.target)
+    if op is OPS["rows_linear"] or op is OPS["rows_glu"]:
+        return Linear(node, x, weight, bias, "counted" if op is OPS["rows_linear"] else "gated", count)
+    return None
+
+
+def linears_of(nodes: Iterable[Node], *kinds: str) -> list[Linear]:
+    """The linear layers among nodes, in order; of some kinds if given."""
+    return [found for n in nodes if (found := linear_of(n)) is not None and (not kinds or found.kind in kinds)]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """What a layer adds last to its residual stream.
+
+    Attributes:
+        stream: the residual stream that it reads.
+        nodes: its calls, in order; norm, router and experts among them.
+        result: the last of them.
+        residual: where it is added to the stream.
+    """
+
+    stream: Node
+    nodes: tuple[Node, ...]
+    result: Node
+    residual: Node
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What a layer adds first to its residual stream: the output projection of its attention.
+
+    Attributes:
+        nodes: the calls from the attention to what is added, in order.
+        result: the last of them.
+        residual: where it is added to the stream.
+    """
+
+    nodes: tuple[Node, ...]
+    result: Node
+    residual: Node
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a graph, by its attention.
+
+    Attributes:
+        graph: what it is of.
+        attention: the call that attends.
+    """
+
+    graph: Graph
+    attention: Node
+
+    @property
+    def index(self) -> int | None:
+        """Its number; None for an attention outside the layers."""
+        index: int | None = self.attention.meta["layer"]
+        return index
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Its calls, in order."""
+        return [n for n in self.graph.calls if n.meta["layer"] == self.index]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its linear layers, in order."""
+        return linears_of(self.nodes)
+
+    @property
+    def norms(self) -> list[Node]:
+        """Its norms, in order."""
+        return self._calls(OPS["rms_norm"].overload, OPS["rows_norm"].overload, aten.layer_norm.default)
+
+    @property
+    def experts(self) -> list[Node]:
+        """Its mixtures of experts."""
+        return self._calls(OPS["experts"].overload)
+
+    @property
+    def router(self) -> Linear | None:
+        """The projection that decides which experts run; None without experts."""
+        return next((linear for linear in self.linears if linear.routes), None)
+
+    @property
+    def write(self) -> Node | str:
+        """Where its keys and values are written to the cache, or why that is not one place."""
+        writes = self.graph.find("kv_write", self.index) if self.index is not None else []
+        if len(writes) != 1:
+            return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
+        return writes[0]
+
+    @property
+    def queries(self) -> Node:
+        """[rows, heads, head_dim], as attention reads them."""
+        queries: Node = args_of(self.attention)[0]
+        return queries
+
+    def makers(self, *values: Node) -> list[Node]:
+        """The calls of the layer that values are computed by, in order."""
+        others = [n for n in self.graph.nodes if n.meta["layer"] != self.index or n.op != "call_function"]
+        found = ancestors(values, stop=others) - set(others)
+        return [n for n in self.graph.calls if n in found]
+
+    @property
+    def feed_forward(self) -> FeedForward | str:
+        """What stands after the attention, or why that is no feed-forward network."""
+        graph, layer = self.graph, self.index
+        if layer is None:
+            return "an attention outside the layers has no feed-forward network"
+        if graph.find("feature_take", layer) or graph.find("feature_merge", layer):
+            return "the layer is gated already"
+        ends = [
+            n
+            for n in self.nodes
+            if n.target is aten.add.Tensor
+            and graph.row_set(n) is not None
+            and any(u.meta["layer"] != layer for u in n.users)
+        ]
+        if len(ends) != 1:
+            return f"{len(ends)} sums leave the layer; expected one, of residual stream and feed-forward network"
+        residual = ends[0]
+        if _terms(residual) is None:
+            return f"the layer ends in {residual.name}, which is not a plain sum of two values"
+        for stream, result in (args_of(residual), args_of(residual)[::-1]):
+            above = ancestors([result], stop=[stream])
+            if stream in above and stream is not result:
+                break
+        else:
+            return "the layer ends in a sum of two values of which neither is computed from the other"
+        if self.attention not in ancestors([stream]):
+            return "what the layer adds last does not read its attention"
+        nodes = self._between(stream, above)
+        if (beside := _beside(stream, nodes)) is not None:
+            return f"the feed-forward network also reads {beside.name}, beside the residual stream"
+        return FeedForward(stream, tuple(nodes), result, residual)
+
+    def mixing(self, stream: Node) -> Mixing | str:
+        """From the attention to a sum of the residual stream, or why there is no such way."""
+        terms = _terms(stream)
+        if terms is None:
+            return f"the feed-forward network reads {stream.name}, which is not a plain sum of two values"
+        by_attention = [t for t in terms if self.attention in ancestors([t])]
+        if len(by_attention) != 1:
+            return f"{len(by_attention)} terms of {stream.name} are computed from the attention; expected one"
+        (mixed,) = by_attention
+        nodes = self._between(self.attention, ancestors([mixed], stop=[self.attention]))
+        if (beside := _beside(self.attention, nodes)) is not None:
+            return f"the output projection also reads {beside.name}, beside the attention"
+        if any(user not in nodes for user in self.attention.users):
+            return "the attention is read by more than its output projection"
+        return Mixing(tuple(nodes), mixed, stream)
+
+    def _between(self, start: Node, above: Collection[Node]) -> list[Node]:
+        """The calls among `above` that are computed from a value, in order; the value itself left out."""
+        found: dict[Node, None] = {}
+        for node in self.graph.calls:
+            if node in above and node is not start and any(a is start or a in found for a in node.all_input_nodes):
+                found[node] = None
+        return list(found)
+
+    def _calls(self, *targets: object) -> list[Node]:
+        return [n for n in self.nodes if n.target in targets]
+
+
+def layers_of(graph: Graph) -> list[Layer]:
+    """The layers of a graph, in order: one for each call that attends."""
+    return [Layer(graph, n) for n in sorted(n for op in ATTENTIONS for n in graph.find(op))]
+
+
+def of_weights(node: Node) -> bool:
+    """Whether a value is computed from weights alone."""
+    return all("input" not in n.meta for n in ancestors([node]))
+
+
+def _terms(total: Node) -> tuple[Node, Node] | None:
+    """The two values that a plain sum adds; None if it is no such sum."""
+    args = args_of(total)
+    if total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(arg, Node) for arg in args):
+        return None
+    return args[0], args[1]
+
+
+def _beside(start: Node, nodes: Sequence[Node]) -> Node | None:
+    """What calls read beside one value, each other, and what is computed from weights."""
+    read = (arg for node in nodes for arg in node.all_input_nodes)
+    return next((a for a in read if a is not start and a not in nodes and not of_weights(a)), None)
