@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,15 @@ def test_models_stand_on_the_core_alone() -> None:
     allowed = {"errors", "families", "models", "ops", "spec"}
     named = (i for i in within("models") if i.module.startswith("dgraph.") and "training" not in i.path.parts)
     assert offenders(i for i in named if i.module.split(".")[1] not in allowed) == []
+
+
+def test_what_is_installed_is_every_package_but_what_trained_the_models() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    dotted = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("dgraph/**/__init__.py")}
+    dotted |= {f"dgraph.{'.'.join(p.parent.relative_to(ROOT).parts)}" for p in ROOT.glob("models/**/__init__.py")}
+    dotted = {name for name in dotted if not name.startswith("dgraph.models.training")}
+    embedded = {f"dgraph.models.{folder.name}" for folder in (ROOT / "models").glob("tiny_*")}
+    assert set(project["tool"]["setuptools"]["packages"]) == dotted | embedded
 
 
 def test_files_can_be_read_in_one_sitting() -> None:
