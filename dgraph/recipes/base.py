@@ -80,6 +80,21 @@ class Recipe:
                 return phase
         raise UnknownName("phase", name, [p.name for p in self.phases])
 
+    def inserting(self, step: Pass, after: str) -> Recipe:
+        """The recipe whose phases run a pass right after another one, wherever they run that.
+
+        Raises:
+            UnknownName: no phase runs a pass of the name `after`.
+        """
+        names = {p.name for phase in self.phases for p in phase.passes}
+        if after not in names:
+            raise UnknownName(f"pass of recipe {self.name!r}", after, names)
+
+        def with_step(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+            return tuple(p for old in passes for p in ((old, step) if old.name == after else (old,)))
+
+        return replace(self, phases=tuple(replace(p, passes=with_step(p.passes)) for p in self.phases))
+
     def keeping_logits(self) -> Recipe:
         """The same method with programs that end in logits, for samplers that need whole rows of them."""
         phases = (

@@ -14,11 +14,11 @@ from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.passes import CacheKV, Pass, SlotKV
+from dgraph.passes import SlotKV
 from dgraph.plans.regions import Region, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
-from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import RECIPES, build
 from dgraph.runtime import StepRecord
 from tests.oracle.canvas import forward
 from tests.plans.outside import Stride
@@ -28,20 +28,10 @@ BLOCK, NEW = 8, 21
 pytestmark = pytest.mark.filterwarnings("ignore:block_length=8, but:dgraph.errors.DgraphWarning")
 
 
-def in_slots(recipe: Recipe) -> Recipe:
-    """The recipe with SlotKV after CacheKV."""
-
-    def passes(before: tuple[Pass, ...]) -> tuple[Pass, ...]:
-        at = before.index(CacheKV()) + 1
-        return (*before[:at], SlotKV(), *before[at:])
-
-    return replace(recipe, phases=tuple(replace(p, passes=passes(p.passes)) for p in recipe.phases))
-
-
 def optimized(family: str, name: str, plan: RowPlan, **options: Any) -> Optimized:
     setup = setup_of(family)
     model = replace(setup.model, spec=replace(setup.model.spec, block_length=BLOCK, eos_ids=()))
-    recipe = replace(in_slots(build(RECIPES, name, model.spec, options)), plan=plan)
+    recipe = replace(build(RECIPES, name, model.spec, options).inserting(SlotKV(), after="CacheKV"), plan=plan)
     return Optimized(model, setup.graph, recipe, RegionCompiler("eager"), Buckets())
 
 

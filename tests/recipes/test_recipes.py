@@ -25,6 +25,7 @@ from dgraph.passes import (
     FuseProjections,
     OnlyKV,
     PackRows,
+    SlotKV,
 )
 from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
 from dgraph.spec import ModelSpec
@@ -197,6 +198,19 @@ def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, An
 def test_options_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         recipe(name, **options)
+
+
+def test_a_pass_is_inserted_into_every_phase_that_runs_the_other_one() -> None:
+    dense = recipe("dense")
+    made = dense.inserting(SlotKV(), after="CacheKV")
+    for phase, before in zip(made.phases, dense.phases, strict=True):
+        names = [p.name for p in phase.passes]
+        assert names[names.index("CacheKV") + 1] == "SlotKV"
+        assert [p for p in phase.passes if p != SlotKV()] == list(before.passes)
+    head = dense.inserting(SlotKV(), after="ChunkLMHead")
+    assert head.phase("prefill") == dense.phase("prefill") != made.phase("prefill")
+    with pytest.raises(UnknownName, match=r"unknown pass of recipe 'dense' 'CachKV'\. Did you mean 'CacheKV'"):
+        dense.inserting(SlotKV(), after="CachKV")
 
 
 def test_an_unknown_phase() -> None:

@@ -73,7 +73,8 @@ def test_their_decode_is_not_trivial(tiny: TinyModel) -> None:
 
 @pytest.mark.parametrize("tiny", models(), ids=str)
 def test_checks_pass_on_focus(tiny: TinyModel) -> None:
-    rows = "dense" if tiny.model.spec.attention == "block_causal" else "fast_dllm"  # whose rows it forwards
+    causal = tiny.model.spec.attention == "block_causal"
+    rows = "dense" if causal else tiny.recipe("fast_dllm", first="policy")  # whose rows it forwards
     check_lossless(tiny, "focus", {"alpha": float("inf"), "block_cache": "off"}, against=rows, exact=True)
     check_batch_equals_alone(tiny, "focus", {"alpha": 1.5})
     check_fires(tiny, "focus", {}, "EvictTokens", [1])

@@ -1,0 +1,50 @@
+"""The package of examples/methods is installed as another project's would be, and passes its own tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+METHODS = Path(__file__).parents[1] / "examples" / "methods"
+LONGEST = 100
+"""Lines of a method."""
+FILES = sorted(METHODS.glob("dgraph_methods/*.py"))
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process for which the package is installed: what a build backend would write of it, without
+    one, which a test run may not have.
+    """
+    project = tomllib.loads((METHODS / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = tmp_path / f"dgraph_methods-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+    )
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in names.items())])
+        for group, names in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(tmp_path), str(METHODS), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def test_its_tests_pass(installed: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, cwd=METHODS, env=installed, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_method_is_short_and_asks_for_nothing_private(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST
+    imported = [line for line in text.splitlines() if line.startswith(("from dgraph", "import dgraph"))]
+    assert not [line for line in imported if " _" in line or "._" in line or "dgraph.private" in line]
