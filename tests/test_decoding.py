@@ -12,8 +12,9 @@ from torch import Tensor
 import dgraph
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime import ConfidenceThreshold, StepRecord
-from dgraph.runtime.policies import PRESETS, JointThreshold
-from dgraph.runtime.sampling import RowContext, Sampler, sampler_of
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler
+from dgraph.runtime.sampling import RowContext, Sampler
 
 PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
@@ -36,7 +37,8 @@ def test_every_published_rule_decodes_to_the_end(dense: dgraph.Optimized, name: 
     assert all(result.token_ids)
     assert result.stats.decoded >= sum(map(len, result.token_ids))
     alone = [dense.generate(prompt, policy=name, **steps, **OPTIONS).token_ids[0] for prompt in PROMPTS]
-    if not PRESETS[name].needs & {"noise"}:  # draws belong to the index of a prompt
+    if not (PRESETS[name].needs & {"noise"} or policy_sampler(PRESETS[name]).temperature):
+        # Draws belong to the index of a prompt.
         assert alone == result.token_ids
 
 
@@ -93,15 +95,23 @@ def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
 def test_dreams_own_sampler_looks_at_fifty_tokens(dense: dgraph.Optimized) -> None:
     """No prediction changes by it, but the entropy does, by which the rule chooses."""
     seen: dict[str, list[StepRecord]] = {"dream": [], "all": []}
-    for name, sampler in (("dream", "dream"), ("all", Sampler(top_k=0))):
-        dense.generate(PROMPTS, policy="dream_entropy", steps=8, sampler=sampler, observer=seen[name].append, **OPTIONS)
+    for name, said in (("dream", {}), ("all", {"top_k": 0})):
+        dense.generate(PROMPTS, policy="dream_entropy", steps=8, observer=seen[name].append, **said, **OPTIONS)
     first, whole = seen["dream"][0], seen["all"][0]
     assert torch.equal(first.token, whole.token)
     assert (first.confidence >= whole.confidence).all()
     assert (first.confidence > whole.confidence).any()
-    assert sampler_of("dream") == Sampler(top_k=50)
-    with pytest.raises(UnknownName, match=r"unknown sampler 'dreem'\. Did you mean 'dream'"):
-        dense.generate(PROMPTS, sampler="dreem", **OPTIONS)
+
+
+def test_a_preset_of_dream_brings_its_sampler() -> None:
+    assert {n for n, rule in PRESETS.items() if rule.sampler is not None} == {n for n in PRESETS if "dream" in n}
+    assert Decoding(policy="dream_origin").sampling == Sampler(top_k=50)
+    assert Decoding(policy="dream_readme").sampling == Sampler(temperature=0.2, top_p=0.95, top_k=50)
+    assert Decoding(policy="dream_entropy", temperature=0.3).sampling == Sampler(temperature=0.3, top_k=50)
+    assert not Decoding(policy="dream_entropy", top_k=0).sampling.needs_logits
+    assert Decoding(policy="dream_entropy", sampler=Sampler()).sampling == Sampler()
+    with pytest.raises(InputError, match=r"sampler must be a dgraph\.Sampler, got 'dream'"):
+        Decoding(sampler="dream")  # type: ignore[arg-type]
 
 
 def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.Optimized) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dgraph.errors import InputError
 from dgraph.runtime.policies import DecodeRule, Policy, chosen_policy, policy_of, policy_sampler
-from dgraph.runtime.sampling import SETTINGS, Sampler, sampler_of
+from dgraph.runtime.sampling import SETTINGS, Sampler
 from dgraph.runtime.stops import check_stops
 from dgraph.settings import settings_of
 
@@ -23,13 +23,12 @@ class Decoding:
         threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
         steps: instead of a threshold, the number of steps per block.
         policy: a decoding rule by name ("dream_entropy", "llada2.0"; `dgraph policies` lists them), which threshold and
-            steps then set options of, or one that you made. It may bring a sampler along.
+            steps then set options of, or one that you made. It may bring a sampler along: those of Dream do (top_k 50).
         block_length: rows denoised together; None for the model's, the value that it was trained with.
         temperature: 0 takes the most likely token; above, tokens are drawn. None for the policy's, or 0.
         top_p, top_k: draw from the most likely tokens only (1 and 0: from all). None for the policy's, or all.
-        sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits: a
-            published setting by name ("dream": top_k 50, as its own generation has it), or a `Sampler` with suppressed
-            ids, penalties, your own logits processors.
+        sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits:
+            suppressed ids, penalties, your own logits processors.
         stop: texts that end a response where they first occur; they are left out.
         seed: of the draws.
 
@@ -46,7 +45,7 @@ class Decoding:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    sampler: Sampler | str | None = None
+    sampler: Sampler | None = None
     stop: Sequence[str] = ()
     seed: int = 0
 
@@ -76,7 +75,9 @@ class Decoding:
             raise InputError(
                 "give either a sampler or temperature, top_p and top_k, not both; set them in the sampler."
             )
-        return sampler_of(self.sampler) if isinstance(self.sampler, str) else self.sampler
+        if not isinstance(self.sampler, Sampler):
+            raise InputError(f"sampler must be a dgraph.Sampler, got {self.sampler!r}.")
+        return self.sampler
 
     @classmethod
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:

@@ -265,19 +265,3 @@ _FINITE = math.nextafter(math.inf, 0)
 def _check(owner: str, field: str, value: object, low: float, high: float, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise InputError(f"{owner}: {field} is {expected}, got {value!r}.")
-
-
-SAMPLERS: dict[str, Sampler] = {
-    "dream": Sampler(top_k=50),
-    "dream_readme": Sampler(temperature=0.2, top_p=0.95, top_k=50),
-}
-"""Settings by the name of who published them. Dream's own generation has top_k 50 unless its caller says otherwise: it
-inherits the default of transformers' generation config. At temperature 0 that changes no prediction, but the
-confidence, margin and entropy by which Dream's rules choose among them."""
-
-
-def sampler_of(name: str) -> Sampler:
-    """A published sampler by name; `UnknownName` if there is none."""
-    if name not in SAMPLERS:
-        raise UnknownName("sampler", name, SAMPLERS)
-    return SAMPLERS[name]

@@ -31,7 +31,7 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "threshold": ({"threshold": 0.6}, {"threshold": 0.6}),
     "high threshold": ({"threshold": 0.95}, {"threshold": 0.95}),
     "steps": ({"steps": 5}, {"steps": 5}),
-    "dream": ({"policy": "dream_entropy", "steps": 5}, {"dream_steps": 5}),
+    "dream": ({"policy": "dream_entropy", "steps": 5, "top_k": 0}, {"dream_steps": 5}),
 }
 
 # The same for rules that know before a step what it commits; the order of the first is that of `drawn_order`.
@@ -433,7 +433,7 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
     pool = GraphPool(capture=Recorder)
     captured, plain = session(pool), session(None)
     batches = [prompts_for(16), [[9, 8, 7], list(range(20, 61)), [11]], prompts_for(16)]
-    rules = [policy_of(0.6), policy_of("dream_entropy", 5)]
+    rules = [policy_of(0.6), policy_of("dream", 5)]
     if case == "greedy":
         rules = [policy_of("dkv_greedy", 6), policy_of("sequential", 5)]
     if case == "dense":

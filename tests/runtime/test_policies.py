@@ -120,7 +120,7 @@ def test_a_policy_comes_back_from_json(policy: DecodeRule) -> None:
     value = json.loads(json.dumps(policy.to_json()))
     assert policy_of(**value) == policy
     assert POLICIES[value["rule"]] is type(policy)
-    assert set(value) == {"rule", *options_of(value["rule"])}
+    assert set(value) - {"sampler"} == {"rule", *options_of(value["rule"])}
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=repr)
@@ -244,7 +244,7 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
     assert not remasks(All())
     assert [p.name for p in EVERY if remasks(p)] == ["hierarchical_remask"]
     assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "hierarchical_remask"}
-    assert [p.name for p in EVERY if p.may_wait] == ["dream"] * 5
+    assert {p.name for p in EVERY if p.may_wait} == {"dream"}
 
 
 def test_program_outputs_come_back_with_margin_and_entropy() -> None:

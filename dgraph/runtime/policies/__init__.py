@@ -66,6 +66,11 @@ def _is_rule(name: str, value: Any) -> bool:
 POLICIES: Mapping[str, type[DecodeRule]] = Table({rule.name: rule for rule in RULES}, GROUP, _is_rule)
 """Every rule by name."""
 
+_DREAM = Sampler(top_k=50)
+"""Dream's own generation has top_k 50 unless its caller says otherwise: it inherits the default of transformers'
+generation config. At temperature 0 that changes no prediction, but the confidence, margin and entropy by which Dream's
+rules choose among them."""
+
 _PUBLISHED: dict[str, DecodeRule] = {
     "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
     "fast_dllm_factor": Factor(1.0),
@@ -80,13 +85,14 @@ _PUBLISHED: dict[str, DecodeRule] = {
     "sdar_static": FixedSteps(4),
     "sdar_dynamic": DynamicThreshold(0.85),
     "jetengine_dynamic": DynamicThreshold(0.9, fallback="leftmost"),
-    "dream_origin": Dream(alg="origin"),
-    "dream_maskgit_plus": Dream(alg="maskgit_plus"),
-    "dream_topk_margin": Dream(alg="topk_margin"),
-    "dream_entropy": Dream(alg="entropy"),
+    "dream_origin": Dream(alg="origin", sampler=_DREAM),
+    "dream_maskgit_plus": Dream(alg="maskgit_plus", sampler=_DREAM),
+    "dream_topk_margin": Dream(alg="topk_margin", sampler=_DREAM),
+    "dream_entropy": Dream(alg="entropy", sampler=_DREAM),
+    "dream_readme": Dream(alg="entropy", sampler=replace(_DREAM, temperature=0.2, top_p=0.95)),
 }
 PRESETS: Mapping[str, DecodeRule] = Table(_PUBLISHED, GROUP, lambda name, value: not _is_rule(name, value))
-"""Settings by the name of who published them. Steps are per block; give your own as an option."""
+"""Settings by the name of who published them, samplers included. Steps are per block; give your own as an option."""
 
 
 def policy_of(rule: str | float | None = None, steps: int | None = None, **options: Any) -> Policy:
