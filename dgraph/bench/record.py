@@ -13,6 +13,7 @@ from dgraph.api import Optimized, optimize
 from dgraph.bench.traces import Trace
 from dgraph.errors import InputError
 from dgraph.families import Model, embedded
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.script import BlockStep, History
 from dgraph.runtime.session import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -91,9 +92,8 @@ def record(
     model: Model,
     prompts: Sequence[str],
     recipe: str = "focus",
+    decoding: Decoding | None = None,
     *,
-    threshold: float = 0.9,
-    tokens: int = 128,
     max_batch: int = 64,
     backend: str = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -105,8 +105,7 @@ def record(
         model: what to run.
         prompts: texts.
         recipe, options: the method; one that evicts rows gives kept columns.
-        threshold: of the commits.
-        tokens: length limit of a response.
+        decoding: how they are continued.
         max_batch: prompts per batch.
         backend: "inductor" or "eager".
         tell: called with what is being done.
@@ -114,23 +113,22 @@ def record(
     Raises:
         InputError: a setting that cannot be used, or no block was decoded as a whole.
     """
-    tell = tell or (lambda what: None)
+    tell, chosen = tell or (lambda what: None), decoding or Decoding()
+    said = {**chosen.to_json(), **dict(options or {})}
     optimized = optimize(model, recipe, backend=backend, progress=tell, **dict(options or {}))
     histories = Histories(model.spec.block_length, frozenset(model.spec.eos_ids), evicts(optimized))
 
     def count(progress: Progress) -> None:
         tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
-    result = optimized.generate(
-        prompts, max_new_tokens=tokens, threshold=threshold, max_batch=max_batch, observer=histories, progress=count
-    )
+    result = optimized.generate(prompts, chosen, max_batch=max_batch, observer=histories, progress=count)
     found = histories.whole()
     if not found:
         raise InputError(
             f"no block of {histories.block} was decoded as a whole; ask for more than {2 * histories.block} tokens, or "
             f"take other prompts."
         )
-    settings = ", ".join(f"{k}={v}" for k, v in {"threshold": threshold, **dict(options or {})}.items())
+    settings = ", ".join(f"{name}={value}" for name, value in said.items() if name != "max_new_tokens")
     trace = Trace(histories.block, found, f"{model.name}, {recipe}, {settings}, {len(prompts)} prompts")
     return Recorded(trace, len(histories.begun) - len(found), result.stats)
 

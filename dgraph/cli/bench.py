@@ -159,24 +159,21 @@ def record(
     from dgraph.bench.record import record as run
     from dgraph.bench.record import report, text_prompts
     from dgraph.recipes import RECIPES, build
-    from dgraph.runtime.policies import policy_of
 
     if out is None:
         raise InputError("--out is missing; name the file that the trace is written to.")
     if not out.resolve().parent.is_dir():
         raise InputError(f"--out {out} cannot be written: there is no folder {out.parent}.")
     options = given.recipe_options(recipe, option)
-    policy_of(threshold, None)
     for name, value in (("--prompts", prompts), ("--tokens", tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
+    decoding = dgraph.Decoding(max_new_tokens=tokens, threshold=threshold)
     with status("loading") as tell:
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
         build(RECIPES, recipe, found.spec, options)
         texts = text_prompts(model, prompts) if prompt_file is None else given.read_prompts(None, prompt_file)
-        recorded = run(
-            found, texts, recipe, threshold=threshold, tokens=tokens, backend=backend, options=options, tell=tell
-        )
+        recorded = run(found, texts, recipe, decoding, backend=backend, options=options, tell=tell)
     recorded.trace.write(out)
     facts = report(recorded)
     if json:

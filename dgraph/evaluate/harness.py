@@ -36,11 +36,12 @@ NO_LIKELIHOOD = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a task asks for: a length limit, stop strings, a temperature. Requests that are equal share batches."""
+    """What a task asks for: a length limit, stop strings, and a temperature, None where it says nothing of how tokens
+    are drawn. Requests that are equal share batches."""
 
     limit: int = MAX_GEN_TOKS
     until: tuple[str, ...] = ()
-    temperature: float = 0.0
+    temperature: float | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Request:
@@ -58,9 +59,8 @@ class Request:
         if limit < 1:
             raise InputError(f"{LIMITS[0]} must be at least 1, got {limit}.")
         # As in the harness: do_sample decides, and a temperature without it means sampling.
-        temperature = float(settings.get("temperature") or 0.0)
-        if settings.get("do_sample") is False:
-            temperature = 0.0
+        said = settings.get("temperature")
+        temperature = 0.0 if settings.get("do_sample") is False else None if said is None else float(said)
         return cls(limit, tuple(text for text in until if text), temperature)
 
 

@@ -19,11 +19,13 @@ from dgraph.evaluate.questions import stored
 from tests.evaluate import programs
 
 REQUESTS: list[tuple[dict[str, Any], Request]] = [
-    ({}, Request(256, (), 0.0)),
-    ({"until": ["\n\n", ""], "max_gen_toks": 32}, Request(32, ("\n\n",), 0.0)),
-    ({"until": "Q:", "max_new_tokens": 7, "max_tokens": 9}, Request(7, ("Q:",), 0.0)),
-    ({"until": None, "max_gen_toks": None, "max_completion_tokens": "12"}, Request(12, (), 0.0)),
+    ({}, Request(256, (), None)),
+    ({"until": ["\n\n", ""], "max_gen_toks": 32}, Request(32, ("\n\n",), None)),
+    ({"until": "Q:", "max_new_tokens": 7, "max_tokens": 9}, Request(7, ("Q:",), None)),
+    ({"until": None, "max_gen_toks": None, "max_completion_tokens": "12"}, Request(12, (), None)),
     ({"temperature": 0.5}, Request(256, (), 0.5)),
+    ({"temperature": 0}, Request(256, (), 0.0)),
+    ({"do_sample": False}, Request(256, (), 0.0)),
     ({"temperature": 0.5, "do_sample": False}, Request(256, (), 0.0)),
     ({"temperature": 0.5, "do_sample": True}, Request(256, (), 0.5)),
 ]
@@ -63,7 +65,7 @@ def test_equal_requests_share_batches_and_answers_keep_their_order() -> None:
     asked = [("a", short), ("b", long), ("c", short), ("d", short)]
     assert adapter.answer(asked, lambda *what: told.append(what)) == ["1 a", "3 b", "1 c", "2 d"]
     assert told == [(0, "1 a"), (2, "1 c"), (3, "2 d"), (1, "3 b")]
-    settings = {"max_new_tokens": 4, "stop": (".",), "temperature": 0.0, "seed": 3}
+    settings = {"max_new_tokens": 4, "stop": (".",), "temperature": None, "seed": 3}
     assert program.calls[0] == (["a", "c"], settings)
     assert program.calls[2] == (["b"], {"max_new_tokens": 9, "stop": (), "temperature": 1.0, "seed": 3})
 
