@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "nodes": {"private"},
     "spec": {"errors"},
     "shapes": {"errors", "nodes", "private"},
-    "ops": {"errors", "nodes", "private", "shapes", "spec"},
+    "ops": {"errors", "nodes", "plugins", "private", "shapes", "spec"},
     "graph": {"errors", "nodes", "ops", "shapes", "spec"},
     "layers": {"graph", "nodes", "ops"},
     "orders": {"graph", "nodes", "ops", "shapes"},

@@ -16,6 +16,7 @@ from dgraph.compilation import Compilation
 from dgraph.errors import InputError, PluginError, UnknownName
 from dgraph.frontend.frozen import NotPlain, _target
 from dgraph.ops import OPS
+from dgraph.plans.regions import Suffix
 from dgraph.recipes import RECIPES, build, options_of
 from dgraph.recipes.base import RESERVED
 from dgraph.runtime.decoding import Decoding
@@ -113,6 +114,28 @@ def test_rules_and_settings_of_another_package(install: Install) -> None:
         policy_of("slwo")
 
 
+def test_ops_are_imported_when_one_is_looked_up(install: Install) -> None:
+    source = (
+        "from dgraph.ops import define\n"
+        "def wait(x: 'torch.Tensor') -> 'torch.Tensor':\n"
+        "    return x.clone()\n"
+        "WAIT = define('patience_looked_up::wait', wait, samples=lambda draw: (), contract='Copies.')\n"
+    )
+    install("patience", {"dgraph.ops": {"patience": "patience_methods"}}, "import torch\n" + source)
+    name = "patience_looked_up::wait"
+    assert OPS["rope"].name == "rope"
+    assert name not in OPS, "imported when it is needed"
+    with pytest.raises(UnknownName, match=r"unknown op 'patience_looked_up::wiat'\. Did you mean 'patience_looked_up"):
+        OPS["patience_looked_up::wiat"]
+    assert OPS[name] is OPS.pop(name), "and stays out of the table that other tests see"
+
+
+def test_an_op_s_module_that_cannot_be_imported_is_named(install: Install) -> None:
+    install("broken", {"dgraph.ops": {"wait": "broken_methods"}}, "import no_such_thing")
+    with pytest.raises(PluginError, match=r"distribution 'broken'.*cannot be imported: ModuleNotFoundError"):
+        OPS["broken::wait"]
+
+
 def test_ops_are_imported_when_a_kept_graph_names_one(install: Install) -> None:
     source = (
         "import torch\n"
@@ -177,5 +200,5 @@ def test_an_option_named_cache_reaches_its_recipe(tmp_path: Path, monkeypatch: p
     made = dgraph.optimize("tiny_llada", "fast_dllm", cache="prefix", backend="eager")
     assert made.recipe == dgraph.recipe("fast_dllm", made.spec, cache="prefix")
     assert made.recipe.plan is not None
-    assert made.recipe.plan.region == "suffix"
+    assert made.recipe.plan.region == Suffix()
     assert not list(tmp_path.iterdir()), "and is no folder"

@@ -6,8 +6,8 @@ another package comes into the table when a module that calls `define` is import
 
     SCALED = define("mine::scaled", scaled, samples=samples, contract=CONTRACT, by_row=("x",), kernel="mine.gpu:kernel")
 
-`load_outside` imports the modules that are named in the entry-point group "dgraph.ops"; `dgraph.testing.ops.check_op`
-says what an op owes.
+or when an op is looked up that is not there yet: then the modules that are named in the entry-point group "dgraph.ops"
+are imported (`dgraph.plugins`). `dgraph.testing.ops.check_op` says what an op owes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dgraph.ops.registry import OPS, Op, Sample, define, launcher, load_outside, numeric, op_of, register
+from dgraph.ops.registry import OPS, Op, Sample, define, launcher, numeric, op_of, register
 
 for _module in iter_modules(__path__):
     if not _module.ispkg:  # kernels, which need Triton
         import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["OPS", "Op", "Sample", "define", "launcher", "load_outside", "numeric", "op_of", "register"]
+__all__ = ["OPS", "Op", "Sample", "define", "launcher", "numeric", "op_of", "register"]

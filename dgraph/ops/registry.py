@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
+from dgraph.plugins import load_ops
 
 NAMESPACE = "dgraph"
 """Of the ops of this package; an op from outside has its own."""
-GROUP = "dgraph.ops"
-"""Entry points of modules that define ops; see `load_outside`."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,23 @@ class Op:
             raise InputError(f'op {self.name}: {place!r} does not exist ({error}). Give "module:name".') from error
 
 
-OPS: dict[str, Op] = {}
+class Ops(dict[str, Op]):
+    """Ops by name. A name that is not there yet is looked for in the modules that other packages name in the
+    entry-point group "dgraph.ops"; the others of these are imported then, too.
+
+    Raises:
+        UnknownName: no op has that name.
+        PluginError: one of these modules cannot be imported.
+    """
+
+    def __missing__(self, name: str) -> Op:
+        load_ops()
+        if name not in self:
+            raise UnknownName("op", name, self)
+        return self[name]
+
+
+OPS = Ops()
 _OF_TARGET: dict[Any, Op] = {}
 _ON_CUDA: dict[str, Callable[..., Any]] = {}
 
@@ -250,28 +264,6 @@ def launcher(op: Op, device: torch.device) -> Callable[..., Any]:
 def op_of(target: object) -> Op | None:
     """The op that is the target of a graph node, as overload or overload packet; None for other targets."""
     return _OF_TARGET.get(target) if callable(target) else None
-
-
-@cache
-def load_outside() -> tuple[str, ...]:
-    """Import the modules that other packages name in the entry-point group "dgraph.ops", which define their ops.
-
-    Only the first call does anything; the names of the entry points, sorted.
-
-    Raises:
-        InputError: a module cannot be imported; the message names the entry point and its package.
-    """
-    found = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    for point in found:
-        try:
-            point.load()
-        except Exception as error:  # a broken package has many ways to fail
-            package = point.dist.name if point.dist is not None else "a package"
-            raise InputError(
-                f"the ops {point.name!r} of {package} ({point.value}) cannot be loaded: {type(error).__name__}: "
-                f"{error}. Mend or uninstall the package."
-            ) from error
-    return tuple(point.name for point in found)
 
 
 def numeric(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.testing import assert_close
 import dgraph.ops
 from dgraph.errors import InputError
 from dgraph.lowering.kernels import kernel_modules
-from dgraph.ops import OPS, Op, Sample, define, load_outside, op_of, register, registry
+from dgraph.ops import OPS, Op, Sample, define, op_of, register
 from dgraph.testing.ops import CALL_CHECKS, OP_CHECKS, check_kernel, check_op, check_precision, samples_of
 
 OURS = tuple(OPS.values())
@@ -132,9 +131,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: dict[str, Op
     name = f"outside_{request.node.name}"
     (tmp_path / f"{name}.py").write_text(OUTSIDE.replace("NAME", name))
     monkeypatch.syspath_prepend(tmp_path)
-    load_outside.cache_clear()
     yield name
-    load_outside.cache_clear()
     sys.modules.pop(name, None)
 
 
@@ -161,26 +158,6 @@ def test_what_a_check_finds_is_named(outside: str) -> None:
         importlib.invalidate_caches()
         with pytest.raises(Exception, match=message):
             check_op(importlib.import_module(module).TWICE)
-
-
-def test_entry_points_are_loaded_once(outside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def points(group: str) -> list[EntryPoint]:
-        asked.append(group)
-        return [EntryPoint("mine", outside, group)]
-
-    monkeypatch.setattr(registry, "entry_points", points)
-    assert f"{outside}::twice" not in OPS
-    assert load_outside() == load_outside() == ("mine",)
-    assert f"{outside}::twice" in OPS
-    assert asked == ["dgraph.ops"]
-
-
-def test_an_entry_point_that_does_not_load_is_named(outside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("mine", "no.such.module", group)])
-    with pytest.raises(InputError, match=r"the ops 'mine' of a package \(no.such.module\) cannot be loaded: Module"):
-        load_outside()
 
 
 @pytest.mark.parametrize("fact", ["mutates", "reads", "by_row", "own_rows", "count"])
