@@ -161,7 +161,7 @@ class Quintiles:
     def __call__(self, record: StepRecord) -> None:
         assert record.score is not None
         for sequence in record.sequence.unique():
-            rows = (record.sequence == sequence) & record.masked & ~torch.isin(record.token, self.eos)
+            rows = (record.sequence == sequence) & record.candidate & ~torch.isin(record.token, self.eos)
             count = int(rows.sum())
             if count < QUINTILES:
                 continue

@@ -129,7 +129,7 @@ def check_against(model: dgraph.Model, oracle: Oracle) -> None:
 
 def check_head(graph: Graph, inputs: Mapping[str, Tensor], logits: Tensor) -> None:
     """Token and confidence of the masked rows are argmax and softmax of those logits without the mask's."""
-    out, masked = interpret(graph, inputs), inputs["masked"]
+    out, masked = interpret(graph, inputs), inputs["candidate"]
     assert masked.sum() == 3
     logits[:, MASK] = -torch.inf
     assert torch.equal(out["token"][masked], logits[masked].argmax(-1))

@@ -123,7 +123,7 @@ def rows_of(sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = N
         "positions": torch.tensor([p for start, n in spans for p in range(start, start + n)], dtype=torch.int64),
         "limit": torch.tensor([start + n for start, n in spans for _ in range(n)], dtype=torch.int32),
         "cu_rows": torch.tensor([0, *counts]).cumsum(0).int(),
-        "masked": ids == MASK,
+        "candidate": ids == MASK,
         "temperature": torch.zeros(len(ids)),
         "seed": torch.arange(len(ids)) * 7 + 1,
         "average": torch.ones(len(counts)),

@@ -135,12 +135,12 @@ class Counter:
 
     def __call__(self, record: StepRecord) -> None:
         """Count one step."""
-        limit, found = record.limit.long(), [(torch.ones_like(record.masked), record.limit.long())]
+        limit, found = record.limit.long(), [(torch.ones_like(record.candidate), record.limit.long())]
         if self.evicts:  # behind the eviction a sequence is visible up to its last kept row
             last = _largest(record.sequence[record.kept], record.positions[record.kept] + 1)
             limit = torch.minimum(limit, last[record.sequence])
             found.append((record.kept, limit))
-        head = record.masked & found[-1][0]
+        head = record.candidate & found[-1][0]
         if self.masked:
             found.append((head, limit))
         rows = [int(live.sum()) for live, _ in found]

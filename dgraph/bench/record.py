@@ -52,8 +52,8 @@ class Histories:
 
     def __call__(self, record: StepRecord) -> None:
         """Add one step of every sequence."""
-        for prompt in record.sequence[record.masked].unique().tolist():
-            mine = (record.sequence == prompt) & record.masked
+        for prompt in record.sequence[record.candidate].unique().tolist():
+            mine = (record.sequence == prompt) & record.candidate
             positions, committed = record.positions[mine], record.committed[mine]
             start = int(positions[0]) // self.block * self.block
             key = (prompt, start)

@@ -1,4 +1,4 @@
-"""dgraph::lm_head: logits of the masked rows, in chunks, reduced at once to a token and how sure it is."""
+"""dgraph::lm_head: logits of the candidates, in chunks, reduced at once to a token and how sure it is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
-Only rows with masked = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
+Only rows with candidate = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
 are freed before the next chunk, so that they take max_num_logits * V values whatever K is.
-h [K, d]; weight [V, d]; bias [V] or None; masked bool[K]; temperature f32[K], >= 0; seed i64[K]
+h [K, d]; weight [V, d]; bias [V] or None; candidate bool[K]; temperature f32[K], >= 0; seed i64[K]
 -> token i64[K], confidence, margin, entropy f32[K] (float64 for float64).
-If packed, row i of h is the i-th masked row, and h has at least as many rows as are masked; rows after them
+If packed, row i of h is the i-th candidate, and h has at least as many rows as there are candidates; rows after them
 may hold anything.
 Logits are h @ weight.T + bias in the dtype of h; everything after that is in fp32. The id `suppress`
 (-1: none) counts as if its logit were -inf: a model must not answer a mask with a mask.
@@ -28,7 +28,7 @@ from an integer hash of (seed of the row, vocabulary id); confidence is p of the
 nothing but logits, T and seed: not on batch, chunk or device.
 margin is the difference of the two largest values of p, entropy -sum p log p in nats; both are of p itself
 (T = 1 for temperature 0), whatever was drawn.
-Rows that are not masked, and padding rows (masked = False), give token -1, confidence and margin -inf and
+Rows that are no candidates, and padding rows (candidate = False), give token -1, confidence and margin -inf and
 entropy inf; they may hold anything.
 Deterministic. The chunk length may change the last bits of the logits, as it does for any matrix product."""
 
@@ -39,7 +39,7 @@ def reference(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    masked: Tensor,
+    candidate: Tensor,
     temperature: Tensor,
     seed: Tensor,
     max_num_logits: int,
@@ -48,11 +48,11 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
-    token = seed.new_full(masked.shape, -1)
+    token = seed.new_full(candidate.shape, -1)
     confidence, margin = (h.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
     first = 0
-    for rows in masked.nonzero().squeeze(1).split(max_num_logits):
+    for rows in candidate.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
             logits = F.linear(h[first : first + len(rows)] if packed else h[rows], weight, bias)
             first += len(rows)
@@ -124,9 +124,9 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def fake(
-    h: Tensor, weight: Tensor, bias: Tensor | None, masked: Tensor, temperature: Tensor, seed: Tensor, *rest: Any
+    h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, temperature: Tensor, seed: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    confidence, margin, entropy = (h.new_empty(masked.shape, dtype=numeric(h.dtype)) for _ in range(3))
+    confidence, margin, entropy = (h.new_empty(candidate.shape, dtype=numeric(h.dtype)) for _ in range(3))
     return torch.empty_like(seed), confidence, margin, entropy
 
 
@@ -136,26 +136,26 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("one chunk, bias", 5, 8, 17, 0.8, True, 0.0, 100),
         ("sampled", 6, 4, 40, 0.9, False, 1.0, 4),
         ("sampled and greedy rows", 9, 6, 21, 1.1, True, 0.5, 2),
-        ("nothing masked", 4, 4, 8, -1.0, False, 0.0, 2),
+        ("no candidates", 4, 4, 8, -1.0, False, 0.0, 2),
         ("no rows", 0, 4, 8, 0.5, False, 0.0, 2),
     ):
         h, weight = torch.randn(k, d, generator=generator), torch.randn(vocab, d, generator=generator)
         offset = torch.randn(vocab, generator=generator) if bias else None
-        masked = torch.rand(k, generator=generator) < share
+        candidate = torch.rand(k, generator=generator) < share
         temperature = heat * (torch.rand(k, generator=generator) < 0.7)
         seed = torch.randint(-(2**62), 2**62, (k,), generator=generator)
-        padded = tuple(pad_rows(x, 3) for x in (masked, temperature, seed))
+        padded = tuple(pad_rows(x, 3) for x in (candidate, temperature, seed))
         padded[0][k:] = False
         suppress = vocab // 2 if bias else -1
         yield Sample(
             name,
-            (h, weight, offset, masked, temperature, seed, chunk, suppress),
+            (h, weight, offset, candidate, temperature, seed, chunk, suppress),
             (pad_rows(h, 3), weight, offset, *padded, chunk, suppress),
         )
-        front = pad_rows(h[masked], k - int(masked.sum()))  # as many rows as there may be masked ones
+        front = pad_rows(h[candidate], k - int(candidate.sum()))  # as many rows as there may be candidates
         yield Sample(
             f"{name}, packed",
-            (front, weight, offset, masked, temperature, seed, chunk, suppress, True),
+            (front, weight, offset, candidate, temperature, seed, chunk, suppress, True),
             (pad_rows(front, 5), weight, offset, *padded, chunk, suppress, True),
         )
     twice = torch.randn(4, 6, generator=generator).repeat_interleave(2, dim=0)

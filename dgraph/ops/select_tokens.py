@@ -15,8 +15,8 @@ from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import offsets_of, sequence_of
 
 CONTRACT = """\
-FOCUS budget and selection, per sequence; M = its masked rows, a list in row order. Rows that are not
-masked are always kept.
+FOCUS budget and selection, per sequence; M = its candidates, a list in row order. Rows that are not
+candidates are always kept.
 Budget: K = min(|M|, ceil(alpha * max(average, 1))), the product in fp32; alpha = inf gives |M|.
 With keep > 0 instead: K = min(|M|, keep). An average of inf evicts nothing in either case.
 All of M is kept unless |M| > K > 0. Else the base selection is {score >= mean + std} if that has at least
@@ -30,16 +30,16 @@ added
    (block start - 1 before its first step).
 r(S) = position of the last kept row of the sequence. New limit = min(limit, r(S) + 1) for every row of the
 sequence; new reached = max(reached, r(S)), unchanged for a sequence without rows.
-score f32[N], finite; masked bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];
+score f32[N], finite; candidate bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];
 reached i32[b] -> keep bool[N], limit i32[N], reached i32[b].
-Scores of rows that are not masked are not read. Padding rows give keep False and limit 0; they may hold
+Scores of rows that are no candidates are not read. Padding rows give keep False and limit 0; they may hold
 anything.
 Deterministic; the result of a sequence is the same alone and in any batch."""
 
 
 def reference(
     score: Tensor,
-    masked: Tensor,
+    candidate: Tensor,
     positions: Tensor,
     cu_rows: Tensor,
     limit: Tensor,
@@ -52,12 +52,12 @@ def reference(
         raise InputError(f"dgraph::select_tokens: alpha must be above 0 (inf keeps everything), got {alpha}.")
     n, live = score.shape[0], int(cu_rows[-1])
     sequence = sequence_of(cu_rows, live)
-    index = masked[:live].nonzero().squeeze(1)
-    offsets = offsets_of(masked, cu_rows)
-    kept = torch.zeros_like(masked)
-    kept[:live] = ~masked[:live]
+    index = candidate[:live].nonzero().squeeze(1)
+    offsets = offsets_of(candidate, cu_rows)
+    kept = torch.zeros_like(candidate)
+    kept[:live] = ~candidate[:live]
     if len(index):
-        # [b, m] tables over the masked lists; slots past the end of a list are not valid.
+        # [b, m] tables over the candidate lists; slots past the end of a list are not valid.
         count = offsets.diff()
         column = torch.arange(int(count.max()), device=score.device)
         valid = column < count[:, None]
@@ -89,7 +89,7 @@ def _choose(
     reached: Tensor,
     by_spread: bool,
 ) -> Tensor:
-    """bool[b, m]: which slots of the masked lists are kept."""
+    """bool[b, m]: which slots of the candidate lists are kept."""
     order = torch.where(valid, score, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     rank = torch.empty_like(order)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
@@ -118,7 +118,7 @@ def _threshold(score: Tensor, valid: Tensor, count: Tensor) -> Tensor:
 
 def fake(
     score: Tensor,
-    masked: Tensor,
+    candidate: Tensor,
     positions: Tensor,
     cu_rows: Tensor,
     limit: Tensor,
@@ -126,7 +126,7 @@ def fake(
     reached: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(masked), torch.empty_like(limit), torch.empty_like(reached)
+    return torch.empty_like(candidate), torch.empty_like(limit), torch.empty_like(reached)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -137,15 +137,15 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("ties", (16, 16, 9), 0.9, 2.0, 0, 3),
         ("all scores equal", (12,), 1.1, 1.5, 0, 1),
         ("fixed budget", (32, 7, 3), 0.8, 1.5, 6, 0),
-        ("everything masked, empty sequences", (0, 9, 0, 1), 1.1, 1.0, 0, 0),
-        ("nothing masked", (4, 3), -1.0, 1.5, 0, 0),
+        ("all candidates, empty sequences", (0, 9, 0, 1), 1.1, 1.0, 0, 0),
+        ("no candidates", (4, 3), -1.0, 1.5, 0, 0),
         ("no rows", (0, 0), 0.5, 1.5, 0, 0),
     ):
         n, b = sum(counts), len(counts)
         score = torch.randn(n, generator=generator)
         if levels:
             score = (score * levels / 3).round()
-        masked = torch.rand(n, generator=generator) < share
+        candidate = torch.rand(n, generator=generator) < share
         # Some positions of a block are cached already, so that rows have gaps.
         parts = [
             torch.randperm(c + c // 3, generator=generator)[:c].sort().values + 32 * s for s, c in enumerate(counts)
@@ -157,8 +157,8 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         rest = (average, reached, alpha, keep)
         yield Sample(
             name,
-            (score, masked, positions, cu_rows, limit, *rest),
-            (*(pad_rows(x, 5) for x in (score, masked, positions)), cu_rows, pad_rows(limit, 5), *rest),
+            (score, candidate, positions, cu_rows, limit, *rest),
+            (*(pad_rows(x, 5) for x in (score, candidate, positions)), cu_rows, pad_rows(limit, 5), *rest),
         )
 
 

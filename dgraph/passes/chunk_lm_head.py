@@ -1,4 +1,4 @@
-"""ChunkLMHead: logits of masked rows only, in chunks that are never all alive."""
+"""ChunkLMHead: logits of candidate rows only, in chunks that are never all alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
 
-MASKED = InputSpec("masked", torch.bool, ("N",))
+CANDIDATE = InputSpec("candidate", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))
 SEED = InputSpec("seed", torch.int64, ("N",))
 DECISION = ("token", "confidence", "margin", "entropy")
@@ -26,13 +26,14 @@ DECISION = ("token", "confidence", "margin", "entropy")
 class ChunkLMHead(Pass):
     """Replace the LM head and the decision behind it by one op that keeps no logits.
 
-    Only rows that are still masked are projected (the others' logits decide nothing), `max_num_logits` rows at a time;
-    each chunk gives its tokens and how sure they are and is freed (dLLM-Serve's logit budget). The graph's output
-    `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The mask token itself is never predicted.
+    Only rows whose token the step may commit (`candidate`) are projected, since the others' logits decide nothing:
+    `max_num_logits` rows at a time. Each chunk gives its tokens and how sure they are and is freed (dLLM-Serve's logit
+    budget). The graph's output `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The mask token
+    itself is never predicted.
 
         before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
                 return logits=%3
-        after   %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 3)  (i64[K], f32[K], ...)
+        after   %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3)  (i64[K], ...)
                 return token=%4, confidence=%5, margin=%6, entropy=%7
 
     Reassociates: a GEMM over fewer rows may sum in another order.
@@ -45,9 +46,9 @@ class ChunkLMHead(Pass):
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = (
-        "logits of masked rows only, in chunks; token, confidence, margin and entropy without keeping logits"
+        "logits of candidate rows only, in chunks; token, confidence, margin and entropy without keeping logits"
     )
-    signature: ClassVar[frozenset[str]] = frozenset({"logits", *DECISION, "masked", "temperature", "seed"})
+    signature: ClassVar[frozenset[str]] = frozenset({"logits", *DECISION, "candidate", "temperature", "seed"})
 
     def __post_init__(self) -> None:
         if type(self.max_num_logits) is not int or self.max_num_logits < 1:
@@ -66,9 +67,9 @@ class ChunkLMHead(Pass):
         if graph.row_set(hidden) is None:
             report.skip("the LM head reads a padded batch; run PackRows first", logits)
             return
-        for spec in (MASKED, TEMPERATURE, SEED):
+        for spec in (CANDIDATE, TEMPERATURE, SEED):
             graph.add_input(spec)
-        per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (MASKED, TEMPERATURE, SEED)]
+        per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (CANDIDATE, TEMPERATURE, SEED)]
         args = (hidden, linear.weight, linear.bias, *per_row, self.max_num_logits, graph.spec.mask_id)
         head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
         results: dict[str, Node] = {}
@@ -79,4 +80,4 @@ class ChunkLMHead(Pass):
                 results[name] = graph.result(name)
         graph.set_outputs(results)
         graph.sweep()
-        report.did(f"masked rows, {self.max_num_logits} at a time")
+        report.did(f"candidate rows, {self.max_num_logits} at a time")

@@ -14,7 +14,7 @@ from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.chunk_lm_head import MASKED
+from dgraph.passes.chunk_lm_head import CANDIDATE
 from dgraph.shapes import InputSpec
 
 aten = torch.ops.aten
@@ -33,21 +33,21 @@ class EvictTokens(Pass):
     """Keep, behind layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4,
     appendix E).
 
-    Importance of a masked row (Eq. 2): the attention that it receives from the masked rows of its sequence, from
-    queries and keys after RoPE, pooled over neighbours, summed over heads. The signal is its change from layer `after
-    - 1` to layer `after` (Eq. 3). Each sequence keeps max(K, N_sigma) masked rows, K = ceil(alpha x decoded tokens
-    per step so far) (Eq. 4), N_sigma = rows whose signal is at least one standard deviation above the mean; further
-    the masked left neighbour of each kept row, every masked row between the rightmost row kept so far and the
-    rightmost row kept now, and every row that is not masked. Keys and values of layer `after` are still written for
-    all rows; from its attention on, all runs on the kept rows (row set K), which see their sequence up to its last
-    kept row.
+    Importance of a candidate, a row whose token the step may commit (Eq. 2; the paper's masked tokens): the attention
+    that it receives from the candidates of its sequence, from queries and keys after RoPE, pooled over neighbours,
+    summed over heads. The signal is its change from layer `after - 1` to layer `after` (Eq. 3). Each sequence keeps
+    max(K, N_sigma) candidates, K = ceil(alpha x decoded tokens per step so far) (Eq. 4), N_sigma = rows whose signal is
+    at least one standard deviation above the mean; further the candidate left of each kept row, every candidate between
+    the rightmost row kept so far and the rightmost row kept now, and every row that is no candidate. Keys and values of
+    layer `after` are still written for all rows; from its attention on, all runs on the kept rows (row set K), which
+    see their sequence up to its last kept row.
 
         before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
-                %9 = dgraph.importance(%6, %7, masked, cu_rows, 0.18, 3)                        f32[N]
+                %9 = dgraph.importance(%6, %7, candidate, cu_rows, 0.18, 3)                     f32[N]
                 %10 = sub(%9, layers[0]...)                                                     f32[N]
-                %11 = dgraph.select_tokens(%10, masked, positions, cu_rows, limit, average, reached, 1.5, 0)
+                %11 = dgraph.select_tokens(%10, candidate, positions, cu_rows, limit, average, reached, 1.5, 0)
                 %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
                 %18 = dgraph.compact([...every value that lives on...], %16)
                 %26 = dgraph.paged_attention(%19, ...)                                          f32[K, 8, 32]
@@ -61,8 +61,8 @@ class EvictTokens(Pass):
         select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3); "scripted" keeps
             what the input `script` f32[N] says, to measure speed: where it is at least 0 it replaces the signal, which
             is computed all the same. Alpha is 1 then, and `average` the number of rows to select.
-        keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
-        pool: width of the max-pooling over neighbouring masked rows; odd.
+        keep: a fixed number of candidates instead of the dynamic budget; 0 for the budget.
+        pool: width of the max-pooling over neighbouring candidates; odd.
     """
 
     alpha: float = 1.5
@@ -75,7 +75,7 @@ class EvictTokens(Pass):
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"masked", "average", "reached", "noise", "script", "kept", "score"}
+        {"candidate", "average", "reached", "noise", "script", "kept", "score"}
     )
 
     def __post_init__(self) -> None:
@@ -121,10 +121,10 @@ class EvictTokens(Pass):
         by = report.name
         score = self._score(graph, anchor, write, by)
         cu_rows, limit = args_of(anchor)[4:6]
-        masked, positions = (graph.on_rows_of(name, anchor, by) for name in ("masked", "positions"))
+        candidate, positions = (graph.on_rows_of(name, anchor, by) for name in ("candidate", "positions"))
         average, reached = graph.add_input(AVERAGE), graph.add_input(REACHED)
         alpha = 1.0 if self.select == "scripted" else float(self.alpha)
-        args = (score, masked, positions, cu_rows, limit, average, reached, alpha, self.keep)
+        args = (score, candidate, positions, cu_rows, limit, average, reached, alpha, self.keep)
         chosen = graph.call(OPS["select_tokens"], args, before=anchor, by=by)
         keep, new_limit, new_reached = graph.parts(chosen, 3, by)
         # Behind the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
@@ -141,7 +141,7 @@ class EvictTokens(Pass):
 
     def _score(self, graph: Graph, anchor: Node, write: Node, by: str) -> Node:
         """The signal over rows, oriented so that larger is kept."""
-        graph.add_input(MASKED)
+        graph.add_input(CANDIDATE)
         if self.select == "random":
             graph.add_input(NOISE)
             return graph.on_rows_of("noise", anchor, by)
@@ -167,5 +167,5 @@ class EvictTokens(Pass):
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
         q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[-1]
         # A layer that evicts rows has keys of all of them, and queries of those that go on.
-        k, masked = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "masked"))
-        return graph.call(OPS["importance"], (q, k, masked, cu_rows, scale, self.pool), before=read, by=by)
+        k, candidate = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "candidate"))
+        return graph.call(OPS["importance"], (q, k, candidate, cu_rows, scale, self.pool), before=read, by=by)

@@ -22,28 +22,28 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OnlyMasked(Pass):
-    """Take masked rows alone through the last layer, from its queries on; keys and values are written for all rows.
+    """Take candidate rows alone through the last layer, from its queries on; keys and values are written for all rows.
 
-    Of a row that is not masked, nothing behind the last layer's keys and values is ever read: its logits decide
-    nothing. In a step over a whole canvas these are nearly all rows. The masked rows move to the front of as many as
-    there were, their number stays on the device, and the LM head is told that its rows are packed. A projection of
+    Of a row whose token the step cannot commit, nothing after the last layer's keys and values is ever read: its logits
+    decide nothing. In a step over a whole canvas these are nearly all rows. The candidates move to the front of as many
+    as there were, their number stays on the device, and the LM head is told that its rows are packed. A projection of
     queries, keys and values together is taken apart, as in PartialAttention.
 
         before  dgraph.kv_write(%10, %4, k_cache, v_cache, positions, page_table, cu_rows)
                 %11 = dgraph.paged_attention(%9, k_cache, v_cache, page_table, cu_rows, limit, 0.25)  f32[N, 4, 16]
                 %13 = linear(%12, self_attn.o_proj.weight)                                            f32[N, 64]
-                %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96)
+                %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 96)
         after   dgraph.kv_write(%8, %5, k_cache, v_cache, positions, page_table, cu_rows)
-                %9, %10 = dgraph.list_kept(masked, cu_rows)                                           (i64[K], i32[b+1])
+                %9, %10 = dgraph.list_kept(candidate, cu_rows)                                        (i64[K], i32[b+1])
                 %12, ... = dgraph.compact([%1, limit, ...], %9)                                       (f32[K, 64], ...)
                 %17 = dgraph.rows_linear(%12, self_attn.q_proj.weight, None, %10)                     f32[K, 64]
                 %20 = dgraph.paged_attention(%19, k_cache, v_cache, page_table, %10, %14, 0.25)       f32[K, 4, 16]
-                %3 = dgraph.lm_head(%2, lm_head.weight, None, masked, temperature, seed, 2048, 96, True)
+                %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 96, True)
 
     Run it behind CacheKV, EvictTokens and ChunkLMHead, and in front of CountRows, GateFFN and PartialAttention. Which
-    rows are masked changes from block to block, so the last two keep nothing of a layer that runs on these.
+    rows are candidates changes from block to block, so the last two keep nothing of a layer that runs on these.
 
-    Reassociates: the same values on masked rows, but a product over fewer rows may sum in another order.
+    Reassociates: the same values on candidates, but a product over fewer rows may sum in another order.
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
@@ -65,15 +65,15 @@ class OnlyMasked(Pass):
                 report.skip(f"nothing in layer {layer}, the last one, is known to attend", heads[0])
             return
         (head, *_), (write, *_), (attention, *_) = heads, writes, attentions
-        hidden, weight, bias, masked, *rest = args_of(head)
+        hidden, weight, bias, candidate, *rest = args_of(head)
         if reason := _obstacle(graph, attention, head):
             report.skip(reason, attention)
             return
         queries = self._queries(graph, attention, write, by)
         first = queries[0] if queries else attention
         # What the program returns is of all rows, and so are the LM head's results.
-        rows = graph.keep_rows(masked, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
-        head.args = (hidden, weight, bias, masked, *rest[:4], True)
+        rows = graph.keep_rows(candidate, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
+        head.args = (hidden, weight, bias, candidate, *rest[:4], True)
         graph.sweep()
         graph.propagate()
         count_products(graph, {str(graph.row_set(rows.index)): rows}, report)

@@ -275,6 +275,7 @@ def inputs_of(
         "limit": rows.limit,
         "cu_rows": rows.cu_rows,
         "masked": rows.masked,
+        "candidate": rows.candidate,
         "average": state.average,
         "reached": state.reached,
     }

@@ -150,8 +150,11 @@ class BlockCausalState(DecodeState):
         reach = torch.where(live[:, block:], columns[block:], -1).amax(dim=1) + 1 - block + self.start
         current = column >= block
         limit = torch.where(current, reach[sequence], self.start[sequence]) * real
-        wanted = self.masked | self.editable if editing else self.masked
-        masked = current & wanted[sequence, (column - block).clamp(min=0)]
+
+        def per_row(flags: Tensor) -> Tensor:
+            return current & flags[sequence, (column - block).clamp(min=0)] & real
+
+        masked = per_row(self.masked)
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so nothing of its rows is spared.
@@ -163,7 +166,8 @@ class BlockCausalState(DecodeState):
             input_ids=self.tokens[sequence, column] * real,
             positions=(self.start[sequence] - block + column) * real,
             limit=limit.int(),
-            masked=masked & real,
+            masked=masked,
+            candidate=per_row(self.masked | self.editable) if editing else masked,
             cu_rows=cu_rows,
             full=full,
             changed=changed,

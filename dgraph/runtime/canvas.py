@@ -159,9 +159,20 @@ class CanvasState(DecodeState):
         real = index >= 0
         index = index.clamp(min=0)
         sequence, position = index // width * real, index % width * real
-        column = position + self.shift - self.start[sequence]  # of the position that the row predicts
-        inside = real & (column >= 0) & (column < self.size)
-        wanted = self.block_masked | self.editable if editing else self.block_masked
+        masks = self.block_masked
+
+        def per_row(flags: Tensor, column: Tensor) -> Tensor:
+            return in_block(column) & flags[sequence, column.clamp(min=0, max=self.size - 1)]
+
+        def in_block(column: Tensor) -> Tensor:
+            return real & (column >= 0) & (column < self.size)
+
+        own = position - self.start[sequence]
+        column = own + self.shift  # of the position that the row predicts
+        masked = per_row(masks, own)
+        candidate = masked
+        if editing or self.shift:
+            candidate = per_row(masks | self.editable if editing else masks, column)
         full, always = self.full[sequence], self.plan.schedule.always(self.view())
         if always is not None:
             full = full | always[sequence, position]
@@ -171,11 +182,12 @@ class CanvasState(DecodeState):
             slots = (places - 1)[sequence, position] * real
         return StepRows(
             sequence=sequence,
-            column=(column + self.size) * inside,
+            column=(column + self.size) * in_block(column),
             input_ids=self.canvas[sequence, position] * real,
             positions=position,
             limit=(end[sequence] * real).int(),
-            masked=inside & wanted[sequence, column.clamp(min=0, max=self.size - 1)],
+            masked=masked,
+            candidate=candidate,
             cu_rows=cu_rows,
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,

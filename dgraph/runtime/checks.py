@@ -17,7 +17,7 @@ from dgraph.runtime.policies import Policy, check_needs, edits, foresees
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
 
-ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "temperature", "seed"})
+ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "candidate", "temperature", "seed"})
 PLAN_INPUTS = frozenset({"full", "changed"})
 """Row inputs that only a loop with a plan has; that of a bidirectional model always has one."""
 KEPT_INPUTS = frozenset({"window", "action", "pack_start", "key_positions", "cu_keys", "adapt"})
@@ -127,7 +127,7 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
         )
     if "kept" in outputs:
         raise InputError(
-            f"{type(policy).__name__} replaces decoded tokens, but this recipe evicts rows by how masked ones attend; "
+            f"{type(policy).__name__} replaces decoded tokens, but this recipe evicts rows by how candidates attend; "
             f"use a recipe that evicts none."
         )
 

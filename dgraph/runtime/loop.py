@@ -249,10 +249,10 @@ class BlockLoop:
             )
         rows, state, logits, kept = advance.rows, advance.state, outputs["logits"], outputs.get("kept")
         row = torch.arange(len(logits), device=logits.device) if kept is None else kept
-        # Only masked rows can be committed. Their count is a host read: a program that leaves its logits to
+        # Only candidates can be committed. Their count is a host read: a program that leaves its logits to
         # the runtime is a baseline; one with `lm_head` needs none.
         inside = (row >= 0) & (row < len(rows.masked))
-        entry = (inside & rows.masked[row.clamp(min=0, max=len(rows.masked) - 1)]).nonzero()[:, 0]
+        entry = (inside & rows.candidate[row.clamp(min=0, max=len(rows.masked) - 1)]).nonzero()[:, 0]
         at = row[entry]
         sequence, column = rows.sequence[at], rows.column[at] - self.block
         context = RowContext(
@@ -277,6 +277,6 @@ class BlockLoop:
         at = int(state.broken.nonzero()[0])
         return DgraphError(
             f"program 'step' gave no usable confidence for prompt {int(state.prompt[at])} (block at position "
-            f"{int(state.start[at])}): NaN, or no masked row with a token and a confidence. Check the "
+            f"{int(state.start[at])}): NaN, or no candidate with a token and a confidence. Check the "
             f"weights, and whether their dtype overflows."
         )

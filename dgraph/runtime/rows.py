@@ -16,8 +16,12 @@ class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
     sequence i64[N]; column i64[N] of its two blocks (see the kind of state); input_ids i64[N]; positions i64[N]; limit
-    i32[N]; masked bool[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs
-    to no sequence: sequence, column, input_ids, positions and limit 0, masked False.
+    i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no sequence: 0 or
+    False everywhere.
+
+    masked bool[N]: the row's own position is one of the current block that holds a mask. candidate bool[N]: the
+    position that the row predicts is one whose token the step may commit: a mask of the current block, or what a policy
+    that edits may replace. Without a logit shift and edits the two are equal.
 
     Where there is a plan, else None: full bool[N]: everything is recomputed for the row, because its sequence takes a
     full step or the row commits a block; changed bool[N]: the row's token was decoded in the step before, or full.
@@ -32,6 +36,7 @@ class StepRows:
     positions: Tensor
     limit: Tensor
     masked: Tensor
+    candidate: Tensor
     cu_rows: Tensor
     full: Tensor | None = None
     changed: Tensor | None = None
@@ -62,9 +67,9 @@ class StepRows:
 class RowResults:
     """What a step program says about each of its N rows.
 
-    token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows without a candidate (not masked,
+    token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows that cannot be committed (no candidate,
     evicted or without a token); kept bool[N]: rows that reached the last stage. margin, entropy f32[N]: -inf
-    and inf on rows without a candidate; None if the program does not say.
+    and inf on such rows; None if the program does not say.
     """
 
     token: Tensor
@@ -81,13 +86,11 @@ def row_results(
     kept: Tensor | None = None,
     margin: Tensor | None = None,
     entropy: Tensor | None = None,
-    wanted: Tensor | None = None,
 ) -> RowResults:
     """Outputs of a step program (K entries, padding at the end) -> per row of the step.
 
     token i64[K], confidence, margin and entropy f32[K]; kept i64[K]: the row of each entry, -1 for padding; None:
-    entry i is row i. wanted bool[N]: rows that may have a candidate; None: the masked ones (a policy that edits
-    wants decoded ones too).
+    entry i is row i.
     """
     n = len(rows.masked)
     entry = None if kept is None else inverse(kept, n)
@@ -97,7 +100,7 @@ def row_results(
 
     survived = torch.ones_like(rows.masked) if entry is None else entry >= 0
     token = per_row(token, -1)
-    committable = (rows.masked if wanted is None else wanted) & survived & (token >= 0)
+    committable = rows.candidate & survived & (token >= 0)
 
     def decided(values: Tensor | None, filler: float) -> Tensor | None:
         return None if values is None else torch.where(committable, per_row(values.float(), filler), filler)
@@ -152,6 +155,7 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
         positions=positions,
         limit=((positions // block + 1) * block).int(),
         masked=torch.zeros(count, dtype=torch.bool, device=canvas.device),
+        candidate=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         cu_rows=offsets_of(end - begin),
     )
 
@@ -191,6 +195,7 @@ def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -
         "limit": (positions + 1).int(),
         "cu_rows": bounds.clamp(max=rows).int(),
         "masked": torch.zeros(rows, dtype=torch.bool, device=device),
+        "candidate": torch.zeros(rows, dtype=torch.bool, device=device),
         "temperature": torch.zeros(rows, device=device),
         "seed": torch.zeros(rows, dtype=torch.int64, device=device),
         "noise": torch.zeros(rows, device=device),

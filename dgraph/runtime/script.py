@@ -90,8 +90,8 @@ class Script:
         return (rank < count[:, None]) & committable
 
     def scores(self, rows: StepRows, state: DecodeState) -> Tensor:
-        """What rows are selected by: 1.0 where the script keeps a row, 0.0 on other masked rows, -1.0 (no say) on rows
-        that are not masked: f32[N].
+        """What rows are selected by: 1.0 where the script keeps a row, 0.0 on other candidates, -1.0 (no say) on rows
+        that are none: f32[N].
 
         Together with `budget`, and `select_tokens` at alpha = 1, exactly the kept columns are kept. The columns that
         score 1 are the kept ones without those that the selection adds by itself (left neighbours, placeholders).
@@ -99,7 +99,7 @@ class Script:
         base = self._base(state)
         column = rows.column - self.block
         kept = base[rows.sequence, column.clamp(min=0)].float()
-        return torch.where(rows.masked, kept, -1.0)
+        return torch.where(rows.candidate, kept, -1.0)
 
     def budget(self, state: DecodeState) -> Tensor:
         """How many rows score 1, in the place of the average number of tokens per step: f32[b]."""

@@ -118,7 +118,7 @@ class StepRecord:
         step: from 0 within its batch.
         prompts: i64[b], indices of the batch's prompts among all prompts of the call.
         sequence: i64[N], index of each row's prompt among all prompts.
-        input_ids, positions i64[N]; limit i32[N]; masked bool[N]: what was forwarded.
+        input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: what was forwarded.
         kept: bool[N], rows that reached the last stage.
         score: f32[N] as the program selected by it, None where it has no such output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
@@ -133,7 +133,7 @@ class StepRecord:
     input_ids: Tensor
     positions: Tensor
     limit: Tensor
-    masked: Tensor
+    candidate: Tensor
     kept: Tensor
     score: Tensor | None
     token: Tensor
@@ -181,7 +181,7 @@ class StepRecord:
             input_ids=copy(rows.input_ids),
             positions=copy(rows.positions),
             limit=copy(rows.limit),
-            masked=copy(rows.masked),
+            candidate=copy(rows.candidate),
             kept=copy(results.kept[:n]),
             score=None if score is None else copy(score[:n]),
             token=copy(results.token[:n]),

@@ -52,13 +52,13 @@ class Decode:
     def step(self) -> Tensor:
         state = self.state
         rows = state.rows(int(state.summary()[0]))
-        n = len(rows.masked)
+        n = len(rows.candidate)
         kept, reached = torch.ones(n, dtype=torch.bool), None
         if self.evict:
             score, budget = SCRIPT.scores(rows, state), SCRIPT.budget(state)
-            args = (score, rows.masked, rows.positions, rows.cu_rows, rows.limit, budget, state.reached, 1.0, 0)
+            args = (score, rows.candidate, rows.positions, rows.cu_rows, rows.limit, budget, state.reached, 1.0, 0)
             kept, _, reached = OPS["select_tokens"].reference(*args)
-        chosen = kept & rows.masked
+        chosen = kept & rows.candidate
         self.kept = [
             set((rows.column[chosen & (rows.sequence == s)] - BLOCK).tolist()) for s in range(len(state.start))
         ]

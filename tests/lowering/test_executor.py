@@ -137,7 +137,7 @@ def test_inputs_are_left_unpadded(dense: dict[str, Graph], step: Scene) -> None:
 
 def test_no_rows_at_all(dense: dict[str, Graph], focus: dict[str, Graph], step: Scene) -> None:
     """A step in which every sequence is done pads to one row, which does nothing."""
-    per_row = ("input_ids", "positions", "limit", "masked", "temperature", "seed")
+    per_row = ("input_ids", "positions", "limit", "candidate", "temperature", "seed")
     inputs = {n: v[:0] if n in per_row else v for n, v in step.copy().inputs.items()}
     inputs["cu_rows"] = torch.zeros(5, dtype=torch.int32)
     before = {n: v.clone() for n, v in inputs.items()}
@@ -157,14 +157,14 @@ def test_no_rows_at_all(dense: dict[str, Graph], focus: dict[str, Graph], step: 
 def test_it_says_what_it_reads(dense: dict[str, Graph], focus: dict[str, Graph]) -> None:
     always = {"input_ids", "positions", "limit", "cu_rows", "page_table"}
     caches = {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
-    head = {"masked", "temperature", "seed"}
+    head = {"candidate", "temperature", "seed"}
     assert lower(dense["prefill"]).input_names == always | caches
     assert lower(dense["step"]).input_names == always | caches | head
     assert lower(focus["step"]).input_names == always | caches | head | {"average", "reached"}
     assert lower(dense["step"]).stage_names == ("step",)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "masked", "page_table", "k_cache_2"])
+@pytest.mark.parametrize("name", ["input_ids", "candidate", "page_table", "k_cache_2"])
 def test_a_missing_input(dense: dict[str, Graph], step: Scene, name: str) -> None:
     inputs = step.copy().inputs
     del inputs[name]
@@ -176,7 +176,7 @@ def test_a_missing_input(dense: dict[str, Graph], step: Scene, name: str) -> Non
     ("name", "change", "message"),
     [
         ("input_ids", Tensor.int, r"input 'input_ids' is torch\.int32, expected torch\.int64"),
-        ("masked", Tensor.float, r"input 'masked' is torch\.float32, expected torch\.bool"),
+        ("candidate", Tensor.float, r"input 'masked' is torch\.float32, expected torch\.bool"),
         ("v_cache_1", Tensor.bfloat16, r"input 'v_cache_1' is torch\.bfloat16, expected torch\.float32"),
         ("positions", lambda t: t[:-1], r"input 'positions' has 31 rows, expected at least 32"),
     ],
@@ -195,7 +195,7 @@ def test_an_input_that_does_not_fit(
 def test_rows_behind_the_live_ones_are_padding(dense: dict[str, Graph], step: Scene) -> None:
     expected = lower(dense["step"], [40])(step.copy().inputs, ROWS).outputs
     inputs = step.copy().inputs
-    for name in ("input_ids", "positions", "limit", "masked", "temperature", "seed"):
+    for name in ("input_ids", "positions", "limit", "candidate", "temperature", "seed"):
         inputs[name] = torch.cat([inputs[name], torch.zeros(60, dtype=inputs[name].dtype)])
     found = lower(dense["step"], [40])(inputs, ROWS).outputs
     for name, value in expected.items():

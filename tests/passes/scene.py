@@ -66,7 +66,7 @@ def scene(cached: Graph, average: float = 1.0) -> Scene:
 
 def padded(inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
     """A bucket that is larger than the step."""
-    names = ("input_ids", "positions", "limit", "masked", "temperature", "seed")
+    names = ("input_ids", "positions", "limit", "candidate", "temperature", "seed")
     zeros = {name: inputs[name].new_zeros(rows) for name in names if name in inputs}
     return {**inputs, **{name: torch.cat([inputs[name], more]) for name, more in zeros.items()}}
 

@@ -25,7 +25,7 @@ def step(cached: Graph) -> Scene:
 
 def test_it_fires_once_outside_the_layers(cached: Graph) -> None:
     report = report_of(cached, ChunkLMHead(7))
-    assert [(a.layer, a.what) for a in report.applied] == [(None, "masked rows, 7 at a time")]
+    assert [(a.layer, a.what) for a in report.applied] == [(None, "candidate rows, 7 at a time")]
     assert report.skipped == []
     graph = rewritten(cached, ChunkLMHead(7))
     assert graph.outputs == ("token", "confidence", "margin", "entropy")
@@ -39,7 +39,7 @@ def test_it_fires_once_outside_the_layers(cached: Graph) -> None:
     assert after == [*before[:-1], "dgraph.lm_head", *["getitem"] * 4]
     new = [(s.name, s.dtype, s.shape) for n, s in graph.inputs.items() if n not in cached.inputs]
     assert new == [
-        ("masked", torch.bool, ("N",)),
+        ("candidate", torch.bool, ("N",)),
         ("temperature", torch.float32, ("N",)),
         ("seed", torch.int64, ("N",)),
     ]
@@ -49,7 +49,7 @@ def test_it_fires_once_outside_the_layers(cached: Graph) -> None:
 def test_it_is_argmax_and_softmax_over_the_full_logits(cached: Graph, step: Scene, chunk: int) -> None:
     logits = interpret(cached, step.copy().inputs)["logits"]
     out = interpret(rewritten(cached, ChunkLMHead(chunk)), step.copy().inputs)
-    masked = step.inputs["masked"]
+    masked = step.inputs["candidate"]
     logits[:, MASK] = -torch.inf
     assert torch.equal(out["token"][masked], logits[masked].argmax(-1))
     expected = logits[masked].softmax(-1).amax(-1)
@@ -66,7 +66,7 @@ def test_it_is_argmax_and_softmax_over_the_full_logits(cached: Graph, step: Scen
 def test_with_all_rows_masked_in_one_chunk_nothing_is_lost(cached: Graph, step: Scene) -> None:
     """The lossless limit: the same GEMM, so the same bits as the logits give."""
     mine = step.copy()
-    mine.inputs["masked"][:] = True
+    mine.inputs["candidate"][:] = True
     logits = interpret(cached, step.copy().inputs)["logits"]
     out = interpret(rewritten(cached, ChunkLMHead(32)), mine.inputs)
     found = decode_logits(logits, mine.inputs["temperature"], mine.inputs["seed"], MASK)
@@ -120,7 +120,7 @@ def test_a_head_with_a_bias() -> None:
     head = hand.call(aten.linear.default, h, hand.weight("head.weight", VOCAB, 8), hand.weight("head.bias", VOCAB))
     graph = hand.returns(logits=head)
     inputs = {"h": torch.randn(4, 8), **rows_of([draw(4)])}
-    inputs["masked"] = torch.ones(4, dtype=torch.bool)
+    inputs["candidate"] = torch.ones(4, dtype=torch.bool)
     logits = interpret(graph, inputs)["logits"]
     logits[:, MASK] = -torch.inf
     chunked = rewritten(graph, ChunkLMHead())

@@ -58,7 +58,7 @@ def test_it_fires_once_at_its_layer(cached: Graph, after: int, signal: str) -> N
 def test_it_adds_what_the_decode_loop_must_give_and_gets(cached: Graph, evicted: Graph) -> None:
     new = {name: (s.dtype, s.shape) for name, s in evicted.inputs.items() if name not in cached.inputs}
     assert new == {
-        "masked": (torch.bool, ("N",)),
+        "candidate": (torch.bool, ("N",)),
         "average": (torch.float32, ("b",)),
         "reached": (torch.int32, ("b",)),
     }
@@ -229,7 +229,7 @@ def test_the_lm_head_may_be_chunked_before_or_behind(cached: Graph, step: Scene,
         assert torch.equal(value, theirs[name]), name
     carried = [[a.name for a in g.find("compact")[0].args[0]] for g in (behind, before)]  # type: ignore[union-attr]
     assert len(carried[0]) == len(set(carried[0])) == len(carried[1])
-    masked = step.inputs["masked"][mine["kept"]]
+    masked = step.inputs["candidate"][mine["kept"]]
     assert ((mine["token"] >= 0) == masked).all()
     assert (mine["token"] != MASK).all()
 
@@ -317,7 +317,7 @@ def test_options_at_the_edge() -> None:
 
 
 def test_the_scene_is_what_it_says(cached: Graph, step: Scene) -> None:
-    assert step.inputs["masked"].tolist() == [m for _, block, _ in BLOCKS for m in block]
+    assert step.inputs["candidate"].tolist() == [m for _, block, _ in BLOCKS for m in block]
     assert step.inputs["reached"].tolist() == [15, 12, -1, 29]
     assert WEIGHTS["model.norm.weight"].equal(cached.tensors["model.norm.weight"])
 
@@ -334,7 +334,7 @@ def test_scripted_selection_measures_all_the_same_and_takes_what_is_given(cached
     script[5] = 0.0
     out = interpret(graph, {**mine.inputs, "script": script})
     assert torch.equal(out["score"], torch.where(torch.arange(32) == 5, 0.0, delta))
-    masked = mine.inputs["masked"]
+    masked = mine.inputs["candidate"]
     script = masked.float()
     for s in range(len(BLOCKS)):  # the last masked row of each block is not selected
         script[s * BLOCK + int(masked[s * BLOCK : (s + 1) * BLOCK].nonzero().max())] = 0.0

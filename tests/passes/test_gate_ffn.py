@@ -189,8 +189,8 @@ def test_rows_that_an_eviction_keeps_take_their_own_features(counted: tuple[Pass
     graph = rewritten(cached, EvictTokens(keep=1), GateFFN(-1.01), *counted)
     assert len(graph.find("row_slots")) == 2
     first, second, _ = three_steps(graph.spec)
-    everything = {**first, "masked": torch.zeros_like(first["full"])}  # nothing to evict
-    some = {**second, "masked": torch.ones_like(second["full"])}
+    everything = {**first, "candidate": torch.zeros_like(first["full"])}  # nothing to evict
+    some = {**second, "candidate": torch.ones_like(second["full"])}
     memory = memory_of(graph.spec, LENGTHS)
     interpret(graph, {**everything, **memory})
     again = {name: value.clone() for name, value in memory.items()}

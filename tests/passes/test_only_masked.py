@@ -62,7 +62,7 @@ def test_it_fires_once_in_the_last_layer(cached: Graph, fused: Graph, one_produc
     assert (graph.inputs, graph.outputs) == (before.inputs, before.outputs)
     assert [graph.type_text(graph.result(name)) for name in DECISION] == ["i64[N]", "f32[N]", "f32[N]", "f32[N]"]
     (kept,), (compact,) = graph.find("list_kept"), graph.find("compact")
-    assert kept.args == (graph.input("masked"), graph.input("cu_rows"))
+    assert kept.args == (graph.input("candidate"), graph.input("cu_rows"))
     assert (kept.meta["rows"], kept.meta["layer"], compact.meta["layer"]) == ("K", LAST, LAST)
     over = {n.meta["layer"] for n in graph.calls if graph.row_set(n) == "K" and n not in (kept, compact)}
     assert over == {LAST, None}, "the last layer, and the last norm"
@@ -105,7 +105,7 @@ def check(before: Graph, after: Graph, step: Scene, rows: int = 0) -> dict[str, 
 def test_masked_rows_predict_the_same(fused: Graph, step: Scene, rows: int, chunk: int) -> None:
     before = rewritten(fused, ChunkLMHead(chunk))
     got = check(before, rewritten(before, OnlyMasked()), step, rows)
-    masked = step.inputs["masked"]
+    masked = step.inputs["candidate"]
     assert 0 < int(masked.sum()) < len(masked)
     assert (got["token"][: len(masked)][~masked] == -1).all()
     assert (got["token"][: len(masked)][masked] >= 0).all()
@@ -115,7 +115,7 @@ def test_masked_rows_predict_the_same(fused: Graph, step: Scene, rows: int, chun
 def test_with_every_row_masked_or_none(fused: Graph, step: Scene, every: bool) -> None:
     """The lossless limit: with every row, the same products in the same order, so the same bits."""
     before, given = rewritten(fused, ChunkLMHead(32)), step.copy()
-    given.inputs["masked"][:] = every
+    given.inputs["candidate"][:] = every
     got = check(before, rewritten(before, OnlyMasked()), given)
     want = interpret(before, given.copy().inputs)
     for name in DECISION:
@@ -129,7 +129,7 @@ def test_it_is_the_oracle(fused: Graph, step: Scene) -> None:
     starts = torch.tensor([0, *step.counts]).cumsum(0).tolist()
     for s in range(len(step.counts)):
         rows = slice(starts[s], starts[s + 1])
-        masked = step.inputs["masked"][rows]
+        masked = step.inputs["candidate"][rows]
         logits = oracle_step(s, None)[0].index_fill(1, torch.tensor([MASK]), -torch.inf)
         assert torch.equal(out["token"][rows][masked], logits.argmax(-1)[masked])
         probability = logits.softmax(-1).amax(-1)
@@ -256,7 +256,7 @@ def test_behind_what_keeps_features_it_is_a_near_miss(cached: Graph, late: Pass)
 def test_where_rows_are_gathered_behind_the_last_layer_it_is_a_near_miss(cached: Graph) -> None:
     graph = rewritten(cached, ChunkLMHead()).copy()
     (head,) = graph.find("lm_head")
-    masked, cu_rows = graph.input("masked"), graph.input("cu_rows")
+    masked, cu_rows = graph.input("candidate"), graph.input("cu_rows")
     kept = graph.call(OPS["list_kept"], (masked, cu_rows), before=head, by="Test", rows="K")
     (index,) = graph.parts(kept, 1, "Test")
     gathered = graph.call(OPS["compact"], ([head.args[0]], index), before=head, by="Test")

@@ -171,7 +171,7 @@ def test_behind_passes_that_choose_rows(name: str, passes: list[Pass]) -> None:
         # A row of a block-causal model that is evicted takes what is behind it out of sight: there is nothing there.
         windows = WINDOWS if name in ("llada", "dream") else TO_THE_END
         inputs = step(whole, action, decoded, windows=windows)
-        inputs["masked"] = torch.ones_like(inputs["full"])
+        inputs["candidate"] = torch.ones_like(inputs["full"])
         got = interpret(reuse if action == REUSE else select, {**inputs, **memory})
         want = interpret(before, {**inputs, **wanted})
         assert all(torch.equal(got[key], want[key]) for key in got.keys() & {"kept", "salient", "reached"})

@@ -66,7 +66,7 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "positions": positions.tolist(),
-                "masked": positions[record.masked[mine]].tolist(),
+                "masked": positions[record.candidate[mine]].tolist(),
                 "kept": positions[record.kept[mine]].tolist(),
                 "committed": list(
                     zip(
@@ -77,7 +77,7 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
                 ),
                 "average": float(record.average[at]),
                 "reached": int(record.reached_after[at]),
-                "score": None if record.score is None else record.score[mine] * record.masked[mine],
+                "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
         )
     return found

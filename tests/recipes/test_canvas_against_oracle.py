@@ -114,14 +114,14 @@ def steps_of(records: list[StepRecord], prompt: int, shift: int) -> list[dict[st
             {
                 "positions": positions.tolist(),
                 "limit": set(record.limit[mine].tolist()),
-                "masked": positions[record.masked[mine]].tolist(),
+                "masked": positions[record.candidate[mine]].tolist(),
                 "kept": positions[record.kept[mine]].tolist(),
                 "committed": list(
                     zip((positions[chosen] + shift).tolist(), record.token[mine][chosen].tolist(), strict=True)
                 ),
                 "average": float(record.average[at]),
                 "reached": int(record.reached_after[at]),
-                "score": None if record.score is None else record.score[mine] * record.masked[mine],
+                "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
         )
     return found

@@ -256,7 +256,7 @@ def test_the_phases_of_both_recipes_fit_one_loop(captured: Graph, name: str, pha
     if (name, phase) == ("focus", "step"):
         outputs += ("kept", "reached", "score")
     assert graph.outputs == outputs
-    given = {"input_ids", "positions", "limit", "cu_rows", "page_table", "masked", "temperature", "seed"}
+    given = {"input_ids", "positions", "limit", "cu_rows", "page_table", "candidate", "temperature", "seed"}
     given |= {"average", "reached"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
     assert set(graph.inputs) <= given
 

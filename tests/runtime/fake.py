@@ -83,7 +83,7 @@ class FakeProgram:
         self.kind, self.noise = kind, noise
         self.calls: list[dict[str, Tensor]] = []
         self.stage_names = ("prefix", "suffix") if kind == "evict" else (kind,)
-        names = {"input_ids", "positions", "limit", "cu_rows", "masked", "page_table", "average", "reached"}
+        names = {"input_ids", "positions", "limit", "cu_rows", "candidate", "page_table", "average", "reached"}
         names |= {f"{n}_cache_{layer}" for n in "kv" for layer in range(2)}
         self.input_names = frozenset(names | ({"noise"} if noise else set()))
 
@@ -101,7 +101,7 @@ class FakeProgram:
         sizes = dict.fromkeys(ROW_INPUTS | {"noise"}, rows)
         inputs = {k: v[: sizes.get(k)] for k, v in inputs.items()}  # behind them is padding
         self.calls.append({k: v.clone() for k, v in inputs.items() if "cache" not in k})
-        ids, positions, masked = inputs["input_ids"], inputs["positions"], inputs["masked"]
+        ids, positions, masked = inputs["input_ids"], inputs["positions"], inputs["candidate"]
         cu_rows, limit = inputs["cu_rows"], inputs["limit"]
         if ids.device.type == "cpu":
             check_inputs(inputs, rows)
@@ -143,14 +143,14 @@ def padded(values: Tensor, filler: float) -> Tensor:
 
 def check_inputs(inputs: Mapping[str, Tensor], rows: int) -> None:
     """Dtypes, and what the contract says about rows."""
-    for name in ("input_ids", "positions", "seed", "limit", "masked", "temperature"):
+    for name in ("input_ids", "positions", "seed", "limit", "candidate", "temperature"):
         assert inputs[name].shape == (rows,), name
     for name in ("limit", "cu_rows", "reached", "page_table"):
         assert inputs[name].dtype == torch.int32, name
     for name in ("temperature", "average"):
         assert inputs[name].dtype == torch.float32, name
     assert inputs["input_ids"].dtype == inputs["positions"].dtype == inputs["seed"].dtype == torch.int64
-    assert inputs["masked"].dtype == torch.bool
+    assert inputs["candidate"].dtype == torch.bool
     bounds = inputs["cu_rows"].tolist()
     assert bounds[0] == 0
     assert bounds[-1] == rows
@@ -182,7 +182,7 @@ def read(inputs: Mapping[str, Tensor], layer: int, sequence: Tensor, limit: Tens
 
 def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """FOCUS's budget and placeholder rule, without its other rules: (kept, limit, reached)."""
-    masked, positions = inputs["masked"], inputs["positions"]
+    masked, positions = inputs["candidate"], inputs["positions"]
     kept, limit, reached = ~masked, inputs["limit"].clone(), inputs["reached"].clone()
     for s, average in enumerate(inputs["average"].tolist()):
         rows = (sequence == s).nonzero()[:, 0]

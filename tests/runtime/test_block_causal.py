@@ -38,9 +38,9 @@ def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options)
     for (sequence, position), value in decode.items():
         at = (rows.sequence == sequence) & (rows.positions == position)
         assert at.sum() == 1
-        assert rows.masked[at].all()
+        assert rows.candidate[at].all()
         token[at], confidence[at] = value, 0.9
-    results = RowResults(token, confidence, torch.ones_like(rows.masked))
+    results = RowResults(token, confidence, torch.ones_like(rows.candidate))
     policy = ConfidenceThreshold(0.5)
     return state.apply(rows, results, policy, options.get("cache", "off"), options.get("recommit", True))
 
@@ -65,7 +65,7 @@ def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
     assert rows.cu_rows.tolist() == [0, 4, 8]
     assert rows.positions.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
     assert rows.input_ids.tolist() == [5, 6, MASK, MASK, 7, MASK, MASK, MASK]
-    assert rows.masked.tolist() == [False, False, True, True, False, True, True, True]
+    assert rows.candidate.tolist() == [False, False, True, True, False, True, True, True]
     assert rows.limit.tolist() == [8] * 4 + [4] * 4
     assert state.reached.tolist() == [3, -1]
     assert state.average.tolist() == [1.0, 1.0]
@@ -105,7 +105,7 @@ def test_a_complete_block_is_committed_in_the_next_step() -> None:
         assert pending(state) == [*committed, 4, 5, 6, 7]
         rows = state.rows(state.summary().tolist()[0])
         assert rows.limit.tolist() == [4] * len(committed) + [8] * 4
-        assert rows.masked.tolist() == [False] * len(committed) + [True] * 4
+        assert rows.candidate.tolist() == [False] * len(committed) + [True] * 4
         assert (state.reached.tolist(), state.steps.tolist(), state.decoded.tolist()) == ([3], [0], [0])
         step(state, {(0, 5): 49}, cache="dc+", recommit=recommit)
         assert pending(state) == [4, 5, 6, 7]
@@ -203,7 +203,7 @@ def test_nan_is_found() -> None:
     state = begin([[1], [2]], 3)
     rows = state.rows(8)
     confidence = torch.tensor([NONE, 0.5, 0.5, 0.5, NONE, 0.5, torch.nan, 0.5])
-    state.apply(rows, RowResults(torch.ones(8).long(), confidence, rows.masked), ONE, "off", True)
+    state.apply(rows, RowResults(torch.ones(8).long(), confidence, rows.candidate), ONE, "off", True)
     assert state.broken.tolist() == [False, True]
 
 

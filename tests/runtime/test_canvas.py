@@ -67,9 +67,9 @@ def step(
     for (sequence, position), value in decode.items():
         at = (rows.sequence == sequence) & (rows.positions == position - state.shift)
         assert at.sum() == 1
-        assert rows.masked[at].all()
+        assert rows.candidate[at].all()
         token[at], confidence[at] = value, 0.9
-    results = RowResults(token, confidence, torch.ones_like(rows.masked))
+    results = RowResults(token, confidence, torch.ones_like(rows.candidate))
     return state.apply(rows, results, policy, cache, True)
 
 
@@ -106,8 +106,8 @@ def test_the_first_step_forwards_everything() -> None:
     assert rows.positions.tolist() == [*span(0, 9), *span(0, 7), 0, 0]
     assert rows.input_ids.tolist() == [1, 2, 3, *[MASK] * 6, 7, *[MASK] * 6, 0, 0]
     assert rows.limit.tolist() == [9] * 9 + [7] * 7 + [0, 0]
-    # Masked rows are those of the first block; its columns are 4..7 of the window.
-    assert rows.masked.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
+    # Candidates are the rows of the first block; its columns are 4..7 of the window.
+    assert rows.candidate.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
     assert rows.column.tolist() == [0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 0]
     assert (state.start.tolist(), state.end.tolist(), state.reached.tolist()) == ([3, 1], [9, 7], [2, 0])
     assert state.average.tolist() == [math.inf, math.inf]
@@ -117,7 +117,8 @@ def test_the_first_step_forwards_everything() -> None:
 def test_a_shifted_row_predicts_the_next_position() -> None:
     state = begin([[1, 2, 3], [7]], 6, shift=1)
     rows = state.rows(16)
-    assert rows.masked.nonzero().flatten().tolist() == [2, 3, 4, 5, 9, 10, 11, 12]
+    assert rows.candidate.nonzero().flatten().tolist() == [2, 3, 4, 5, 9, 10, 11, 12]
+    assert rows.masked.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
     assert rows.column.tolist() == [0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0]
     committed = step(state, {(0, 3): 13, (1, 4): 24})
     assert committed.tolist() == [[True, False, False, False], [False, False, False, True]]
@@ -126,7 +127,8 @@ def test_a_shifted_row_predicts_the_next_position() -> None:
     # The row in front of the block rides along, its own position's among them; the last one predicts no masked one.
     assert (pending(state, 0), pending(state, 1)) == ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4])
     rows = state.rows(10)
-    assert rows.masked.tolist() == [False, True, True, True, False, True, True, True, False, False]
+    assert rows.candidate.tolist() == [False, True, True, True, False, True, True, True, False, False]
+    assert rows.masked.tolist() == [False, False, True, True, True, False, True, True, True, False]
 
 
 def test_plans() -> None:
@@ -212,7 +214,7 @@ def test_a_last_block_that_is_cut_short() -> None:
     state = begin([[1, 2, 3]], 6)
     step(state, {(0, p): 10 for p in range(3, 7)})
     rows = state.rows(9)
-    assert rows.masked.nonzero().flatten().tolist() == [7, 8]
+    assert rows.candidate.nonzero().flatten().tolist() == [7, 8]
     assert set(rows.limit.tolist()) == {9}
     step(state, {(0, 8): 10})
     assert pending(state) == [7, 8]
@@ -293,8 +295,8 @@ def foreseen(plan: RowPlan, prompt: list[int], new: int, shift: int = 0, steps: 
     state, found = begin([prompt], new, plan, shift=shift), []
     while state.active.any():
         rows = state.rows(state.summary().tolist()[0])
-        token = torch.where(rows.masked, rows.positions, -1)
-        results = RowResults(token, torch.where(rows.masked, 0.5, NONE), torch.ones_like(rows.masked))
+        token = torch.where(rows.candidate, rows.positions, -1)
+        results = RowResults(token, torch.where(rows.candidate, 0.5, NONE), torch.ones_like(rows.candidate))
         columns = state.columns
         committed = state.apply(rows, results, Sequential(steps), "off", True)
         found.append((rows.positions.tolist(), columns[committed].tolist()))

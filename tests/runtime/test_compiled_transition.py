@@ -72,7 +72,7 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     n, rows = advance.capacity, advance.rows
     count = int(rows.cu_rows[-1])
     first = advance._steps
-    some = [r for r in range(count) if not evicting or (r + first) % 3 or not bool(rows.masked[r])]
+    some = [r for r in range(count) if not evicting or (r + first) % 3 or not bool(rows.candidate[r])]
     kept = torch.tensor(some, dtype=torch.int64)
     said = {
         "token": torch.randint(0, 90, (n,), generator=draw),

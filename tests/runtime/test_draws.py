@@ -18,7 +18,7 @@ def test_logits_are_decoded_by_the_runtime() -> None:
     session = make_session(8, "logits")
     session.generate(prompts, max_new_tokens=17, policy=policy, observer=records.append, seed=5)
     for record in records:
-        masked = record.masked
+        masked = record.candidate
         assert (record.token[~masked] == -1).all()
         assert (record.token[masked] >= 0).all()
         assert (record.token != MASK).all()

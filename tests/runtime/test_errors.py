@@ -110,7 +110,7 @@ class Broken(FakeProgram):
             raise RuntimeError("the device is gone")
         if self.how == "names":
             return ProgramResult({"hidden": inputs["seed"]}, (rows,), (rows,), (0.0,))
-        last = inputs["masked"].nonzero()[-1]
+        last = inputs["candidate"].nonzero()[-1]
         if self.how == "nan":
             result.outputs["confidence"][last] = torch.nan
         else:

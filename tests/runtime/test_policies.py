@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
 def test_program_outputs_come_back_with_margin_and_entropy() -> None:
     flags = torch.tensor([True, False, True, True])
     zeros = torch.zeros(4, dtype=torch.int64)
-    rows = StepRows(zeros, zeros, zeros, zeros, zeros.int(), flags, torch.tensor([0, 4]).int())
+    rows = StepRows(zeros, zeros, zeros, zeros, zeros.int(), ~flags, flags, torch.tensor([0, 4]).int())
     token, kept = torch.tensor([7, 8, 9, -1]), torch.tensor([1, 2, 3, -1])
     value = torch.tensor([0.5, 0.25, 0.75, 0.0])
     got = row_results(rows, token, value, kept, value, value)
@@ -259,6 +260,6 @@ def test_program_outputs_come_back_with_margin_and_entropy() -> None:
     assert got.entropy is not None
     assert got.margin.tolist() == [NONE, NONE, 0.25, 0.75]
     assert got.entropy.tolist() == [math.inf, math.inf, 0.25, 0.75]
-    wanted = row_results(rows, token, value, kept, wanted=torch.ones(4).bool())
-    assert wanted.confidence.tolist() == [NONE, 0.5, 0.25, 0.75]  # row 0 was evicted
-    assert wanted.margin is wanted.entropy is None
+    every = row_results(replace(rows, candidate=torch.ones(4).bool()), token, value, kept)
+    assert every.confidence.tolist() == [NONE, 0.5, 0.25, 0.75]  # row 0 was evicted
+    assert every.margin is every.entropy is None

@@ -22,7 +22,7 @@ def check_steps(records: list[StepRecord], prompt: int, expected: Simulation) ->
         row = record.sequence == prompt
         assert record.positions[row].tolist() == step.positions
         assert record.limit[row].tolist() == step.limit
-        assert record.positions[row & record.masked].tolist() == step.masked
+        assert record.positions[row & record.candidate].tolist() == step.masked
         assert record.positions[row & record.kept].tolist() == step.kept
         taken = row & record.committed
         pairs = zip(record.positions[taken].tolist(), record.token[taken].tolist(), strict=True)
@@ -135,7 +135,7 @@ def test_observer_gets_copies_and_prompt_indices_of_every_batch() -> None:
         n = len(record.positions)
         assert record.score is not None
         assert record.score.shape == record.kept.shape == record.confidence.shape == (n,)
-        assert torch.isfinite(record.confidence).equal(record.masked & record.kept)
+        assert torch.isfinite(record.confidence).equal(record.candidate & record.kept)
         assert (record.token[record.committed] == record.committed_tokens).all()
         assert not (record.committed & ~record.kept).any()
         assert (record.reached_after >= record.reached).all()
@@ -178,7 +178,7 @@ def test_a_program_that_only_answers_the_mask_token_comes_to_an_end() -> None:
     class Stuck(FakeProgram):
         def __call__(self, inputs, rows):
             result = super().__call__(inputs, rows)
-            result.outputs["token"][inputs["masked"].nonzero()[:, 0]] = MASK
+            result.outputs["token"][inputs["candidate"].nonzero()[:, 0]] = MASK
             return result
 
     session = BlockSession(fake_spec(4), {"prefill": FakeProgram("prefill"), "step": Stuck("step")})

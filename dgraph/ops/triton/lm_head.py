@@ -1,8 +1,8 @@
 """dgraph::lm_head on CUDA.
 
-The host does not know which rows are masked. Of many rows, the device lists the masked ones, and each chunk of the list
-is gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks behind
-the last masked row end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
+The host does not know which rows are candidates. Of many rows, the device lists these, and each chunk of the list is
+gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks behind
+the last candidate end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
 Rows that are packed need no gathering; they are listed whatever their number, since their results belong elsewhere.
 
 Each row's vocabulary is reduced in shares, and the shares are combined in order: the two largest logits, the sum of
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.triton import rows_linear
-from dgraph.ops.triton.lm_head_rows import Listed, gather, list_masked
+from dgraph.ops.triton.lm_head_rows import Listed, gather, list_candidates
 from dgraph.ops.triton.logits import merge, reduce_share
 from dgraph.ops.triton.rows import dense_rows, power_of_two
 from dgraph.ops.tuning import LogitsShape, chosen, dtype_name
@@ -64,7 +64,7 @@ def kernel(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    masked: Tensor,
+    candidate: Tensor,
     temperature: Tensor,
     seed: Tensor,
     max_num_logits: int,
@@ -72,18 +72,18 @@ def kernel(
     packed: bool = False,
     listed: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgraph::lm_head; see its contract. `listed` says whether masked rows are listed; None: if there are many rows, or
+    """dgraph::lm_head; see its contract. `listed` says whether candidates are listed; None: if there are many rows, or
     they are packed.
     """
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
-    n = masked.shape[0]
+    n = candidate.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     found = token, confidence, margin, entropy
     if n:
-        per_row = masked.contiguous(), temperature.contiguous(), seed.contiguous()
+        per_row = candidate.contiguous(), temperature.contiguous(), seed.contiguous()
         chunk = min(n, max_num_logits)
         if packed or (n > FEW if listed is None else listed):
             _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found)
@@ -96,7 +96,7 @@ def _all_rows(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    masked: Tensor,
+    candidate: Tensor,
     temperature: Tensor,
     seed: Tensor,
     chunk: int,
@@ -113,7 +113,7 @@ def _all_rows(
         else:
             torch.addmm(bias, h[part], weight.t(), out=logits)
         token, confidence, margin, entropy = (x[part] for x in found)
-        rows = masked[part], temperature[part], seed[part]
+        rows = candidate[part], temperature[part], seed[part]
         reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy)
 
 
@@ -121,7 +121,7 @@ def _listed_rows(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    masked: Tensor,
+    candidate: Tensor,
     temperature: Tensor,
     seed: Tensor,
     chunk: int,
@@ -130,8 +130,8 @@ def _listed_rows(
     found: Results,
 ) -> None:
     h, weight = dense_rows(h), dense_rows(weight)
-    rows = list_masked(masked, chunk, *found)
-    n = min(len(masked), len(h))  # as many may be masked
+    rows = list_candidates(candidate, chunk, *found)
+    n = min(len(candidate), len(h))  # as many may be candidates
     buffer = None if packed else torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
     for i, first in enumerate(range(0, n, chunk)):
         part = rows.chunk(i, chunk)
@@ -141,13 +141,13 @@ def _listed_rows(
             some = buffer[: n - first]
             gather(h, part, some)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
-        reduce_logits(logits, masked, temperature, seed, suppress, *found, listed=part)
+        reduce_logits(logits, candidate, temperature, seed, suppress, *found, listed=part)
         del logits  # or two chunks would be alive at once
 
 
 def reduce_logits(
     logits: Tensor,
-    masked: Tensor,
+    candidate: Tensor,
     temperature: Tensor,
     seed: Tensor,
     suppress: int,
@@ -161,8 +161,8 @@ def reduce_logits(
 ) -> None:
     """Write token i64[R], and confidence, margin and entropy f32[R], for each row of logits [R, V].
 
-    The other arguments, and what a row that is not masked gets, are those of dgraph::lm_head. `plan` overrides the
-    sizes chosen for the shape. With `listed`, a chunk of the masked rows, row i of the logits is that of row rows[i]
+    The other arguments, and what a row that is no candidate gets, are those of dgraph::lm_head. `plan` overrides the
+    sizes chosen for the shape. With `listed`, a chunk of the candidates, row i of the logits is that of row rows[i]
     of all else, for as many i as the last count says; other rows are left as they are, and no more than about
     `programs` programs reduce the rows, because most chunks of a list are empty.
     """
@@ -175,31 +175,31 @@ def reduce_logits(
     block, splits = plan.block, plan.splits
     keys = torch.empty((6, rows, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
-    temperature, seed, masked = temperature.contiguous(), seed.contiguous(), masked.contiguous()
+    temperature, seed, candidate = temperature.contiguous(), seed.contiguous(), candidate.contiguous()
     index, counts = listed or (None, None)
     last = 0 if counts is None else counts.shape[0] - 1
     share = triton.cdiv(triton.cdiv(vocab, splits), block) * block
     across = rows if listed is None else min(rows, max(1, programs // splits))
     _reduce[(across, splits)](
-        logits, masked, index, counts, temperature, seed, *keys.unbind(), ids,
+        logits, candidate, index, counts, temperature, seed, *keys.unbind(), ids,
         last, vocab, logits.stride(0), suppress, share, splits, block, num_warps=plan.warps,
     )  # fmt: skip
     _combine[(rows,)](
-        masked, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy,
+        candidate, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy,
         last, splits, power_of_two(splits), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["last_count"])
 def _reduce(
-    logits_ptr, masked_ptr, index_ptr, counts_ptr, temperature_ptr, seed_ptr,
+    logits_ptr, candidate_ptr, index_ptr, counts_ptr, temperature_ptr, seed_ptr,
     top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
     last_count, vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A share of one row, if that is masked; or of listed rows, one after the other."""
+    """A share of one row, if that is a candidate; or of listed rows, one after the other."""
     place, split = tl.program_id(0), tl.program_id(1)
     if index_ptr is None:
-        if tl.load(masked_ptr + place) != 0:
+        if tl.load(candidate_ptr + place) != 0:
             _reduce_row(
                 logits_ptr, temperature_ptr, seed_ptr,
                 top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
@@ -249,7 +249,7 @@ def _reduce_row(
 
 @triton.jit(do_not_specialize=["last_count"])
 def _combine(
-    masked_ptr, index_ptr, counts_ptr,
+    candidate_ptr, index_ptr, counts_ptr,
     top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
     token_ptr, confidence_ptr, margin_ptr, entropy_ptr,
     last_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -260,7 +260,7 @@ def _combine(
         if place >= tl.load(counts_ptr + last_count):
             return
         row = tl.load(index_ptr + place)
-    elif tl.load(masked_ptr + row) == 0:
+    elif tl.load(candidate_ptr + row) == 0:
         tl.store(token_ptr + row, tl.full([], -1, tl.int64))
         tl.store(confidence_ptr + row, float("-inf"))
         tl.store(margin_ptr + row, float("-inf"))

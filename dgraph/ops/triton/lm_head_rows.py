@@ -33,14 +33,14 @@ class Listed(NamedTuple):
         return Listed(self.rows[i * size :], self.counts[: i + 1])
 
 
-def list_masked(
-    masked: Tensor, chunk: int, token: Tensor, confidence: Tensor, margin: Tensor, entropy: Tensor
+def list_candidates(
+    candidate: Tensor, chunk: int, token: Tensor, confidence: Tensor, margin: Tensor, entropy: Tensor
 ) -> Listed:
-    """The rows of masked bool[N], N > 0, in chunks of `chunk`; the results of the others are set, all [N]."""
-    n = masked.shape[0]
-    found = Listed(*(torch.empty(s, dtype=torch.int32, device=masked.device) for s in (n, triton.cdiv(n, chunk))))
+    """The rows of candidate bool[N], N > 0, in chunks of `chunk`; the results of the others are set, all [N]."""
+    n = candidate.shape[0]
+    found = Listed(*(torch.empty(s, dtype=torch.int32, device=candidate.device) for s in (n, triton.cdiv(n, chunk))))
     _list_rows[(triton.cdiv(n, TOGETHER),)](
-        masked, *found, token, confidence, margin, entropy,
+        candidate, *found, token, confidence, margin, entropy,
         n, chunk, found.counts.shape[0], TOGETHER, power_of_two(n, TOGETHER, 4096), num_warps=4,
     )  # fmt: skip
     return found
@@ -56,14 +56,14 @@ def gather(h: Tensor, part: Listed, out: Tensor) -> None:
 
 @triton.jit
 def _list_rows(
-    masked_ptr, index_ptr, counts_ptr, token_ptr, confidence_ptr, margin_ptr, entropy_ptr, n, chunk, chunks,
+    candidate_ptr, index_ptr, counts_ptr, token_ptr, confidence_ptr, margin_ptr, entropy_ptr, n, chunk, chunks,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Each program counts the masked rows before its own, which are single bytes, instead of waiting for another."""
+    """Each program counts the candidates before its own, which are single bytes, instead of waiting for another."""
     first = tl.program_id(0) * BLOCK
     row = first + tl.arange(0, BLOCK)
-    flag = tl.load(masked_ptr + row, mask=row < n, other=0) != 0
-    place = kept_before(masked_ptr, first, WIDE) + tl.cumsum(flag.to(tl.int32), 0) - 1
+    flag = tl.load(candidate_ptr + row, mask=row < n, other=0) != 0
+    place = kept_before(candidate_ptr, first, WIDE) + tl.cumsum(flag.to(tl.int32), 0) - 1
     tl.store(index_ptr + place, row, mask=flag)
     other = (row < n) & (flag == 0)
     tl.store(token_ptr + row, tl.full([BLOCK], -1, tl.int64), mask=other)
@@ -72,7 +72,7 @@ def _list_rows(
     tl.store(margin_ptr + row, lowest, mask=other)
     tl.store(entropy_ptr + row, -lowest, mask=other)
     if first < chunks:  # there are no more chunks than rows
-        left = kept_before(masked_ptr, n, WIDE) - row * chunk
+        left = kept_before(candidate_ptr, n, WIDE) - row * chunk
         tl.store(counts_ptr + row, tl.minimum(tl.maximum(left, 0), chunk), mask=row < chunks)
 
 

@@ -18,7 +18,7 @@ from dgraph.ops.triton.rows import power_of_two
 
 def kernel(
     score: Tensor,
-    masked: Tensor,
+    candidate: Tensor,
     positions: Tensor,
     cu_rows: Tensor,
     limit: Tensor,
@@ -32,11 +32,11 @@ def kernel(
     if not alpha > 0:
         raise InputError(f"dgraph::select_tokens: alpha must be above 0 (inf keeps everything), got {alpha}.")
     n, b = score.shape[0], cu_rows.shape[0] - 1
-    kept = torch.empty(n, dtype=masked.dtype, device=score.device)
+    kept = torch.empty(n, dtype=candidate.dtype, device=score.device)
     new_limit = torch.empty(n, dtype=limit.dtype, device=score.device)
     new_reached = torch.empty(b, dtype=reached.dtype, device=score.device)
     _select[(b + 1,)](
-        *(x.contiguous() for x in (score, masked, positions, cu_rows, limit, average, reached)),
+        *(x.contiguous() for x in (score, candidate, positions, cu_rows, limit, average, reached)),
         kept, new_limit, new_reached, n, b, alpha,
         keep, block or power_of_two(-(-n // max(b, 1)), 16, 64),
         num_warps=4, enable_fp_fusion=False,
@@ -46,16 +46,16 @@ def kernel(
 
 @triton.jit
 def _base(
-    score_ptr, masked_ptr, row, start, end, budget, threshold, by_spread, BLOCK: tl.constexpr
+    score_ptr, candidate_ptr, row, start, end, budget, threshold, by_spread, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Whether each of `row` is masked and in the base selection."""
+    """Whether each of `row` is a candidate and in the base selection."""
     inside = row < end
-    flag = (tl.load(masked_ptr + row, mask=inside, other=0) != 0) & inside
+    flag = (tl.load(candidate_ptr + row, mask=inside, other=0) != 0) & inside
     score = tl.load(score_ptr + row, mask=flag, other=0.0)
     ahead = tl.zeros([BLOCK], tl.int32)
     for first in range(start, end, BLOCK):
         other = first + tl.arange(0, BLOCK)
-        taken = (tl.load(masked_ptr + other, mask=other < end, other=0) != 0) & (other < end)
+        taken = (tl.load(candidate_ptr + other, mask=other < end, other=0) != 0) & (other < end)
         value = tl.load(score_ptr + other, mask=taken, other=0.0)[None, :]
         before = (value > score[:, None]) | ((value == score[:, None]) & (other[None, :] < row[:, None]))
         ahead += tl.sum((before & taken[None, :]).to(tl.int32), 1)
@@ -64,7 +64,7 @@ def _base(
 
 @triton.jit
 def _select(
-    score_ptr, masked_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, reached_ptr,
+    score_ptr, candidate_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, reached_ptr,
     kept_ptr, new_limit_ptr, new_reached_ptr, n, b, alpha,
     KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _select(
     count = 0
     total = tl.full([], 0.0, tl.float64)
     for i in tl.range(start, end, loop_unroll_factor=8):
-        taken = tl.load(masked_ptr + i) != 0
+        taken = tl.load(candidate_ptr + i) != 0
         count += taken.to(tl.int32)
         total += tl.where(taken, tl.load(score_ptr + i).to(tl.float64), 0.0)
     if KEEP > 0:
@@ -100,12 +100,12 @@ def _select(
         spread = tl.full([], 0.0, tl.float64)
         for i in tl.range(start, end, loop_unroll_factor=8):
             apart = tl.load(score_ptr + i).to(tl.float64) - mean
-            spread += tl.where(tl.load(masked_ptr + i) != 0, apart * apart, 0.0)
+            spread += tl.where(tl.load(candidate_ptr + i) != 0, apart * apart, 0.0)
         threshold = mean + tl.sqrt(spread / size)
         above = 0
         for first in range(start, end, BLOCK):
             row = first + column
-            flag = (tl.load(masked_ptr + row, mask=row < end, other=0) != 0) & (row < end)
+            flag = (tl.load(candidate_ptr + row, mask=row < end, other=0) != 0) & (row < end)
             score = tl.load(score_ptr + row, mask=flag, other=0.0)
             above += tl.sum((flag & (score.to(tl.float64) >= threshold)).to(tl.int32))
         by_spread = above >= budget
@@ -115,11 +115,11 @@ def _select(
     for first in range(start, end, BLOCK):
         row = first + column
         inside = row < end
-        flag = (tl.load(masked_ptr + row, mask=inside, other=0) != 0) & inside
+        flag = (tl.load(candidate_ptr + row, mask=inside, other=0) != 0) & inside
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         following = tl.load(positions_ptr + row + 1, mask=row + 1 < end, other=-1)
-        chosen = _base(score_ptr, masked_ptr, row, start, end, budget, threshold, by_spread, BLOCK)
-        next_chosen = _base(score_ptr, masked_ptr, row + 1, start, end, budget, threshold, by_spread, BLOCK)
+        chosen = _base(score_ptr, candidate_ptr, row, start, end, budget, threshold, by_spread, BLOCK)
+        next_chosen = _base(score_ptr, candidate_ptr, row + 1, start, end, budget, threshold, by_spread, BLOCK)
         chosen = flag & (chosen | (next_chosen & (following == position + 1)))
         rightmost = tl.maximum(rightmost, tl.max(tl.where(chosen, position, -1)))
         tl.store(kept_ptr + row, chosen | (inside & ~flag) | (flag & ~evict), mask=inside)
@@ -130,7 +130,7 @@ def _select(
     for first in range(start, end, BLOCK):
         row = first + column
         inside = row < end
-        flag = (tl.load(masked_ptr + row, mask=inside, other=0) != 0) & inside
+        flag = (tl.load(candidate_ptr + row, mask=inside, other=0) != 0) & inside
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         kept = (tl.load(kept_ptr + row, mask=inside, other=0) != 0) & inside
         kept = kept | (flag & (position > reached) & (position < rightmost))

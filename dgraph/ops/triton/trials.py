@@ -148,16 +148,16 @@ def products(shape: LinearShape, device: torch.device) -> Trial:
 
 
 def logits(shape: LogitsShape, device: torch.device) -> Trial:
-    """lm_head: the reduction of a chunk; every row is masked, none is drawn."""
+    """lm_head: the reduction of a chunk; every row is a candidate, none is drawn."""
     draw = _Draws(device, shape.dtype)
     count = max(1, min(SETS, ROOM // (shape.rows * shape.vocab * draw.dtype.itemsize)))
-    masked = torch.ones(shape.rows, dtype=torch.bool, device=device)
+    candidate = torch.ones(shape.rows, dtype=torch.bool, device=device)
     temperature = torch.zeros(shape.rows, device=device)
     seed = torch.arange(shape.rows, device=device)
 
     def call(x: Tensor, plan: lm_head.Plan) -> tuple[Tensor, ...]:
         token, confidence, margin, entropy = torch.empty_like(seed), *torch.empty((3, shape.rows), device=device)
-        lm_head.reduce_logits(x, masked, temperature, seed, -1, token, confidence, margin, entropy, plan)
+        lm_head.reduce_logits(x, candidate, temperature, seed, -1, token, confidence, margin, entropy, plan)
         return token, confidence, margin, entropy
 
     return Trial([[bound(call, draw(shape.rows, shape.vocab)) for _ in range(count)]])

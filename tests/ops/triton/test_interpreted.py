@@ -218,7 +218,7 @@ def test_masked_rows_are_listed(interpreted: Interpreter, count: int) -> None:
     masked[torch.randperm(600)[:count]] = True
     for chunk in (1, 100, 256, 600):
         filled = torch.full((600,), 7), *torch.full((3, 600), 7.0)
-        (index, counts), after = interpreted("lm_head_rows", (masked, chunk, *filled), function="list_masked")
+        (index, counts), after = interpreted("lm_head_rows", (masked, chunk, *filled), function="list_candidates")
         assert index[:count].equal(masked.nonzero()[:, 0].int())
         assert counts.tolist() == [min(max(count - first, 0), chunk) for first in range(0, 600, chunk)]
         for found, other in zip(after[2:], (-1, -torch.inf, -torch.inf, torch.inf), strict=True):
