@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.errors import VerifyError
+from dgraph.errors import InputError, VerifyError
 from dgraph.nodes import args_of, op_name, where
 from dgraph.private.torch import fake_mode, new_symbol, typing
 
@@ -42,13 +42,99 @@ _HINTS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 _LARGE_HINTS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081, 2083, 2087, 2089, 2099, 2111, 2113)
 
 
+_PER = {
+    "N": "row",
+    "b": "sequence",
+    "b+1": "offsets",
+    "M": "key",
+    "pages": "position",
+    "entries": "packed",
+    "sequences": "packed",
+}
+_RESETS = {"sequence": ("step", "block", "response"), "position": ("never", "response"), "packed": ("never",)}
+
+
 @dataclass(frozen=True)
 class InputSpec:
-    """A run-time input of a graph: name, dtype and declared sizes."""
+    """A run-time input of a graph, as the pass that adds it declares it. The runtime allocates, fills, carries and
+    resets it by this declaration alone.
+
+    An input that the decode loop computes for each step is declared by name, dtype and shape; the names are those of
+    `dgraph.runtime.offers.OFFERS`. A pass that needs memory of its own declares
+
+    - per position, a paged cache of any shape that its ops write in place, in each layer another one if it likes:
+      `InputSpec("x_cache_3", torch.float32, ("pages", "page", 4, 64))`. Position p of sequence s lies at
+      `cache[page_table[s, p // page], p % page]`. With `reset="response"` the pages of a sequence hold `initial` before
+      its first step; with "never" anything finite.
+    - per sequence, a state that goes from step to step: `InputSpec("level", torch.float32, ("b",), reset="block",
+      initial=1.0)`, and an output of the graph of the same name and type. What a step returns, the next step of the
+      sequence is given; it holds `initial` in the first step of a block or of a response, as `reset` says. In a prefill
+      a state of a response is carried from one part of the prompt to the next.
+
+    Attributes:
+        name: of the input; the same in every program of a recipe that reads it.
+        dtype: of its elements.
+        shape: declared sizes; the first one says what the input is `per`.
+        reset: when it holds `initial` again: "step" (it is computed for each), "block", "response" or "never". Default
+            "never" for what is written in place, else "step".
+        initial: every element after a reset.
+        layer: of packed entries, the layer whose number of entries they have.
+
+    Raises:
+        InputError: a reset that such an input cannot have.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[Dim, ...]
+    reset: str = ""
+    initial: float = 0
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        allowed = _RESETS.get(self.per, ("step",))
+        if not self.reset:
+            object.__setattr__(self, "reset", allowed[0])
+        if self.reset not in allowed:
+            raise InputError(
+                f"input {self.name!r}: an input per {self.per} (shape {self.shape}) resets with "
+                f"{' or '.join(map(repr, allowed))}, got {self.reset!r}."
+            )
+
+    @property
+    def per(self) -> str:
+        """What the first size counts: "row", "sequence", "offsets" (one more than sequences), "key" (rows of keys that
+        are read from a cache), "position" (a paged cache), "packed" (entries of a packed cache, or their number per
+        sequence), or "constant".
+        """
+        return _PER.get(str(self.shape[0]), "constant") if self.shape else "constant"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether ops write it in place, or read from where other programs write."""
+        return self.per in ("position", "packed")
+
+    @property
+    def carried(self) -> bool:
+        """Whether it is a state per sequence, that a step is given and returns."""
+        return self.per == "sequence" and self.reset != "step"
+
+    @property
+    def element(self) -> tuple[int, ...]:
+        """The static sizes of one sequence's state, of one position of a cache, or of one packed entry.
+
+        Raises:
+            InputError: a size that is not a number.
+        """
+        sizes = self.shape[2:] if self.per == "position" else self.shape[1:]
+        numbers = tuple(size for size in sizes if isinstance(size, int))
+        if len(numbers) != len(sizes) or (self.per == "position" and self.shape[1:2] != ("page",)):
+            wanted = '("pages", "page", ...)' if self.per == "position" else f'("{self.shape[0]}", ...)'
+            raise InputError(
+                f"input {self.name!r} has the shape {self.shape}, which the runtime cannot allocate: expected {wanted} "
+                f"with numbers in the place of the dots."
+            )
+        return numbers
 
 
 class Symbols:

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors", "private"},
     "lowering": CORE | {"cache", "ops"},
     "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
-    "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "spec"},
+    "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE

@@ -23,9 +23,7 @@ from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step, read_by
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
-
-IN_PLACE = ("pages", "entries", "sequences")
-"""First sizes of inputs that are written in place, or read from where such writes go."""
+from dgraph.shapes import InputSpec
 
 
 class LoweredProgram:
@@ -71,7 +69,7 @@ class LoweredProgram:
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
-        self._bound = [(n, slot, spec.dtype, spec.shape[0] == "N") for n, (slot, spec) in self._inputs.items()]
+        self._bound = [(n, slot, spec.dtype, spec.per == "row") for n, (slot, spec) in self._inputs.items()]
         steps: list[list[Step]] = []
         self._cuts: list[Cut | None] = []
         for stage in self.stages:
@@ -84,9 +82,9 @@ class LoweredProgram:
         self._runners = [runner(plan) for plan in self.plans]
 
     @property
-    def input_names(self) -> frozenset[str]:
-        """Names of the inputs that the program reads."""
-        return frozenset(self._inputs)
+    def inputs(self) -> Mapping[str, InputSpec]:
+        """The inputs that the program reads, by name."""
+        return self.graph.inputs
 
     @property
     def output_names(self) -> frozenset[str]:
@@ -193,7 +191,7 @@ class LoweredProgram:
 
     def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
-        caches = {slot for slot, spec in self._inputs.values() if spec.shape[0] in IN_PLACE}
+        caches = {slot for slot, spec in self._inputs.values() if spec.in_place}
         given = {slot for slot, _ in self._inputs.values()} - caches
         plans: list[StagePlan] = []
         for i, (stage, mine, cut) in enumerate(zip(self.stages, steps, self._cuts, strict=True)):

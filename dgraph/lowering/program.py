@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dgraph.shapes import InputSpec
+
 
 @dataclass(frozen=True)
 class ProgramResult:
@@ -31,8 +33,8 @@ class Program(Protocol):
     """A compiled phase."""
 
     @property
-    def input_names(self) -> frozenset[str]:
-        """Names of the inputs that it reads; a caller may pass more."""
+    def inputs(self) -> Mapping[str, InputSpec]:
+        """The inputs that it reads, as its passes declared them, by name; a caller may pass more."""
         ...
 
     @property
@@ -52,7 +54,7 @@ class Program(Protocol):
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         """Run on `rows` live rows.
 
-        Inputs with a row dimension hold these first; behind them may be any number of padding rows (of no sequence,
-        not masked). What the bucket needs more is added here.
+        Inputs with a row dimension hold these first; after them may be any number of padding rows (of no sequence,
+        no candidates). What the bucket needs more is added here.
         """
         ...

@@ -27,7 +27,7 @@ added
    has i + 1 (one hop);
  - placeholder integrity: every m of M with reached < position(m) < r, where r is the largest kept
    position of M, and reached the absolute position of the rightmost row retained so far in this block
-   (block start - 1 before its first step).
+   (-1 before its first step).
 r(S) = position of the last kept row of the sequence. New limit = min(limit, r(S) + 1) for every row of the
 sequence; new reached = max(reached, r(S)), unchanged for a sequence without rows.
 score f32[N], finite; candidate bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];

@@ -20,7 +20,8 @@ from dgraph.shapes import InputSpec
 aten = torch.ops.aten
 
 AVERAGE = InputSpec("average", torch.float32, ("b",))
-REACHED = InputSpec("reached", torch.int32, ("b",))
+REACHED = InputSpec("reached", torch.int32, ("b",), reset="block", initial=-1)
+"""The rightmost position that was kept in the block so far."""
 NOISE = InputSpec("noise", torch.float32, ("N",))
 SCRIPT = InputSpec("script", torch.float32, ("N",))
 

@@ -142,8 +142,10 @@ class SparseKV(Pass):
         start = graph.add_input(InputSpec("pack_start", torch.int32, (graph.spec.layers, "b")))
         dtype, width = k.meta["val"].dtype, int(k.meta["val"].shape[2])
         heads = int(k.meta["val"].shape[1])
-        k_pack, v_pack = (graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width))) for n in "kv")
-        count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads)))
+        k_pack, v_pack = (
+            graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer)) for n in "kv"
+        )
+        count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads), layer=layer))
         if self.cached and not self.reuse:
             key_positions, cu_keys = graph.add_input(KEY_POSITIONS), graph.add_input(CU_KEYS)
             places = (key_positions, page_table, cu_keys)
@@ -153,7 +155,7 @@ class SparseKV(Pass):
             )
         keys = (key_positions, cu_keys)
         if not self.reuse:
-            index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",)))
+            index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",), layer=layer))
             score = self._score(graph, attention, k, keys, (window, action), by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,37 +21,23 @@ from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
-from dgraph.ops.sparse import REUSE
 from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
-from dgraph.runtime.decode_state import BlockCache, DecodeState
-from dgraph.runtime.policies import Policy, edits, needs_of, policy_key
-from dgraph.runtime.rows import RowResults, StepRows, row_results
-from dgraph.runtime.script import Script
-from dgraph.runtime.seeds import policy_noise, row_seeds, sequence_keys, uniform
+from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.offers import Moment, computed, initial_states
+from dgraph.runtime.policies import edits, needs_of
+from dgraph.runtime.rows import RowResults, row_results
+from dgraph.runtime.rule import Rule
+from dgraph.runtime.seeds import policy_noise, sequence_keys
 
 FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, "margin": -math.inf, "entropy": math.inf}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a session decodes; see `BlockSession` and its `generate`. scripted: the program reads a script's scores."""
-
-    policy: Policy
-    block_cache: BlockCache
-    recommit: bool
-    select_noise: bool
-    temperature: float
-    seed: int
-    scripted: bool = False
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for two rules of which one may run what was captured for the other, each with its own seed."""
-        others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("policy", "seed"))
-        return (policy_key(self.policy), *others)
-
+TWIN = "unconditional "
+"""Goes before the name of a state where it is that of a sequence without its prompt (guidance)."""
+NEEDED = ("seed",)
+"""What the loop itself reads of its inputs, to draw from logits."""
 
 Assignment = tuple[Tensor, Tensor]
 """A tensor that stays where it is, and what it becomes."""
@@ -78,7 +64,7 @@ class Advance:
     Attributes:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
-        inputs: of the step program, by name; row inputs are padded to `capacity`.
+        inputs: of the step programs, by name, computed and carried; row inputs are padded to `capacity`.
         summary: i64[5], see `DecodeState.summary`; what the host reads in front of a step.
     """
 
@@ -95,7 +81,11 @@ class Advance:
         self._editing = edits(rule.policy)
         self.rows = state.rows(capacity, self._editing)
         self.summary = state.summary()
-        self.inputs = inputs_of(self.rows, state, rule, state.keys)
+        self._names = (*(spec.name for spec in rule.inputs), *NEEDED)
+        self.carried = {spec.name: spec for spec in rule.inputs if spec.carried}
+        if rule.guided:
+            self.carried |= {TWIN + name: replace(spec, name=TWIN + name) for name, spec in self.carried.items()}
+        self.inputs = computed(self._names, Moment(self.rows, state, rule), late=False) | self._initial()
         self._given: dict[str, Tensor] = {}
         self._graph: tuple[Replay, Held] | None = None
         self._plain = False  # whether it was captured op by op, and might be compiled
@@ -105,13 +95,26 @@ class Advance:
     def load(self, state: DecodeState, seed: int) -> None:
         """Start over with another batch of the same shape, in the tensors that are there."""
         state.keys = sequence_keys(seed, state.prompt)
-        _write(self._packed(state))
+        _write(self._packed(state, self._initial(), fixed=True))
+
+    def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:
+        """Carry the states of responses on from a prefill, of sequences bool[b] that took part in it."""
+        for name, spec in self.carried.items():
+            if name in outputs and spec.reset == "response":
+                self.inputs[name].copy_(_where(took_part, outputs[name], self.inputs[name]))
+
+    def late(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Of the named inputs those that the loop computes only before the programs that read them."""
+        return computed(names, Moment(self.rows, self.state, self.rule), late=True)
+
+    def _initial(self) -> dict[str, Tensor]:
+        return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)
 
     def __call__(self, outputs: Mapping[str, Tensor], observed: bool = False) -> Decision | None:
         """Take the results of a step to the next one.
 
         Args:
-            outputs: of the step program, with token and confidence; kept and reached if it evicts.
+            outputs: of the step program, with token and confidence; kept if it evicts, and its states.
             observed: run op by op and return the decision.
         """
         self._take(outputs)
@@ -144,7 +147,7 @@ class Advance:
     def _take(self, outputs: Mapping[str, Tensor]) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name in (*FILLERS, "reached"):
+        for name in (*FILLERS, *self.carried):
             if name not in outputs:
                 continue
             value = outputs[name][: self.capacity] if name in FILLERS else outputs[name]
@@ -168,10 +171,20 @@ class Advance:
         optional = {name: given.get(name) for name in ("kept", "margin", "entropy")}
         results = row_results(self.rows, given["token"], given["confidence"], **optional)
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
-        committed = after.apply(
-            self.rows, results, rule.policy, rule.block_cache, rule.recommit, given.get("reached"), self._noise()
-        )
-        return self._packed(after), Decision(results, committed)
+        committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.recommit, self._noise())
+        return self._packed(after, self._carried(after)), Decision(results, committed)
+
+    def _carried(self, after: DecodeState) -> dict[str, Tensor]:
+        """The states that passes declared, as the next step is given them."""
+        found, moved = {}, after.start != self.state.start
+        for name, spec in self.carried.items():
+            value = self.inputs[name]
+            if name in self._given:
+                value = _where(self.state.active, self._given[name], value)
+            if spec.reset == "block":
+                value = _where(moved, torch.full_like(value, spec.initial), value)
+            found[name] = value
+        return found
 
     def _noise(self) -> Tensor | None:
         if "noise" not in needs_of(self.rule.policy):
@@ -179,10 +192,10 @@ class Advance:
         columns = torch.arange(self.state.block, device=self.state.start.device)
         return policy_noise(self.state.keys, self.state.start[:, None] + columns, self.state.counter)
 
-    def _packed(self, state: DecodeState) -> list[Assignment]:
-        """What every tensor here becomes where the next step finds that state."""
+    def _packed(self, state: DecodeState, carried: Mapping[str, Tensor], fixed: bool = False) -> list[Assignment]:
+        """What every tensor here becomes where the next step finds that state, and these declared ones."""
         rows = state.rows(self.capacity, self._editing)
-        inputs = inputs_of(rows, state, self.rule, state.keys, constants=False)
+        inputs = computed(self._names, Moment(rows, state, self.rule), late=False, fixed=fixed) | dict(carried)
         pairs = [
             *_pairs(self.state, state),
             *_pairs(self.rows, rows),
@@ -261,45 +274,9 @@ class Advance:
         self._graph = None
 
 
-def inputs_of(
-    rows: StepRows, state: DecodeState, rule: Rule, keys: Tensor | None, constants: bool = True
-) -> dict[str, Tensor]:
-    """All named inputs of a program but its caches, for packed rows.
-
-    keys: i64[2, b] from `sequence_keys`; None: nothing is drawn. constants: also those that never change.
-    """
-    n, device = len(rows.masked), rows.masked.device
-    inputs = {
-        "input_ids": rows.input_ids,
-        "positions": rows.positions,
-        "limit": rows.limit,
-        "cu_rows": rows.cu_rows,
-        "masked": rows.masked,
-        "candidate": rows.candidate,
-        "average": state.average,
-        "reached": state.reached,
-    }
-    if rows.full is not None and rows.changed is not None:
-        inputs |= {"full": rows.full, "changed": rows.changed}
-    if rows.slots is not None:
-        inputs["slots"] = rows.slots
-    window, action = state.window, state.action
-    if window is not None and action is not None:
-        # Where a prompt is recomputed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
-        inputs |= {"window": window, "action": action, "adapt": action[rows.sequence] == REUSE}
-    if constants:
-        inputs["temperature"] = torch.full((n,), rule.temperature, dtype=torch.float32, device=device)
-    if keys is not None and (rule.temperature > 0 or rule.select_noise):
-        inputs["seed"] = row_seeds(keys[:, rows.sequence], rows.positions, state.counter[rows.sequence])
-        if rule.select_noise:
-            inputs["noise"] = uniform(inputs["seed"])
-    elif constants:
-        inputs["seed"] = torch.zeros(n, dtype=torch.int64, device=device)
-    if keys is not None and rule.scripted and isinstance(rule.policy, Script):
-        inputs["script"] = rule.policy.scores(rows, state)
-        # Where nothing may be evicted (a full step), the script does not change that.
-        inputs["average"] = torch.where(state.average.isinf(), state.average, rule.policy.budget(state))
-    return inputs
+def _where(sequences: Tensor, value: Tensor, other: Tensor) -> Tensor:
+    """`value` [b, ...] for the sequences bool[b], `other` for the rest."""
+    return torch.where(sequences.view(-1, *(1,) * (value.dim() - 1)), value, other)
 
 
 def _each(holder: Any, change: Callable[[Any], Any]) -> Any:

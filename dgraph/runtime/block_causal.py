@@ -19,7 +19,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows, offsets_of, packed
+from dgraph.runtime.rows import StepRows, packed
 
 __all__ = ["BLOCK_CACHES", "BlockCache", "BlockCausalState", "ready_columns"]
 
@@ -123,16 +123,9 @@ class BlockCausalState(DecodeState):
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active, found, REUSE).int()
 
-    def key_rows(self) -> dict[str, Tensor]:
-        """Inputs of a step that selects: key_positions i64[b * T], cu_keys i32[b+1]; all positions that a row of a
-        sequence may see, where it does not reuse what is packed.
-        """
-        action = self.action
-        assert action is not None
-        positions = torch.arange(self.canvas.shape[1], device=self.start.device)
-        seen = (positions < (self.start + self.block)[:, None]) & (action != REUSE)[:, None]
-        index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
-        return {"key_positions": index % len(positions), "cu_keys": offsets_of(seen.sum(dim=1))}
+    @property
+    def visible(self) -> Tensor:
+        return self.start + self.block
 
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]

@@ -150,6 +150,10 @@ class CanvasState(DecodeState):
         """As in `DecodeState`; the canvas ends with the response, whatever is left of its last block."""
         return super().editable & (self.columns < self.end[:, None])
 
+    @property
+    def visible(self) -> Tensor:
+        return self.end
+
     def live(self) -> Tensor:
         return self.pending & self.active[:, None]
 

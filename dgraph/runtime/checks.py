@@ -13,16 +13,10 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.offers import OFFERS, declared
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
-
-ROW_INPUTS = frozenset({"input_ids", "positions", "limit", "masked", "candidate", "temperature", "seed"})
-PLAN_INPUTS = frozenset({"full", "changed"})
-"""Row inputs that only a loop with a plan has; that of a bidirectional model always has one."""
-KEPT_INPUTS = frozenset({"window", "action", "pack_start", "key_positions", "cu_keys", "adapt"})
-"""Inputs that only a loop has that keeps few keys."""
-SEQUENCE_INPUTS = frozenset({"cu_rows", "page_table", "average", "reached"})
 
 
 def check_session(
@@ -54,15 +48,6 @@ def check_session(
         )
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
-    known = ROW_INPUTS | SEQUENCE_INPUTS
-    known |= {f"{kind}_cache_{layer}" for kind in "kvcfa" for layer in range(spec.layers)}
-    if not causal or plan is not None:
-        known |= PLAN_INPUTS
-    if kv is not None:
-        known |= KEPT_INPUTS | {f"{kind}_pack_{layer}" for kind in "kv" for layer in range(spec.layers)}
-        known |= {f"pack_{kind}_{layer}" for kind in ("count", "index") for layer in range(spec.layers)}
-    if hides:
-        known |= {"slots"}
     needed = (*(("prefill",) if causal else ()), *(("select",) if kv is not None else ()), "step")
     for name in needed:
         if name not in programs:
@@ -70,22 +55,52 @@ def check_session(
                 f"{spec.family}: BlockSession needs {' and '.join(map(repr, needed))} of a model whose attention is "
                 f"{spec.attention}; {name!r} is missing (got: {', '.join(sorted(programs)) or 'none'})."
             )
-        asked = programs[name].input_names
+    has = {"plan": not causal or plan is not None, "kv": kv is not None, "hides": hides}
+    _check_inputs(programs, select_noise, frozenset(name for name in has if has[name]))
+
+
+def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: frozenset[str]) -> None:
+    """What the programs read must be offered by the loop, or declared as memory of their own.
+
+    has: what of "plan", "kv" and "hides" (a plan that hides rows) the session has; see `Offer.needs`.
+    """
+    offered = {name: offer for name, offer in OFFERS.items() if not offer.needs or offer.needs in has}
+    specs = declared({name: program.inputs for name, program in programs.items()})
+    returned = frozenset().union(*(program.output_names for program in programs.values()))
+    for name, program in programs.items():
+        asked = program.inputs
         if "noise" in asked and not select_noise:
             raise InputError(
                 f"program {name!r} reads the input 'noise' (random selection), but select_noise=False; leave it out."
             )
-        if hides and "slots" not in asked:
+        if "hides" in has and "slots" not in asked:
             raise InputError(
-                f"{spec.family}: {plan} hides rows, but program {name!r} writes keys where their positions say, so "
-                f"that hidden ones would be seen. Put the pass SlotKV after CacheKV."
+                f"the row plan hides rows, but program {name!r} writes keys where their positions say, so that hidden "
+                f"ones would be seen. Put the pass SlotKV after CacheKV."
             )
-        unknown = sorted(asked - known - {"noise", "script"})
+        packed = [] if "kv" in has else [spec.name for spec in asked.values() if spec.per == "packed"]
+        own = {spec.name for spec in asked.values() if spec.carried or spec.in_place} - {*packed}
+        unknown = sorted(asked.keys() - offered.keys() - own)
         if unknown:
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
-                f"Known: {', '.join(sorted(n for n in known if '_cache_' not in n))}, noise, script, and k_cache_l, "
-                f"v_cache_l, c_cache_l, f_cache_l and a_cache_l for l < {spec.layers}."
+                f"It offers {', '.join(sorted(offered))}. What a pass keeps for itself it declares as a cache or as a "
+                f"state (see dgraph.shapes.InputSpec)."
+            )
+    for name, spec in specs.items():
+        if name in OFFERS and (spec.per, spec.dtype) != (OFFERS[name].per, OFFERS[name].dtype):
+            raise LoweringError(
+                f"the input {name!r} is declared as {spec.dtype} per {spec.per}; the decode loop offers it as "
+                f"{OFFERS[name].dtype} per {OFFERS[name].per}. Declare it so, or give yours another name."
+            )
+        if name in OFFERS and spec.carried:
+            raise LoweringError(
+                f"the state {name!r} has the name of an input that the decode loop computes; rename it."
+            )
+        if spec.carried and name not in returned:
+            raise LoweringError(
+                f"the input {name!r} is a state that resets with a {spec.reset}, but no program returns it; give the "
+                f"graph an output of that name."
             )
 
 

@@ -42,12 +42,11 @@ def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
 class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
-    start i64[b]: position of the current block's first row; reached i32[b]: rightmost position kept in this block so
-    far, start - 1 before its first step; decoded, steps i64[b]: tokens of this block, and its steps that decoded some;
-    counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that reached
-    the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to renew
-    what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask left;
-    active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
+    start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
+    some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that
+    reached the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to
+    renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
+    left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
     decoded so far, mask tokens elsewhere.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
@@ -56,7 +55,6 @@ class DecodeState(ABC):
     """
 
     start: Tensor
-    reached: Tensor
     decoded: Tensor
     steps: Tensor
     counter: Tensor
@@ -85,7 +83,6 @@ class DecodeState(ABC):
 
         return {
             "start": start,
-            "reached": (start - 1).int(),
             **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "kept_rows", "forwards", "passes")},
             "commit_rows": zeros(),
             "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
@@ -174,6 +171,18 @@ class DecodeState(ABC):
         }
 
     @property
+    @abstractmethod
+    def visible(self) -> Tensor:
+        """i64[b]: the positions before it are those that rows of the current block may see."""
+
+    def seen_keys(self) -> Tensor:
+        """bool[b, T]: positions that the rows of a sequence may see, none of one that reuses what is packed."""
+        action = self.action
+        assert action is not None, "the session keeps all keys"
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        return (positions < self.visible[:, None]) & (action != REUSE)[:, None]
+
+    @property
     def columns(self) -> Tensor:
         """i64[b, B]: positions of the current block."""
         return self.start[:, None] + torch.arange(self.block, device=self.start.device)
@@ -213,13 +222,11 @@ class DecodeState(ABC):
         policy: Policy,
         block_cache: BlockCache,
         recommit: bool,
-        reached: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
         """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
 
-        reached i32[b]: as the program updated it; None where it does not evict (nobody reads it then). noise
-        f32[b, B]: uniform, for policies that draw.
+        noise f32[b, B]: uniform, for policies that draw.
         """
         editing, masked = edits(policy), self.block_masked
         row = self._block_rows(rows)
@@ -255,8 +262,6 @@ class DecodeState(ABC):
         self.forwards = self.forwards + self.active
         self.passes = self.passes + (self.active & ~masks_left)
         self.counter = self.counter + self.active
-        if reached is not None:
-            self.reached = torch.where(self.active, reached, self.reached)
         written, left = commit, masked & ~commit
         if remasks(policy):
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
@@ -305,6 +310,5 @@ class DecodeState(ABC):
     def _next_block(self, moved: Tensor) -> None:
         """Move sequences bool[b] on by one block."""
         self.start = torch.where(moved, self.start + self.block, self.start)
-        self.reached = torch.where(moved, (self.start - 1).int(), self.reached)
         for name in ("decoded", "steps", "forwards", "passes"):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))

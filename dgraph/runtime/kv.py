@@ -2,80 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
+from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
 NO_PAGE = -1
 
 
 class KVStore:
-    """One key and one value cache [pages, page, Hkv, D] per layer, further caches, and who owns which page.
+    """Paged caches of declared shapes, and who owns which page.
 
-    Position p of a sequence lives at cache[table[p // page], p % page] in every layer. Pages are handed out
+    Position p of a sequence lives at cache[table[p // page], p % page] in every cache. Pages are handed out
     when a sequence is allocated and come back when it is freed; the caches grow when too few are free.
     Growing replaces the tensors, so ask for `tensors()` after the last `allocate`.
+
+    Args:
+        caches: declarations of inputs per position, `("pages", "page", ...)`; of each its own sizes and dtype.
+        page_size: positions of a page.
+        device: where they are.
+
+    Raises:
+        InputError: page_size below 1, or a cache whose sizes are not numbers.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        features: Mapping[str, tuple[int, ...]] | None = None,
-    ):
-        """`features`: names of further caches, and what they hold per position."""
+    def __init__(self, caches: Iterable[InputSpec], *, page_size: int, device: torch.device | str = "cpu"):
         if page_size < 1:
             raise InputError(f"KV store: a page holds at least 1 position, got page_size={page_size}.")
-        self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
-        self._layers = layers
-        self._shapes: dict[str, tuple[int, ...]] = dict(features or {})
-        self._shapes |= {f"{kind}_cache_{layer}": (kv_heads, head_dim) for layer in range(layers) for kind in "kv"}
-        self._caches = {name: self._empty(name, 0) for name in self._shapes}
+        self.page_size, self.device = page_size, torch.device(device)
+        self._specs = {spec.name: spec for spec in caches}
+        self._caches = {name: self._empty(name, 0) for name in self._specs}
         self._pages = 0
         self._free: list[int] = []  # the lowest page last: low pages are used first
         self._owned: dict[int, list[int]] = {}
         self._next = 0
-
-    @classmethod
-    def for_spec(
-        cls,
-        spec: ModelSpec,
-        *,
-        page_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        names: Iterable[str] = (),
-    ) -> KVStore:
-        """The store of a model. `page_size` (positions, default: the block length) is a multiple or a
-        divisor of the block length, so that a block never straddles more pages than it must."""
-        # What a program caches beside keys and values, by the first letter of its name: the attention's context and the
-        # feed-forward network's output (DyLLM), and what the attention adds to the stream (dLLM-Cache).
-        kinds = {"c": (spec.heads, spec.head_dim), "f": (spec.hidden,), "a": (spec.hidden,)}
-        features = {name: kinds[name[0]] for name in sorted(names) if name[0] in kinds and name[1:7] == "_cache"}
-        size = spec.block_length if page_size is None else page_size
-        if size < 1 or (size % spec.block_length and spec.block_length % size):
-            raise InputError(
-                f"KV store: page_size must be a multiple or a divisor of {spec.family}'s block length "
-                f"{spec.block_length}, got {size}."
-            )
-        return cls(
-            spec.layers,
-            spec.kv_heads,
-            spec.head_dim,
-            page_size=size,
-            dtype=dtype or spec.dtype,
-            device=device,
-            features=features,
-        )
 
     @property
     def pages(self) -> int:
@@ -99,8 +63,9 @@ class KVStore:
     def allocate(self, tokens: Sequence[int], first: Sequence[int] | None = None) -> list[int]:
         """Room for one sequence per entry, for that many positions; returns their handles in order.
 
-        first: of each sequence, the first position that needs a page; those on pages in front of it have none.
-        What a page holds at first is finite but arbitrary: zeros, or what an earlier sequence left.
+        first: of each sequence, the first position that needs a page; those on pages before it have none.
+        What a page holds at first is what its cache is declared to begin a response with; else finite but arbitrary:
+        zeros, or what an earlier sequence left.
         """
         absent = [0] * len(tokens) if first is None else [n // self.page_size for n in first]
         counts = [self.pages_for(n) - none for n, none in zip(tokens, absent, strict=True)]
@@ -112,7 +77,15 @@ class KVStore:
             self._owned[self._next] = [NO_PAGE] * none + [self._free.pop() for _ in range(count)]
             handles.append(self._next)
             self._next += 1
+        self._reset([page for handle in handles for page in self._owned[handle] if page != NO_PAGE])
         return handles
+
+    def _reset(self, pages: list[int]) -> None:
+        """What begins anew with a response, on those pages."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for name, spec in self._specs.items():
+            if spec.reset == "response":
+                self._caches[name][index] = spec.initial
 
     def free(self, sequence: int) -> None:
         """Hand the pages of a sequence back."""
@@ -120,7 +93,7 @@ class KVStore:
         del self._owned[sequence]
 
     def release(self, sequence: int, first: int) -> None:
-        """Hand those pages of a sequence back that hold positions in front of `first` only."""
+        """Hand those pages of a sequence back that hold positions before `first` only."""
         owned = self._pages_of(sequence)
         for i in range(min(first // self.page_size, len(owned))):
             if owned[i] != NO_PAGE:
@@ -140,29 +113,24 @@ class KVStore:
         return table.to(self.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The caches under the names that programs ask for: k_cache_0, v_cache_0, k_cache_1, ..."""
+        """The caches under the names that programs ask for."""
         return dict(self._caches)
 
-    def gather(self, sequence: int, tokens: int | None = None, first: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Per layer, copies of the keys and values [tokens - first, Hkv, D] of positions first .. tokens-1 (default:
-        all pages).
+    def gather(self, name: str, sequence: int, tokens: int | None = None, first: int = 0) -> Tensor:
+        """A copy of what a cache holds [tokens - first, ...] of positions first .. tokens-1 (default: all pages).
 
         Raises:
-            DgraphError: a position without a page.
+            DgraphError: a cache that does not exist, or a position without a page.
         """
+        if name not in self._caches:
+            raise DgraphError(f"KV store: there is no cache {name!r}; it has {', '.join(self._caches) or 'none'}.")
         pages = torch.tensor(self._pages_of(sequence), dtype=torch.int64, device=self.device)
         room = len(pages) * self.page_size
         if tokens is not None and tokens > room:
             raise DgraphError(f"KV store: sequence {sequence} has {room} positions, asked for {tokens}.")
-
-        begin = first // self.page_size
-        if (pages[begin:] == NO_PAGE).any():
+        if (pages[first // self.page_size :] == NO_PAGE).any():
             raise DgraphError(f"KV store: sequence {sequence} has no pages for position {first}; ask for later ones.")
-
-        def rows(kind: str, layer: int) -> Tensor:
-            return self._caches[f"{kind}_cache_{layer}"][pages].flatten(0, 1)[first:tokens]
-
-        return [(rows("k", layer), rows("v", layer)) for layer in range(self._layers)]
+        return self._caches[name][pages].flatten(0, 1)[first:tokens]
 
     def _pages_of(self, sequence: int) -> list[int]:
         if sequence not in self._owned:
@@ -190,4 +158,21 @@ class KVStore:
     def _empty(self, name: str, pages: int) -> Tensor:
         # Zeros, not uninitialised memory: a kernel may load positions past a row's limit and weigh them by 0,
         # and 0 * NaN would reach the result.
-        return torch.zeros(pages, self.page_size, *self._shapes[name], dtype=self.dtype, device=self.device)
+        spec = self._specs[name]
+        return torch.zeros(pages, self.page_size, *spec.element, dtype=spec.dtype, device=self.device)
+
+
+def check_page_size(spec: ModelSpec, page_size: int | None) -> int:
+    """Positions of a page, default the block length: a multiple or a divisor of it, so that a block never straddles
+    more pages than it must.
+
+    Raises:
+        InputError: neither of them.
+    """
+    size = spec.block_length if page_size is None else page_size
+    if size < 1 or (size % spec.block_length and spec.block_length % size):
+        raise InputError(
+            f"KV store: page_size must be a multiple or a divisor of {spec.family}'s block length "
+            f"{spec.block_length}, got {size}."
+        )
+    return size

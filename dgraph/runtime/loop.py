@@ -18,11 +18,13 @@ from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowCounts, RowPlan
-from dgraph.runtime.advance import FILLERS, Advance, Rule, inputs_of
+from dgraph.runtime.advance import FILLERS, TWIN, Advance
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
+from dgraph.runtime.rule import Rule
 from dgraph.runtime.sampling import LogitsDecoder, RowContext
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
@@ -81,9 +83,9 @@ class BlockLoop:
         second page table, with which every program runs once more without the prompts' tokens, for guidance.
         """
         state = self.begin(prompts, first, caches["page_table"])
-        if self.prefill is not None:
-            self._prefill(self.prefill, prompts, state, caches, stats, unconditional)
         advance = self.advance(state)
+        if self.prefill is not None:
+            self._prefill(self.prefill, prompts, advance, caches, stats, unconditional)
         ahead = self._ahead(prompts)
         salient: list[Tensor] = []
         step, unread = 0, 0
@@ -173,21 +175,25 @@ class BlockLoop:
         self,
         program: Program,
         prompts: Sequence[Sequence[int]],
-        state: DecodeState,
+        advance: Advance,
         caches: Mapping[str, Tensor],
         stats: GenerationStats,
         unconditional: Tensor | None,
     ) -> None:
+        state = advance.state
         lengths = [len(p) // self.block * self.block for p in prompts]
         lengths += [0] * (len(state.start) - len(prompts))
         for begin, end in prefill_chunks(lengths, self.block, max(self.block, PREFILL_ROWS)):
             count = sum(end) - sum(begin)
             bounds = torch.tensor([begin, end], device=state.start.device)
             rows = prefill_rows(state.canvas, bounds[0], bounds[1], self.block, count)
-            inputs = {**caches, **inputs_of(rows, state, self.rule, None)}
-            result = program(inputs, count)
+            given = {name: advance.inputs[name] for name in advance.carried}
+            inputs = {**caches, **given, **computed(program.inputs, Moment(rows, state, self.rule))}
+            result, took_part = program(inputs, count), bounds[1] > bounds[0]
+            advance.prefilled(result.outputs, took_part)
             if unconditional is not None:
-                program(self._without_prompt(inputs, rows, state, unconditional), count)
+                other = program(self._without_prompt(inputs, rows, state, unconditional), count).outputs
+                advance.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
             stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
 
     def _without_prompt(
@@ -195,8 +201,10 @@ class BlockLoop:
     ) -> dict[str, Tensor]:
         """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
         given = rows.positions < state.prompt_end[rows.sequence]
+        states = {name.removeprefix(TWIN): value for name, value in inputs.items() if name.startswith(TWIN)}
         return {
             **inputs,
+            **states,
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
             "page_table": page_table,
         }
@@ -212,15 +220,16 @@ class BlockLoop:
         salient: list[Tensor],
         unconditional: Tensor | None,
     ) -> None:
-        inputs = {**caches, **advance.inputs}
-        if program is self.select and isinstance(advance.state, BlockCausalState):
-            inputs |= advance.state.key_rows()
+        inputs = {**caches, **advance.inputs, **advance.late(program.inputs)}
         result, other = program(inputs, count), None
         if unconditional is not None:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
             twin = self._without_prompt(inputs, advance.rows, advance.state, unconditional)
-            other = program(twin, count).outputs["logits"]
+            unguided = program(twin, count).outputs
+            other = unguided["logits"]
+            carried = {TWIN + name: value for name, value in unguided.items() if TWIN + name in advance.carried}
+            result = replace(result, outputs=result.outputs | carried)
         for stage in zip(program.stage_names, result.rows, result.padded, result.seconds, strict=True):
             stats.count_stage(*stage)
         if "salient" in result.outputs:
@@ -231,10 +240,11 @@ class BlockLoop:
             return
         # The transition overwrites what it is given, and a program may return one of its inputs.
         before, rows = advance.state.clone(), advance.rows.head(count).clone()
+        states = {name: advance.inputs[name].clone() for name in advance.carried}
         said = {name: value.clone() for name, value in result.outputs.items()}
         decision = advance(outputs, observed=True)
         assert decision is not None
-        self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said))
+        self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said, states))
 
     def _decide(
         self, advance: Advance, outputs: Mapping[str, Tensor], unconditional: Tensor | None

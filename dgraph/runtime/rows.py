@@ -16,8 +16,8 @@ class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
     sequence i64[N]; column i64[N] of its two blocks (see the kind of state); input_ids i64[N]; positions i64[N]; limit
-    i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no sequence: 0 or
-    False everywhere.
+    i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no sequence:
+    0 or False everywhere.
 
     masked bool[N]: the row's own position is one of the current block that holds a mask. candidate bool[N]: the
     position that the row predicts is one whose token the step may commit: a mask of the current block, or what a policy
@@ -180,31 +180,24 @@ def prefill_chunks(lengths: Sequence[int], block: int, most: int) -> Iterator[tu
         yield begin, end
 
 
-def unmasked_rows(rows: int, sequences: int, block: int, device: torch.device) -> dict[str, Tensor]:
-    """Program inputs with that many live rows, filled sequence by sequence, two blocks each.
+def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> StepRows:
+    """That many live rows, filled sequence by sequence, two blocks each.
 
-    None is masked, so that a program which evicts keeps all of them and runs every stage on the same bucket.
+    None is a candidate, so that a program which evicts keeps all of them and runs every stage on the same bucket.
     """
     index = torch.arange(rows, device=device)
-    positions = index % (2 * block)
+    positions, zeros, none = index % (2 * block), torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
     bounds = torch.arange(sequences + 1, device=device) * 2 * block
-    return {
-        "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
-        "positions": positions,
-        "slots": positions,
-        "limit": (positions + 1).int(),
-        "cu_rows": bounds.clamp(max=rows).int(),
-        "masked": torch.zeros(rows, dtype=torch.bool, device=device),
-        "candidate": torch.zeros(rows, dtype=torch.bool, device=device),
-        "temperature": torch.zeros(rows, device=device),
-        "seed": torch.zeros(rows, dtype=torch.int64, device=device),
-        "noise": torch.zeros(rows, device=device),
-        "script": torch.zeros(rows, device=device),
-        "full": torch.ones(rows, dtype=torch.bool, device=device),
-        "changed": torch.ones(rows, dtype=torch.bool, device=device),
-        "adapt": torch.ones(rows, dtype=torch.bool, device=device),
-        "average": torch.ones(sequences, device=device),
-        "reached": torch.full((sequences,), -1, dtype=torch.int32, device=device),
-        "window": torch.tensor([0, 2 * block], dtype=torch.int32, device=device).repeat(sequences, 1),
-        "action": torch.zeros(sequences, dtype=torch.int32, device=device),
-    }
+    return StepRows(
+        sequence=index // (2 * block),
+        column=zeros,
+        input_ids=zeros,
+        positions=positions,
+        limit=(positions + 1).int(),
+        masked=none,
+        candidate=none,
+        cu_rows=bounds.clamp(max=rows).int(),
+        full=~none,
+        changed=~none,
+        slots=positions,
+    )

@@ -17,15 +17,17 @@ from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.advance import Rule
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache, DecodeState
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import KVStore
+from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.loop import BlockLoop
+from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.rows import unmasked_rows
+from dgraph.runtime.policies import Policy
+from dgraph.runtime.rows import idle_rows
+from dgraph.runtime.rule import Rule
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import Script, check_script
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -92,7 +94,6 @@ class BlockSession:
         select_noise: give programs the input noise f32[N], uniform in [0, 1) (random selection, an ablation);
             None: if one of them reads it.
         device: where the programs run.
-        kv_dtype: dtype of the caches; default the model's.
         page_size: positions per page; default the block length.
         kv: which keys and values stay, for programs that read packed ones; None for all. It needs the program
             "select", for steps in which some sequence chooses.
@@ -116,13 +117,12 @@ class BlockSession:
         kv: KVPlan | None = None,
         select_noise: bool | None = None,
         device: torch.device | str = "cpu",
-        kv_dtype: torch.dtype | None = None,
         page_size: int | None = None,
         pool: GraphPool | None = None,
         compiler: TraceCompiler | None = None,
     ):
         if select_noise is None:
-            select_noise = any("noise" in program.input_names for program in programs.values())
+            select_noise = any("noise" in program.inputs for program in programs.values())
         check_session(spec, programs, block_cache, select_noise, plan, kv)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
@@ -132,9 +132,13 @@ class BlockSession:
         self.pool = pool
         self._transitions = Transitions(pool, compiler)
         self._sequences = 1
-        names = frozenset().union(*(program.input_names for program in programs.values()))
-        self.kv = KVStore.for_spec(spec, page_size=page_size, dtype=kv_dtype, device=self.device, names=names)
-        self.packed = None if kv is None else PackedKV(spec, kv, kv_dtype, self.device)
+        inputs = declared({name: program.inputs for name, program in programs.items()}).values()
+        given = (spec for spec in inputs if spec.carried or spec.name in OFFERS)
+        self._inputs = tuple(sorted(given, key=lambda spec: spec.name))
+        caches = [spec for spec in inputs if spec.per == "position"]
+        self.kv = KVStore(caches, page_size=check_page_size(spec, page_size), device=self.device)
+        entries = [spec for spec in inputs if spec.per == "packed"]
+        self.packed = None if kv is None else PackedKV(entries, spec.layers, kv, self.device)
 
     @torch.no_grad()
     def generate(
@@ -169,12 +173,12 @@ class BlockSession:
             step = self.programs.get("logits", step)
             select = self.programs.get("select_logits", select)
         check_rule(policy, sampler, step, self.block_cache, self.plan)
-        scripted = "script" in step.input_names
+        scripted = "script" in step.inputs
         check_script(policy, block, scripted)
         temperature = float(sampler.temperature)
-        rule = Rule(policy, self.block_cache, self.recommit, self.select_noise, temperature, seed, scripted)
-        fixed = self.pool is not None and observer is None
         guided = sampler.cfg_scale > 0
+        rule = self._rule(policy, temperature, seed, guided)
+        fixed = self.pool is not None and observer is None
         if guided and self.packed is not None:
             raise InputError(
                 f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
@@ -271,18 +275,24 @@ class BlockSession:
                 caches |= self.packed.tensors()
             self._keep_graphs()
             self.pool.preparing = True
+            rule = self._rule(chosen.rule, float(chosen.sampling.temperature), 0)
+            state = self._beginning(rule, batch, tokens, caches["page_table"])
+            idle = replace(state, active=torch.zeros_like(state.active))
+            states = initial_states(self._inputs, len(state.start), self.device)
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
                 rows = min(size, batch * 2 * block)
-                result = step({**caches, **unmasked_rows(rows, self._sequences, block, self.device)}, rows)
+                at = Moment(idle_rows(rows, self._sequences, block, self.device), idle, rule)
+                result = step({**caches, **states, **computed(step.inputs, at)}, rows)
                 if progress is not None:
                     progress(done + 1, len(sizes))
-            scripted = "script" in step.input_names
-            known = "token" in result.outputs and (not scripted or isinstance(chosen.rule, Script))
+            known = "token" in result.outputs and ("script" not in step.inputs or isinstance(chosen.rule, Script))
             if self._transitions.compiles and known:
-                temperature = float(chosen.sampling.temperature)
-                rule = Rule(chosen.rule, self.block_cache, self.recommit, self.select_noise, temperature, 0, scripted)
-                self._compile_transition(rule, result.outputs, batch, tokens, caches["page_table"])
+                if self.spec.attention == "block_causal":
+                    self._transitions.widen(tokens, block)
+                # On a canvas of the width that later batches share, if they can.
+                state = self._beginning(rule, batch, tokens, caches["page_table"])
+                self._transitions.compile(rule, state, result.outputs)
         finally:
             self.pool.preparing = False
             for handle in reversed(handles):
@@ -362,16 +372,15 @@ class BlockSession:
             observer=None,
         )
 
-    def _compile_transition(
-        self, rule: Rule, outputs: Mapping[str, Tensor], batch: int, tokens: int, table: Tensor
-    ) -> None:
-        """Compile what lies between the steps of such batches, which canvases of other widths share if they can."""
-        block = self.spec.block_length
-        if self.spec.attention == "block_causal":
-            self._transitions.widen(tokens, block)
-        loop = self._loop(rule, self.programs["step"], None, tokens - 1, block, Sampler(rule.temperature), fixed=True)
-        state = loop.begin([[self.spec.mask_id]] * batch, 0, table)
-        self._transitions.compile(rule, state, outputs)
+    def _rule(self, policy: Policy, temperature: float, seed: int, guided: bool = False) -> Rule:
+        given = self.block_cache, self.recommit, self.select_noise
+        return Rule(policy, *given, temperature, seed, self._inputs, guided)
+
+    def _beginning(self, rule: Rule, batch: int, tokens: int, table: Tensor) -> DecodeState:
+        """The state before the first step of a batch that nobody asked for, with so many positions per sequence."""
+        block, sampler = self.spec.block_length, Sampler(rule.temperature)
+        loop = self._loop(rule, self.programs["step"], None, tokens - 1, block, sampler, fixed=True)
+        return loop.begin([[self.spec.mask_id]] * batch, 0, table)
 
     def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
         found, causal = [], self.spec.attention == "block_causal"
@@ -379,7 +388,10 @@ class BlockSession:
         for handle, first, start, end in zip(handles, firsts, state.start.tolist(), state.end.tolist(), strict=False):
             # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
             committed, written = (start, start + state.block) if causal else (0, end)
-            found.append(SequenceKV(committed, self.kv.gather(handle, written, first), first))
+            span = handle, written, first
+            names = ((f"k_cache_{layer}", f"v_cache_{layer}") for layer in range(self.spec.layers))
+            layers = [(self.kv.gather(k, *span), self.kv.gather(v, *span)) for k, v in names]
+            found.append(SequenceKV(committed, layers, first))
         return found
 
 

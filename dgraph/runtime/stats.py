@@ -123,8 +123,8 @@ class StepRecord:
         score: f32[N] as the program selected by it, None where it has no such output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
         committed: bool[N], rows whose token was committed.
-        average, reached: f32[b], i32[b] as the program got them.
-        reached_after: i32[b] as the program returned it (unchanged where it does not evict).
+        average: f32[b], tokens per step of the block before the step.
+        states, states_after: what passes carry from step to step, by name, as the program got and returned it.
     """
 
     step: int
@@ -140,8 +140,8 @@ class StepRecord:
     confidence: Tensor
     committed: Tensor
     average: Tensor
-    reached: Tensor
-    reached_after: Tensor
+    states: dict[str, Tensor]
+    states_after: dict[str, Tensor]
 
     @property
     def committed_positions(self) -> Tensor:
@@ -162,6 +162,7 @@ class StepRecord:
         results: RowResults,
         committed: Tensor,
         outputs: dict[str, Tensor],
+        states: dict[str, Tensor],
     ) -> StepRecord:
         """A record of state and rows (without padding) as they were before the step, and of what came of them.
 
@@ -188,6 +189,6 @@ class StepRecord:
             confidence=copy(results.confidence[:n]),
             committed=copy(window[rows.sequence, rows.column]),
             average=copy(state.average),
-            reached=copy(state.reached),
-            reached_after=copy(outputs.get("reached", state.reached)),
+            states={name: copy(value) for name, value in states.items()},
+            states_after={name: copy(outputs.get(name, value)) for name, value in states.items()},
         )

@@ -7,9 +7,10 @@ from collections.abc import Hashable, Mapping
 from torch import Tensor
 
 from dgraph.lowering.traced import TraceCompiler
-from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.advance import Advance
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.rule import Rule
 
 CANVAS_COLUMNS = 512
 """Where transitions are captured, the canvas has a multiple of so many columns."""

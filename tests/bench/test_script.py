@@ -48,15 +48,16 @@ class Decode:
         self.state, self.evict = begin(lengths), evict
         self.draw = torch.Generator().manual_seed(seed)
         self.kept: list[set[int]] = []
+        self.reached = torch.full((len(lengths),), -1, dtype=torch.int32)
 
     def step(self) -> Tensor:
         state = self.state
         rows = state.rows(int(state.summary()[0]))
         n = len(rows.candidate)
-        kept, reached = torch.ones(n, dtype=torch.bool), None
+        kept, reached, start = torch.ones(n, dtype=torch.bool), self.reached, state.start
         if self.evict:
             score, budget = SCRIPT.scores(rows, state), SCRIPT.budget(state)
-            args = (score, rows.candidate, rows.positions, rows.cu_rows, rows.limit, budget, state.reached, 1.0, 0)
+            args = (score, rows.candidate, rows.positions, rows.cu_rows, rows.limit, budget, reached, 1.0, 0)
             kept, _, reached = OPS["select_tokens"].reference(*args)
         chosen = kept & rows.candidate
         self.kept = [
@@ -64,7 +65,9 @@ class Decode:
         ]
         confidence = torch.where(chosen, torch.rand(n, generator=self.draw), -math.inf)
         results = RowResults(torch.where(chosen, 5, -1), confidence, kept)
-        return state.apply(rows, results, SCRIPT, "dc+", True, reached)
+        committed = state.apply(rows, results, SCRIPT, "dc+", True)
+        self.reached = torch.where(state.start == start, reached, -1)
+        return committed
 
 
 def test_whole_blocks_follow_their_histories() -> None:

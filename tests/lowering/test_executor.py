@@ -158,9 +158,9 @@ def test_it_says_what_it_reads(dense: dict[str, Graph], focus: dict[str, Graph])
     always = {"input_ids", "positions", "limit", "cu_rows", "page_table"}
     caches = {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
     head = {"candidate", "temperature", "seed"}
-    assert lower(dense["prefill"]).input_names == always | caches
-    assert lower(dense["step"]).input_names == always | caches | head
-    assert lower(focus["step"]).input_names == always | caches | head | {"average", "reached"}
+    assert lower(dense["prefill"]).inputs.keys() == always | caches
+    assert lower(dense["step"]).inputs.keys() == always | caches | head
+    assert lower(focus["step"]).inputs.keys() == always | caches | head | {"average", "reached"}
     assert lower(dense["step"]).stage_names == ("step",)
 
 
@@ -176,7 +176,7 @@ def test_a_missing_input(dense: dict[str, Graph], step: Scene, name: str) -> Non
     ("name", "change", "message"),
     [
         ("input_ids", Tensor.int, r"input 'input_ids' is torch\.int32, expected torch\.int64"),
-        ("candidate", Tensor.float, r"input 'masked' is torch\.float32, expected torch\.bool"),
+        ("candidate", Tensor.float, r"input 'candidate' is torch\.float32, expected torch\.bool"),
         ("v_cache_1", Tensor.bfloat16, r"input 'v_cache_1' is torch\.bfloat16, expected torch\.float32"),
         ("positions", lambda t: t[:-1], r"input 'positions' has 31 rows, expected at least 32"),
     ],

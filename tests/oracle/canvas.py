@@ -266,7 +266,7 @@ def generate(
         stop = min(start + size, end)
         decoded: list[set[int]] = []
         yields: list[int] = []
-        reached = start - 1
+        reached = -1
         total = size if schedule == "block" else stop - start
         while mask_id in canvas[start:stop] and not finished:
             decoded.append({p for p in range(end) if canvas[p] != mask_id})

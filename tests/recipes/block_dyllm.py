@@ -14,6 +14,7 @@ from torch import Tensor
 import dgraph
 from dgraph.graph import Graph
 from dgraph.lowering.program import ProgramResult
+from dgraph.shapes import InputSpec
 from tests.models import test_llada2 as llada2
 from tests.models import test_sdar_moe as sdar_moe
 from tests.oracle import focus, qwen3
@@ -79,8 +80,8 @@ class Watched:
     stage_names = ("step",)
 
     @property
-    def input_names(self) -> frozenset[str]:
-        return frozenset(self.graph.inputs)
+    def inputs(self) -> Mapping[str, InputSpec]:
+        return self.graph.inputs
 
     @property
     def output_names(self) -> frozenset[str]:

@@ -76,7 +76,7 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
                     )
                 ),
                 "average": float(record.average[at]),
-                "reached": int(record.reached_after[at]),
+                "reached": int(record.states_after["reached"][at]) if record.states else None,
                 "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
         )

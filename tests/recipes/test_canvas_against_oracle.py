@@ -120,7 +120,7 @@ def steps_of(records: list[StepRecord], prompt: int, shift: int) -> list[dict[st
                     zip((positions[chosen] + shift).tolist(), record.token[mine][chosen].tolist(), strict=True)
                 ),
                 "average": float(record.average[at]),
-                "reached": int(record.reached_after[at]),
+                "reached": int(record.states_after["reached"][at]) if record.states else None,
                 "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
         )

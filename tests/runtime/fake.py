@@ -16,12 +16,14 @@ from torch import Tensor
 
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
-from dgraph.runtime.checks import ROW_INPUTS
+from dgraph.runtime.offers import OFFERS
+from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
 MASK = 28
 VOCAB = 29
 ALPHA = 1.5
+REACHED = InputSpec("reached", torch.int32, ("b",), reset="block", initial=-1)
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
@@ -71,6 +73,19 @@ def importance(seen: IntOrTensor, position: IntOrTensor) -> IntOrTensor:
     return digest(seen + position * 211 + 5) % 50
 
 
+def offered(name: str) -> InputSpec:
+    """An input of the decode loop, as a pass would declare it."""
+    shapes: dict[str, tuple[int | str, ...]] = {"row": ("N",), "sequence": ("b",), "offsets": ("b+1",), "key": ("M",)}
+    wide: dict[str, tuple[int | str, ...]] = {"page_table": ("b", "P"), "window": ("b", 2)}
+    return InputSpec(name, OFFERS[name].dtype, wide.get(name) or shapes[OFFERS[name].per])
+
+
+def caches(*layers: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[InputSpec]:
+    """Keys and values of layers, of those sizes each."""
+    sizes = enumerate(layers)
+    return [InputSpec(f"{n}_cache_{i}", dtype, ("pages", "page", *size)) for i, size in sizes for n in "kv"]
+
+
 class FakeProgram:
     """A program of the fake model.
 
@@ -79,13 +94,15 @@ class FakeProgram:
     row's seed).
     """
 
-    def __init__(self, kind: str, noise: bool = False):
+    def __init__(self, kind: str, noise: bool = False, dtype: torch.dtype = torch.float32):
         self.kind, self.noise = kind, noise
         self.calls: list[dict[str, Tensor]] = []
         self.stage_names = ("prefix", "suffix") if kind == "evict" else (kind,)
-        names = {"input_ids", "positions", "limit", "cu_rows", "candidate", "page_table", "average", "reached"}
-        names |= {f"{n}_cache_{layer}" for n in "kv" for layer in range(2)}
-        self.input_names = frozenset(names | ({"noise"} if noise else set()))
+        names = ["input_ids", "positions", "limit", "cu_rows", "candidate", "temperature", "seed", "page_table"]
+        specs = [*map(offered, [*names, "average", *["noise"] * noise]), *caches((1, 2), (3, 2), dtype=dtype)]
+        if kind == "evict":
+            specs.append(REACHED)
+        self.inputs = {spec.name: spec for spec in specs}
 
     @property
     def output_names(self) -> frozenset[str]:
@@ -98,8 +115,8 @@ class FakeProgram:
         return (rows,)
 
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
-        sizes = dict.fromkeys(ROW_INPUTS | {"noise"}, rows)
-        inputs = {k: v[: sizes.get(k)] for k, v in inputs.items()}  # behind them is padding
+        # What comes after the rows is padding.
+        inputs = {k: v[:rows] if k in OFFERS and OFFERS[k].per == "row" else v for k, v in inputs.items()}
         self.calls.append({k: v.clone() for k, v in inputs.items() if "cache" not in k})
         ids, positions, masked = inputs["input_ids"], inputs["positions"], inputs["candidate"]
         cu_rows, limit = inputs["cu_rows"], inputs["limit"]
@@ -145,7 +162,7 @@ def check_inputs(inputs: Mapping[str, Tensor], rows: int) -> None:
     """Dtypes, and what the contract says about rows."""
     for name in ("input_ids", "positions", "seed", "limit", "candidate", "temperature"):
         assert inputs[name].shape == (rows,), name
-    for name in ("limit", "cu_rows", "reached", "page_table"):
+    for name in ("limit", "cu_rows", "page_table"):
         assert inputs[name].dtype == torch.int32, name
     for name in ("temperature", "average"):
         assert inputs[name].dtype == torch.float32, name
@@ -202,7 +219,8 @@ def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tupl
 
 def make_session(block: int, kind: str = "step", **options) -> BlockSession:
     spec = fake_spec(block, **options.pop("spec", {}))
-    programs = {"prefill": FakeProgram("prefill"), "step": FakeProgram(kind, options.pop("noise", False))}
+    noise, dtype = options.pop("noise", False), options.pop("dtype", torch.float32)
+    programs = {"prefill": FakeProgram("prefill", dtype=dtype), "step": FakeProgram(kind, noise, dtype)}
     return BlockSession(spec, programs, **options)
 
 

@@ -106,7 +106,7 @@ def simulate(
     commit: list[int] = []
     undecided = set(range(len(prompt), room))
     while True:
-        uncached, reached, yields = list(range(start, start + block)), start - 1, []
+        uncached, reached, yields = list(range(start, start + block)), -1, []
         done = False
         while not done and any(p in undecided for p in range(start, start + block)):
             masked = [p for p in uncached if p in undecided]

@@ -67,7 +67,6 @@ def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
     assert rows.input_ids.tolist() == [5, 6, MASK, MASK, 7, MASK, MASK, MASK]
     assert rows.candidate.tolist() == [False, False, True, True, False, True, True, True]
     assert rows.limit.tolist() == [8] * 4 + [4] * 4
-    assert state.reached.tolist() == [3, -1]
     assert state.average.tolist() == [1.0, 1.0]
     full = prefill_rows(state.canvas, torch.zeros_like(state.start), state.start, 4, 4)
     assert (full.positions.tolist(), full.input_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
@@ -106,7 +105,7 @@ def test_a_complete_block_is_committed_in_the_next_step() -> None:
         rows = state.rows(state.summary().tolist()[0])
         assert rows.limit.tolist() == [4] * len(committed) + [8] * 4
         assert rows.candidate.tolist() == [False] * len(committed) + [True] * 4
-        assert (state.reached.tolist(), state.steps.tolist(), state.decoded.tolist()) == ([3], [0], [0])
+        assert (state.steps.tolist(), state.decoded.tolist()) == ([0], [0])
         step(state, {(0, 5): 49}, cache="dc+", recommit=recommit)
         assert pending(state) == [4, 5, 6, 7]
         assert state.commit_rows.item() == len(committed)
@@ -190,7 +189,6 @@ def test_program_outputs_come_back_to_their_rows() -> None:
     assert got.confidence.tolist() == [NONE, NONE, NONE, 0.25, NONE, NONE, 0.75, NONE]  # row 0 is not masked
     committed = state.apply(rows, got, ONE, "off", True, torch.tensor([3, 2], dtype=torch.int32))
     assert committed.tolist() == [[False, False, False, True], [False, False, True, False]]
-    assert state.reached.tolist() == [3, 2]
 
 
 def test_a_mask_token_as_an_answer_counts_as_decoded() -> None:

@@ -109,7 +109,7 @@ def test_the_first_step_forwards_everything() -> None:
     # Candidates are the rows of the first block; its columns are 4..7 of the window.
     assert rows.candidate.nonzero().flatten().tolist() == [3, 4, 5, 6, 10, 11, 12, 13]
     assert rows.column.tolist() == [0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 4, 5, 6, 7, 0, 0, 0, 0]
-    assert (state.start.tolist(), state.end.tolist(), state.reached.tolist()) == ([3, 1], [9, 7], [2, 0])
+    assert (state.start.tolist(), state.end.tolist()) == ([3, 1], [9, 7])
     assert state.average.tolist() == [math.inf, math.inf]
     assert state.capacity == state.canvas.numel() == 2 * 13
 
@@ -202,7 +202,7 @@ def test_a_block_that_its_first_step_finishes() -> None:
     state = begin([[1, 2, 3]], 8)
     step(state, {(0, p): 10 + p for p in range(3, 7)})
     assert (state.start.tolist(), state.forwards.tolist(), state.counter.tolist()) == ([7], [0], [1])
-    assert (state.decoded.tolist(), state.steps.tolist(), state.reached.tolist()) == ([0], [0], [6])
+    assert (state.decoded.tolist(), state.steps.tolist()) == ([0], [0])
     assert pending(state) == span(0, 11)
     assert state.average.tolist() == [math.inf]
     step(state, {(0, p): 10 + p for p in range(7, 11)})
@@ -270,15 +270,13 @@ def test_rows_forwarded_for_their_keys_alone() -> None:
     assert state.kept_rows.tolist() == [13 + 10]
 
 
-def test_average_and_progress() -> None:
+def test_average() -> None:
     state = begin([[1, 2, 3]], 8)
     rows = state.rows(11)
     results = RowResults(torch.full((11,), -1), torch.full((11,), NONE), torch.ones(11, dtype=torch.bool))
     results.token[3:6], results.confidence[3:6] = 10, 0.9
-    state.apply(rows, results, ConfidenceThreshold(0.5), "off", True, reached=torch.tensor([10], dtype=torch.int32))
-    assert (state.average.tolist(), state.reached.tolist()) == ([3.0], [10])
-    step(state, {(0, 6): 10})
-    assert state.reached.tolist() == [6]
+    state.apply(rows, results, ConfidenceThreshold(0.5), "off", True)
+    assert state.average.tolist() == [3.0]
 
 
 def test_a_copy_shares_nothing() -> None:

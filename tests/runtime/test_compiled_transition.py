@@ -15,7 +15,7 @@ from dgraph.lowering.traced import TraceCompiler, trace
 from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
-from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.advance import Advance
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.cudagraph import GraphPool
@@ -30,9 +30,11 @@ from dgraph.runtime.policies import (
     foresees,
     policy_of,
 )
+from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
 from tests.plans.outside import Stride, Thirds
+from tests.runtime.fake import REACHED, offered
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
@@ -64,6 +66,10 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     else:
         state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
+    offers = ["input_ids", "positions", "limit", "masked", "candidate", "cu_rows", "average", "block_end", "step"]
+    offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
+    offers += ["noise"] * bool(rule.get("select_noise"))
+    defaults["inputs"] = (*map(offered, offers), REACHED)
     return Advance(Rule(policy, **defaults | {"temperature": 0.0, "seed": 5} | rule), state, state.capacity)
 
 
@@ -82,7 +88,7 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     }
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
-        said["reached"] = advance.state.reached + 1
+        said["reached"] = advance.inputs["reached"] + 1
     return said
 
 

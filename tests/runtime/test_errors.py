@@ -14,7 +14,8 @@ from dgraph.plans.regions import Block, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, FixedSteps
-from tests.runtime.fake import MASK, FakeProgram, fake_spec
+from dgraph.shapes import InputSpec
+from tests.runtime.fake import MASK, FakeProgram, fake_spec, offered
 
 
 def programs() -> dict[str, Any]:
@@ -83,12 +84,12 @@ def test_models_and_programs_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="'step' reads the input 'noise'"):
         BlockSession(fake_spec(8), programs() | {"step": noisy}, select_noise=False)
     strange = FakeProgram("step")
-    strange.input_names |= {"k_cache_2", "hidden"}
-    with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: hidden, k_cache_2"):
+    strange.inputs |= {"hidden": InputSpec("hidden", torch.float32, ("N", 4)), "window": offered("window")}
+    with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: hidden, window\. It offers"):
         BlockSession(fake_spec(8), programs() | {"step": strange})
     sparse = FakeProgram("step")
-    sparse.input_names |= {"full", "changed"}
-    with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: changed, full\. Known"):
+    sparse.inputs |= {name: offered(name) for name in ("full", "changed")}
+    with pytest.raises(LoweringError, match=r"'step' reads inputs that .* not have: changed, full\. It offers"):
         BlockSession(fake_spec(8), programs() | {"step": sparse})
     BlockSession(fake_spec(8), programs() | {"step": sparse}, plan=RowPlan(Block()))
     with pytest.raises(InputError, match="page_size must be a multiple or a divisor"):

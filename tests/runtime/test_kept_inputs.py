@@ -10,8 +10,10 @@ from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
-from dgraph.runtime.advance import Advance, Rule
+from dgraph.runtime.advance import Advance
 from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.rule import Rule
+from tests.runtime.fake import offered
 
 MASK = 99
 PLAN = RowPlan(Response(), Apart(2, 3))
@@ -32,7 +34,9 @@ def advance_of(kv: KVPlan | None) -> Advance:
         shift=0,
         kv=kv,
     )
-    return Advance(Rule(ConfidenceThreshold(0.9), "off", False, False, 0.0, 0), state, state.capacity)
+    kept = ("action", "window", "adapt") if kv is not None else ()
+    inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
+    return Advance(Rule(ConfidenceThreshold(0.9), "off", False, False, 0.0, 0, inputs), state, state.capacity)
 
 
 def test_rows_adapt_where_their_sequence_reuses() -> None:

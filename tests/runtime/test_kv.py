@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
 from dgraph.runtime import KVStore
-from tests.runtime.fake import fake_spec
+from dgraph.runtime.kv import check_page_size
+from dgraph.shapes import InputSpec
+from tests.runtime.fake import caches, fake_spec
 
 
 def store(page_size: int = 4, layers: int = 2) -> KVStore:
-    return KVStore(layers, 3, 5, page_size=page_size, dtype=torch.float32)
+    return KVStore(caches(*[(3, 5)] * layers), page_size=page_size)
+
+
+def gather(kv: KVStore, sequence: int, *span: int, first: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer."""
+    tokens = span[0] if span else None
+    begin = span[1] if len(span) > 1 else first
+    names = [name for name in kv.tensors() if name[0] == "k"]
+    return [
+        (kv.gather(name, sequence, tokens, begin), kv.gather(f"v{name[1:]}", sequence, tokens, begin)) for name in names
+    ]
 
 
 def fill(kv: KVStore, sequence: int, tokens: int, value: float) -> None:
@@ -26,7 +40,7 @@ def fill(kv: KVStore, sequence: int, tokens: int, value: float) -> None:
 
 
 def check(kv: KVStore, sequence: int, tokens: int, value: float) -> None:
-    layers = kv.gather(sequence, tokens)
+    layers = gather(kv, sequence, tokens)
     flat = [t for pair in layers for t in pair]
     for layer, cache in enumerate(flat):
         assert cache.shape == (tokens, 3, 5)
@@ -89,14 +103,14 @@ def test_positions_in_front_of_the_first_have_no_pages() -> None:
     for layer, cache in enumerate(kv.tensors().values()):
         for p in range(8, 14):
             cache[table[p // 4], p % 4] = layer / 8 + p
-    flat = [t for pair in kv.gather(late, 14, first=9) for t in pair]
+    flat = [t for pair in gather(kv, late, 14, first=9) for t in pair]
     for layer, cache in enumerate(flat):
         assert cache.shape == (5, 3, 5)
         assert cache.equal((layer / 8 + torch.arange(9, 14))[:, None, None].expand(-1, 3, 5))
-    assert [k.shape[0] for k, _ in kv.gather(late, first=8)] == [8, 8]
+    assert [k.shape[0] for k, _ in gather(kv, late, first=8)] == [8, 8]
     for first in (0, 7):
         with pytest.raises(DgraphError, match=f"sequence {late} has no pages for position {first}; ask for later"):
-            kv.gather(late, 14, first)
+            gather(kv, late, 14, first)
     kv.free(late)
     assert kv.free_pages == 2
     kv.free(none)
@@ -120,11 +134,11 @@ def test_pages_in_front_of_a_position_come_back() -> None:
     assert (kv.pages, kv.free_pages) == (6, 2)
     assert kv.page_table([first, second]).tolist() == [[-1, -1, 2, 3], [4, 5, -1, -1]]
     check(kv, second, 6, 500.0)
-    for layer, (k, v) in enumerate(kv.gather(first, 14, first=8)):
+    for layer, (k, v) in enumerate(gather(kv, first, 14, first=8)):
         for kind, cache in enumerate((k, v)):
             assert cache.equal((1.0 + (2 * layer + kind) / 8 + torch.arange(8, 14))[:, None, None].expand(-1, 3, 5))
     with pytest.raises(DgraphError, match=f"sequence {first} has no pages for position 0; ask for later"):
-        kv.gather(first, 14)
+        gather(kv, first, 14)
     (third,) = kv.allocate([8])
     assert sorted(kv.page_table([third])[0].tolist()) == [0, 1]
     fill(kv, third, 8, 900.0)
@@ -143,8 +157,8 @@ def test_unused_pages_are_finite() -> None:
     kv = store()
     (only,) = kv.allocate([9])
     assert all(torch.isfinite(t).all() for t in kv.tensors().values())
-    assert kv.gather(only)[0][0].shape == (12, 3, 5)
-    kept = kv.gather(only, 3)[1][1]
+    assert gather(kv, only)[0][0].shape == (12, 3, 5)
+    kept = gather(kv, only, 3)[1][1]
     fill(kv, only, 9, 1.0)
     assert kept.eq(0).all()  # a copy
 
@@ -175,22 +189,55 @@ def test_out_of_memory_leaves_the_store_whole(monkeypatch: pytest.MonkeyPatch) -
 
 def test_page_sizes_fit_the_block() -> None:
     for size in (1, 2, 8, 16, 32, 64):
-        assert KVStore.for_spec(fake_spec(16), page_size=size).page_size == size
-    assert KVStore.for_spec(fake_spec(16)).page_size == 16
-    assert KVStore.for_spec(fake_spec(16), dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert check_page_size(fake_spec(16), size) == size
+    assert check_page_size(fake_spec(16), None) == 16
     for size in (0, -16, 3, 24):
         with pytest.raises(InputError, match=r"multiple or a divisor of fake's block length 16, got"):
-            KVStore.for_spec(fake_spec(16), page_size=size)
+            check_page_size(fake_spec(16), size)
     with pytest.raises(InputError, match="a page holds at least 1 position, got page_size=0"):
         store(page_size=0)
+
+
+def test_each_cache_has_its_own_shape_and_type() -> None:
+    scores = InputSpec("score_cache_1", torch.float16, ("pages", "page"))
+    kv = KVStore([*caches((3, 5), (1, 7), dtype=torch.bfloat16), scores], page_size=4)
+    (only,) = kv.allocate([9])
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in kv.tensors().items()}
+    for layer, size in enumerate(((3, 5), (1, 7))):
+        assert shapes[f"k_cache_{layer}"] == shapes[f"v_cache_{layer}"] == (torch.bfloat16, (3, 4, *size))
+    assert shapes["score_cache_1"] == (torch.float16, (3, 4))
+    assert kv.bytes == 12 * (2 * 15 + 2 * 7 + 1) * 2
+    assert kv.gather("v_cache_1", only, 9).shape == (9, 1, 7)
+    assert kv.gather("score_cache_1", only, 9, 4).shape == (5,)
+    with pytest.raises(DgraphError, match=r"there is no cache 'k_cache_2'; it has k_cache_0, v_cache_0"):
+        kv.gather("k_cache_2", only)
+    for shape in (("pages", "page", "heads"), ("pages", 4, 2)):
+        wanted = r"which the runtime cannot allocate: expected \(\"pages\", \"page\", ...\)"
+        with pytest.raises(InputError, match=wanted):
+            KVStore([InputSpec("odd_cache_0", torch.float32, shape)], page_size=4)
+
+
+def test_what_begins_with_a_response_is_reset_with_its_pages() -> None:
+    """Nothing of the sequence that had the pages before is left, and nothing of others is touched."""
+    fresh = InputSpec("seen_cache_0", torch.float32, ("pages", "page", 2), reset="response", initial=-1.0)
+    kv = KVStore([*caches((3, 5)), fresh], page_size=4)
+    first, second = kv.allocate([8, 4])
+    assert kv.tensors()["seen_cache_0"].eq(-1).all()
+    for tensor in kv.tensors().values():
+        tensor.fill_(7)
+    kv.free(first)
+    (third,) = kv.allocate([12])
+    assert kv.gather("seen_cache_0", third).eq(-1).all()
+    assert kv.gather("seen_cache_0", second).eq(7).all()
+    assert kv.gather("k_cache_0", third, 8).eq(7).all()
 
 
 def test_misuse_is_named() -> None:
     kv = store()
     (only,) = kv.allocate([4])
     with pytest.raises(DgraphError, match="sequence 0 has 4 positions, asked for 5"):
-        kv.gather(only, 5)
+        gather(kv, only, 5)
     kv.free(only)
-    for call in (kv.free, kv.gather, lambda s: kv.page_table([s])):
+    for call in (kv.free, partial(gather, kv), lambda s: kv.page_table([s])):
         with pytest.raises(DgraphError, match="sequence 0 is not allocated"):
             call(only)

@@ -6,13 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.errors import InputError
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.pack import PackedKV
-from tests.runtime.fake import fake_spec
+from dgraph.shapes import InputSpec
 
-SPEC = fake_spec(4, kv_heads=3, heads=3, head_dim=5)
 KEPT = KVPlan("response", pairs=(2, 4))
 SHARE = KVPlan("block", ratio=0.5)
+
+
+def packed_inputs(layer: int, heads: int, width: int, dtype: torch.dtype) -> list[InputSpec]:
+    """What SparseKV declares in a layer."""
+    keys = [InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer) for n in "kv"]
+    count = InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads), layer=layer)
+    return [*keys, count, InputSpec(f"pack_index_{layer}", torch.int32, ("entries",), layer=layer)]
+
+
+def make(plan: KVPlan, dtype: torch.dtype = torch.float32) -> PackedKV:
+    return PackedKV([spec for layer in (0, 1) for spec in packed_inputs(layer, 3, 5, dtype)], 2, plan)
 
 
 def addresses(packed: PackedKV, *but: str) -> dict[str, int]:
@@ -20,8 +31,8 @@ def addresses(packed: PackedKV, *but: str) -> dict[str, int]:
 
 
 def test_names_shapes_and_types() -> None:
-    packed = PackedKV(SPEC, KEPT)
-    assert (packed.bytes, packed.dtype) == (0, torch.float32)
+    packed = make(KEPT)
+    assert packed.bytes == 0
     packed.prepare([9, 3], 4)
     found = packed.tensors()
     names = [f"{name}_{i}" for i in (0, 1) for name in ("pack_count", "k_pack", "v_pack", "pack_index")]
@@ -33,33 +44,41 @@ def test_names_shapes_and_types() -> None:
         assert {found[f"pack_{kind}_{layer}"].dtype for kind in ("count", "index")} == {torch.int32}
         assert all(t.eq(0).all() for t in found.values() if t.dtype == torch.float32)
     assert packed.bytes == (12 + 21) * (2 * 5 * 4 + 4) + 2 * 4 * 3 * 4
-    half = PackedKV(SPEC, KEPT, torch.bfloat16)
+    half = make(KEPT, torch.bfloat16)
     half.prepare([9, 3], 4)
     assert {half.tensors()[f"{kind}_pack_1"].dtype for kind in "kv"} == {torch.bfloat16}
 
 
 def test_starts_by_layer() -> None:
     """Sequences that the batch is padded with keep nothing."""
-    packed = PackedKV(SPEC, KEPT)
+    packed = make(KEPT)
     packed.prepare([9, 3, 1], 4)
     start = packed.tensors()["pack_start"]
     assert start.dtype == torch.int32
     assert start.tolist() == [[0, 6, 12, 15], [0, 12, 21, 24]]
-    share = PackedKV(SPEC, SHARE)
+    share = make(SHARE)
     share.prepare([9, 1, 6], 3)
     assert share.tensors()["pack_start"].tolist() == [[0, 12, 12]] * 2
     assert len(share.tensors()["k_pack_0"]) == (4 + 0 + 3) * 3
 
 
-def test_positions_are_kept_only_where_values_are_renewed() -> None:
-    packed = PackedKV(SPEC, SHARE)
-    packed.prepare([8], 1)
-    assert packed.tensors()["pack_index_0"].shape == (0,)
-    assert packed.bytes == 2 * (12 * 2 * 5 * 4 + 3 * 4)
+def test_layers_may_differ() -> None:
+    """KV heads, head size, and whether a layer keeps anything at all."""
+    specs = packed_inputs(0, 3, 5, torch.float32) + packed_inputs(2, 1, 7, torch.float16)
+    packed = PackedKV(specs, 3, KVPlan("response", pairs=(2,)))
+    packed.prepare([9, 1], 2)
+    found = packed.tensors()
+    assert found["pack_start"].tolist() == [[0, 6], [0, 0], [0, 2]]
+    assert (found["k_pack_0"].shape, found["k_pack_2"].shape) == ((9, 5), (3, 7))
+    assert (found["pack_count_0"].shape, found["pack_count_2"].shape) == ((2, 3), (2, 1))
+    assert found["v_pack_2"].dtype == torch.float16
+    assert "k_pack_1" not in found
+    with pytest.raises(InputError, match="'x_pack' holds packed entries; declare of which layer"):
+        PackedKV([InputSpec("x_pack", torch.float32, ("entries", 2))], 3, KEPT)
 
 
 def test_what_is_big_enough_stays_where_it_is() -> None:
-    packed = PackedKV(SPEC, KVPlan("response", ratio=0.5))
+    packed = make(KVPlan("response", ratio=0.5))
     packed.prepare([8, 8], 2)
     before, bytes_before = addresses(packed), packed.bytes
     for t in packed.tensors().values():
@@ -75,7 +94,7 @@ def test_what_is_big_enough_stays_where_it_is() -> None:
 
 def test_only_what_is_too_small_is_replaced() -> None:
     """More sequences need other counts, a larger budget other entries; layers grow apart."""
-    packed = PackedKV(SPEC, KEPT)
+    packed = make(KEPT)
     packed.prepare([2, 2], 2)
     before = packed.tensors()
     packed.prepare([2], 5)
@@ -92,14 +111,14 @@ def test_only_what_is_too_small_is_replaced() -> None:
 
 
 def test_no_candidates() -> None:
-    packed = PackedKV(SPEC, KEPT)
+    packed = make(KEPT)
     packed.prepare([0], 1)
     assert packed.tensors()["k_pack_0"].shape == (0, 5)
     assert packed.tensors()["pack_start"].tolist() == [[0], [0]]
 
 
 def test_out_of_memory_is_made_up_for_by_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedKV(SPEC, KEPT)
+    packed = make(KEPT)
     packed.prepare([1], 1)
     real, made = torch.zeros, []
 

@@ -29,7 +29,8 @@ def check_steps(records: list[StepRecord], prompt: int, expected: Simulation) ->
         assert list(pairs) == step.committed
         at = record.prompts.tolist().index(prompt)
         assert record.average[at].item() == step.average
-        assert record.reached[at].item() == step.reached
+        if record.states:
+            assert record.states["reached"][at].item() == step.reached
 
 
 @pytest.mark.parametrize("block", [4, 8, 32])
@@ -72,10 +73,12 @@ def test_session_does_what_the_simulation_does(block: int, block_cache: str, rec
         for prompt, (kv, want) in enumerate(zip(out.kv, expected, strict=True)):
             check_steps(records, prompt, want)
             assert kv.committed == want.committed_end
+            assert [k.shape[1] for k, _ in kv.layers] == [1, 3]
             for (keys, values), numbers in zip(kv.layers, want.keys, strict=True):
                 written = torch.tensor(numbers) != 0
                 assert keys[written, 0, 0].tolist() == [n for n in numbers if n]
-                assert keys.shape == values.shape == (want.committed_end + block, 1, 2)
+                width = keys.shape[1]
+                assert keys.shape == values.shape == (want.committed_end + block, width, 2)
                 assert written[: want.committed_end].all()
         stats = out.stats
         assert stats.sequence_steps == [len(e.steps) for e in expected]
@@ -138,7 +141,7 @@ def test_observer_gets_copies_and_prompt_indices_of_every_batch() -> None:
         assert torch.isfinite(record.confidence).equal(record.candidate & record.kept)
         assert (record.token[record.committed] == record.committed_tokens).all()
         assert not (record.committed & ~record.kept).any()
-        assert (record.reached_after >= record.reached).all()
+        assert (record.states_after["reached"] >= record.states["reached"]).all()
     plain: list[StepRecord] = []
     make_session(8).generate(prompts, max_new_tokens=3, policy=policy, observer=plain.append)
     assert plain[0].score is None
@@ -194,7 +197,7 @@ def test_no_prompts_give_nothing() -> None:
 
 
 def test_cache_dtype_and_another_block_length() -> None:
-    session = make_session(8, kv_dtype=torch.float64)
+    session = make_session(8, dtype=torch.float64)
     prompts = random_prompts(random.Random(6), 2, 20)
     with pytest.warns(UserWarning, match="block_length=4, but fake was trained with 8") as caught:
         out = session.generate(prompts, max_new_tokens=9, policy=FixedSteps(2), block_length=4)

@@ -1,0 +1,179 @@
+"""What the decode loop offers to programs: one table of the inputs that it computes for each step.
+
+A program reads an input by declaring it (`InputSpec`). What no program reads is not computed. Rows that pad a step
+belong to no sequence: their tokens, positions and limits are 0, their flags False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.ops.sparse import REUSE
+from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.rows import StepRows, offsets_of
+from dgraph.runtime.rule import Rule
+from dgraph.runtime.script import Script
+from dgraph.runtime.seeds import row_seeds, uniform
+from dgraph.shapes import InputSpec
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step that is about to run."""
+
+    rows: StepRows
+    state: DecodeState
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An input that the decode loop has.
+
+    Attributes:
+        dtype, per: as an `InputSpec` declares them.
+        value: computes it; None where the caches hold it.
+        needs: what the session must have for it: a "plan" of rows, one that "hides" rows, a plan of "kv"; "" for
+            nothing.
+        fixed: whether it stays as it is before the first step.
+        late: computed before the programs that read it, and not with every step.
+    """
+
+    dtype: torch.dtype
+    per: str
+    value: Callable[[Moment], Tensor] | None
+    needs: str = ""
+    fixed: Callable[[Rule], bool] = lambda rule: False
+    late: bool = False
+
+
+def _given(value: Tensor | None) -> Tensor:
+    assert value is not None, "the session has no plan for it"
+    return value
+
+
+def _temperature(at: Moment) -> Tensor:
+    device = at.rows.masked.device
+    return torch.full((len(at.rows.masked),), at.rule.temperature, dtype=torch.float32, device=device)
+
+
+def _seed(at: Moment) -> Tensor:
+    rows, state = at.rows, at.state
+    if not at.rule.draws:
+        return torch.zeros(len(rows.masked), dtype=torch.int64, device=rows.masked.device)
+    return row_seeds(state.keys[:, rows.sequence], rows.positions, state.counter[rows.sequence])
+
+
+def _average(at: Moment) -> Tensor:
+    average, policy = at.state.average, at.rule.policy
+    if not any(spec.name == "script" for spec in at.rule.inputs) or not isinstance(policy, Script):
+        return average
+    # Where nothing may be evicted (a full step), the script does not change that.
+    return torch.where(average.isinf(), average, policy.budget(at.state))
+
+
+def _script(at: Moment) -> Tensor:
+    policy = at.rule.policy
+    if isinstance(policy, Script):
+        return policy.scores(at.rows, at.state)
+    return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
+
+
+def _adapt(at: Moment) -> Tensor:
+    # Where a prompt is recomputed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
+    return _given(at.state.action)[at.rows.sequence] == REUSE
+
+
+def _key_positions(at: Moment) -> Tensor:
+    seen = at.state.seen_keys()
+    index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
+    return index % seen.shape[1]
+
+
+OFFERS: dict[str, Offer] = {
+    # Rows: token, position, positions that it sees (those before `limit`), and its two flags (see `StepRows`).
+    "input_ids": Offer(torch.int64, "row", lambda at: at.rows.input_ids),
+    "positions": Offer(torch.int64, "row", lambda at: at.rows.positions),
+    "limit": Offer(torch.int32, "row", lambda at: at.rows.limit),
+    "masked": Offer(torch.bool, "row", lambda at: at.rows.masked),
+    "candidate": Offer(torch.bool, "row", lambda at: at.rows.candidate),
+    "cu_rows": Offer(torch.int32, "offsets", lambda at: at.rows.cu_rows),
+    # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
+    "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
+    "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
+    # Where a row's keys lie in the pages of its sequence.
+    "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
+    # Draws: see `dgraph.runtime.seeds`.
+    "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: True),
+    "seed": Offer(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
+    "noise": Offer(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
+    "script": Offer(torch.float32, "row", _script),
+    # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
+    # steps of the sequence and of its current block before this one, and tokens per step in the block so far.
+    "prompt_end": Offer(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda rule: True),
+    "response_end": Offer(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda rule: True),
+    "block_start": Offer(torch.int32, "sequence", lambda at: at.state.start.int()),
+    "block_end": Offer(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
+    "step": Offer(torch.int32, "sequence", lambda at: at.state.counter.int()),
+    "block_step": Offer(torch.int32, "sequence", lambda at: at.state.forwards.int()),
+    "average": Offer(torch.float32, "sequence", _average),
+    # Keys: the cache's pages; positions that are always seen, and what is done about the others (`dgraph.ops.sparse`).
+    "page_table": Offer(torch.int32, "sequence", None),
+    "pack_start": Offer(torch.int32, "constant", None, needs="kv"),
+    "window": Offer(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
+    "action": Offer(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
+    "adapt": Offer(torch.bool, "row", _adapt, needs="kv"),
+    # All positions that rows of a sequence may see, where it does not reuse what is packed.
+    "key_positions": Offer(torch.int64, "key", _key_positions, needs="kv", late=True),
+    "cu_keys": Offer(
+        torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True
+    ),
+}
+"""By name; a name means the same in every program and on every family."""
+
+
+def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: bool = True) -> dict[str, Tensor]:
+    """Those of the named inputs that the loop computes.
+
+    late: only those that are computed late, or the others; None for both. fixed: also those that never change.
+    """
+    found = {}
+    for name in names:
+        offer = OFFERS.get(name)
+        if offer is None or offer.value is None or late not in (None, offer.late):
+            continue
+        if fixed or not offer.fixed(at.rule):
+            found[name] = offer.value(at)
+    return found
+
+
+def initial_states(specs: Iterable[InputSpec], sequences: int, device: torch.device) -> dict[str, Tensor]:
+    """Of the declared inputs, the states per sequence, as they are in a first step."""
+    return {
+        spec.name: torch.full((sequences, *spec.element), spec.initial, dtype=spec.dtype, device=device)
+        for spec in specs
+        if spec.carried
+    }
+
+
+def declared(programs: Mapping[str, Mapping[str, InputSpec]]) -> dict[str, InputSpec]:
+    """All inputs of a session's programs, by name; `programs` has those of each.
+
+    Raises:
+        LoweringError: two programs declare one name differently.
+    """
+    found: dict[str, tuple[str, InputSpec]] = {}
+    for program, inputs in programs.items():
+        for name, spec in inputs.items():
+            first, known = found.setdefault(name, (program, spec))
+            if known != spec:
+                raise LoweringError(
+                    f"programs {first!r} and {program!r} declare the input {name!r} differently: {known} and {spec}. "
+                    f"Declare it once, and add it where it is read."
+                )
+    return {name: spec for name, (_, spec) in found.items()}
