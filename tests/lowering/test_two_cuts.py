@@ -111,7 +111,7 @@ def test_keeping_by_distance_and_evicting_compose(fused: Graph, step: Scene, pas
     assert (row >= 0).nonzero().flatten().tolist() == kept.tolist()
     if "near_1" in graph.inputs:
         assert inputs["near_1"][kept].all()
-    masked = inputs["masked"][kept]
+    masked = inputs["candidate"][kept]
     positions = inputs["positions"][kept]
     for s in range(len(BLOCKS)):
         mine = positions[(kept // BLOCK == s) & masked]
