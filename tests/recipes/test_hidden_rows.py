@@ -75,7 +75,7 @@ def test_only_what_exists_is_seen(family: str) -> None:
             if not bool(own.any()):
                 continue
             live, end = record.positions[own].tolist(), len(prompt) + NEW
-            masked = [p + setup.shift for p in record.positions[own & record.masked].tolist()]
+            masked = [p + setup.shift for p in record.positions[own & record.candidate].tolist()]
             while min(masked) >= starts[index] + BLOCK:  # on to the next block
                 starts[index] += BLOCK
             stop = starts[index] + BLOCK
@@ -87,7 +87,7 @@ def test_only_what_exists_is_seen(family: str) -> None:
             memory: Any = Memory(seen, held[index])
             tokens = record.input_ids[own].tolist()
             logits = forward(setup.weights, setup.config, tokens, live, len(seen), memory)
-            at = record.masked[own]
+            at = record.candidate[own]
             logits[:, setup.model.spec.mask_id] = -torch.inf
             want = logits.softmax(dim=1).max(dim=1)
             torch.testing.assert_close(record.confidence[own][at], want.values[at], atol=2e-5, rtol=2e-5)

@@ -44,9 +44,8 @@ def simulate(prompt: list[int], new: int, block: int, causal: bool) -> tuple[lis
         masks = set(open_)
         while masks:
             limits = {p: (p // block + 1) * block for p in range(stop)} if causal else dict.fromkeys(range(end), end)
-            # Behind the prompt, but not behind the response: what is decoded there is not looked at again.
-            asked = sorted(masks | {p for p in open_ if p < end})
-            found = Model(room).forward(canvas, limits, asked)[1]
+            # All of a block is looked at again, also what lies past the response where its last block is cut short.
+            found = Model(room).forward(canvas, limits, sorted(open_))[1]
             doubtful = {p for p in open_ - masks if p in found and found[p][1] / 32 < POLICY.remask_threshold}
             chosen = decided({p: found[p] for p in masks | doubtful}, doubtful, POLICY)
             for p in chosen:

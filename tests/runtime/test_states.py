@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.program import ProgramResult
+from dgraph.plans.regions import All, Block
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
 from dgraph.runtime.cudagraph import GraphPool
@@ -60,7 +61,7 @@ def run(attention: str, kind: str = "step", pool: GraphPool | None = None, **opt
     step = Counting(kind)
     programs = {"step": step} | ({"prefill": FakeProgram("prefill")} if causal else {})
     session = BlockSession(
-        fake_spec(4, **facts), programs, pool=pool, plan=None if causal else RowPlan("block"), page_size=4
+        fake_spec(4, **facts), programs, pool=pool, plan=None if causal else RowPlan(Block()), page_size=4
     )
     out = session.generate(PROMPTS, max_new_tokens=8, policy=FixedSteps(2), max_batch=2, **options)
     return step, out
@@ -113,7 +114,7 @@ def test_under_guidance_there_are_two_of_each() -> None:
 
     step = Halving("logits")
     spec = fake_spec(4, attention="bidirectional", eos_ids=())
-    session = BlockSession(spec, {"step": step}, plan=RowPlan("all"))
+    session = BlockSession(spec, {"step": step}, plan=RowPlan(All()))
     session.generate([[1] * 3], max_new_tokens=8, policy=FixedSteps(2), sampler=Sampler(cfg_scale=1.0))
     assert len(step.said) >= 8
     for number, (guided, other) in enumerate(zip(step.said[::2], step.said[1::2], strict=True)):

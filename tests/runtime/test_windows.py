@@ -13,6 +13,9 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.offers import Moment, computed
+from dgraph.runtime.policies import ConfidenceThreshold
+from dgraph.runtime.rule import Rule
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
 
@@ -117,17 +120,22 @@ def test_a_response_of_blocks() -> None:
         assert (after[0], after[1:]) == (window, ([REUSE, REUSE], 0))
 
 
+def keys_of(state: BlockCausalState) -> dict[str, torch.Tensor]:
+    rule = Rule(ConfidenceThreshold(0.9), "off", True, False, 0.0, 0)
+    return computed(["key_positions", "cu_keys"], Moment(state.rows(state.capacity), state, rule), late=True)
+
+
 def test_key_rows() -> None:
-    """All that a row may see, of the sequences that do not reuse; behind them is padding."""
+    """All that a row may see, of the sequences that do not reuse; after them is padding."""
     kv = KVPlan("block", ratio=0.5)
     state = begin(BlockCausalState, [[1, 2, 3, 4, 5, 6], [7, 8]], 6, kv)
-    keys = state.key_rows()
+    keys = keys_of(state)
     assert keys["cu_keys"].dtype == torch.int32
     assert keys["cu_keys"].tolist() == [0, 8, 12]
     assert keys["key_positions"][:12].tolist() == [*range(8), *range(4)]
     assert keys["key_positions"].shape == (state.canvas.numel(),)
     step_of_blocks(state, {(0, 6): 10, (0, 7): 10, (1, 2): 10})
-    keys = state.key_rows()
+    keys = keys_of(state)
     assert said(state)[1:] == ([SELECT, REUSE], 1)
     assert keys["cu_keys"].tolist() == [0, 12, 12]
     assert keys["key_positions"][:12].tolist() == list(range(12))
