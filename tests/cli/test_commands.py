@@ -59,7 +59,7 @@ def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, den
     found = one_object(run("generate", folder, "-p", PROMPT, *dyllm, *EAGER, "--json"))
     assert found["token_ids"] == dense.generate([PROMPT], max_new_tokens=8).token_ids
     assert [layers[0] for layers in found["salient"]] == [layers[-1] for layers in found["salient"]]
-    assert found["recipe"]["plan"]["full_steps"] == 2
+    assert found["recipe"]["plan"]["schedule"]["full_steps"] == 2
     result = run("generate", folder, "-p", PROMPT, *dyllm, "-o", "response_only_period=2", *EAGER)
     assert result.exit_code != 0
     assert "response_only_period=2 says how often a bidirectional model forwards its prompt again" in result.stderr

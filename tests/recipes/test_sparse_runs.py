@@ -143,10 +143,10 @@ LONG = [list(range(6, 90)) * 2 + list(range(6, 38)), list(range(6, 90))]
 """200 and 84 tokens."""
 
 
-def packed_bytes(run: Optimized, entries: int, sequences: int, index: bool) -> int:
+def packed_bytes(run: Optimized, entries: int, sequences: int) -> int:
     """Of keys and values, positions and counts, all of 4 bytes, in every layer."""
     spec = run.spec
-    return spec.layers * 4 * (entries * (2 * spec.head_dim + index) + sequences * spec.kv_heads)
+    return spec.layers * 4 * (entries * (2 * spec.head_dim + 1) + sequences * spec.kv_heads)
 
 
 def first_of(run: Optimized, **settings: Any) -> list[int]:
@@ -171,13 +171,13 @@ def test_a_prompt_has_no_pages(family: str, case: str) -> None:
     # 221 positions end on the 14th page of 16, 105 on the 7th; the responses begin on the 13th and on the 6th.
     assert dense._session.kv.pages == 14 + 7
     assert run._session.kv.pages == 2 + 2
-    assert run._session.packed.bytes == packed_bytes(run, 2 * 5 * run.spec.kv_heads, 2, index=True)
+    assert run._session.packed.bytes == packed_bytes(run, 2 * 5 * run.spec.kv_heads, 2)
     k_and_v = LAYERS * 2 * 16 * run.spec.kv_heads * run.spec.head_dim * 4
     a_and_f = (LAYERS - 1) * 2 * 16 * run.spec.hidden * 4
     assert run._session.kv.bytes == 4 * (k_and_v + a_and_f)
     run.generate(input_ids=prompts(), **SETTINGS)
     entries = (1 + 3 + 5 + 5) * run.spec.kv_heads  # of Dream, too: what may be one candidate less has room for it
-    assert run._session.packed.bytes == packed_bytes(run, entries, 4, index=True)
+    assert run._session.packed.bytes == packed_bytes(run, entries, 4)
 
 
 def watched(run: Optimized) -> list[int]:
@@ -207,7 +207,7 @@ def test_pages_that_later_blocks_choose_from_stay() -> None:
     assert first_of(run) == [0, 0]
     assert run._session.packed is not None
     entries = (int(0.5 * 221) + int(0.5 * 105)) * run.spec.kv_heads
-    assert run._session.packed.bytes == packed_bytes(run, entries, 2, index=False)
+    assert run._session.packed.bytes == packed_bytes(run, entries, 2)
 
 
 def test_tokens_may_be_taken_back() -> None:
