@@ -4,6 +4,10 @@
     mine = "package.recipes:mine"
     [project.entry-points."dgraph.policies"]    # a decoding rule (a class), or settings of one (an object)
     patient = "package.policies:Patient"
+    [project.entry-points."dgraph.passes"]      # a pass, by the name of its class: recipes come back from JSON by it
+    DropRows = "package.passes:DropRows"
+    [project.entry-points."dgraph.parts"]       # a region or a schedule of a row plan, likewise
+    Nearby = "package.plans:Nearby"
     [project.entry-points."dgraph.ops"]         # a module; importing it registers ops
     mine = "package.ops"
     [project.entry-points."dgraph.models"]      # a family or an embedded model, see dgraph.families
@@ -80,6 +84,19 @@ def load_ops() -> None:
     """
     for name in entry_points(OPS):
         load(OPS, name)
+
+
+def check_class(kind: type) -> Callable[[str, Any], bool]:
+    """A check for `Table`: every entry is a subclass of `kind`, under its own name, which is the one in JSON."""
+
+    def check(name: str, value: Any) -> bool:
+        if not (isinstance(value, type) and issubclass(value, kind)):
+            raise ValueError(f"is no subclass of {kind.__name__}, got {value!r}")
+        if value.__name__ != name:
+            raise ValueError(f"is the class {value.__name__}; both names must be the same")
+        return True
+
+    return check
 
 
 class Table(Mapping[str, T], Generic[T]):

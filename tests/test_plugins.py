@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from dgraph.compilation import Compilation
 from dgraph.errors import InputError, PluginError, UnknownName
 from dgraph.frontend.frozen import NotPlain, _target
 from dgraph.ops import OPS
+from dgraph.passes import PASSES
 from dgraph.plans.regions import Suffix
-from dgraph.recipes import RECIPES, build, options_of
+from dgraph.plans.rows import PARTS, RowPlan
+from dgraph.recipes import RECIPES, Recipe, build, options_of
 from dgraph.recipes.base import RESERVED
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import POLICIES, PRESETS, policy_of
@@ -88,6 +91,60 @@ def test_recipes_of_another_package(install: Install) -> None:
     assert list(RECIPES)[-1] == "patient"
     with pytest.raises(UnknownName, match=r"unknown recipe 'pateint'\. Did you mean 'patient'"):
         build(RECIPES, "pateint", BOTH, {})
+
+
+PARTS_OUTSIDE = """
+from dataclasses import dataclass
+from dgraph.passes import Effect, Pass
+from dgraph.plans.regions import Region
+
+@dataclass(frozen=True)
+class Wait(Pass):
+    "Does nothing."
+    often: int = 1
+    effect = Effect.EXACT
+    summary = "waits"
+
+@dataclass(frozen=True)
+class Nearby(Region):
+    "The block."
+    width: int = 2
+    def rows(self, view):
+        return view.around_block(self.width)
+"""
+
+
+def test_a_recipe_of_another_package_comes_back_from_json(install: Install) -> None:
+    install(
+        "parts",
+        {"dgraph.passes": {"Wait": "parts_methods:Wait"}, "dgraph.parts": {"Nearby": "parts_methods:Nearby"}},
+        PARTS_OUTSIDE,
+    )
+    assert build(RECIPES, "fast_dllm", BOTH, {}).plan is not None
+    assert Recipe.from_json(build(RECIPES, "fast_dllm", BOTH, {}).to_json())
+    assert "parts_methods" not in sys.modules, "imported when it is needed"
+    wait, nearby = PASSES["Wait"], PARTS["Nearby"]
+    made = build(RECIPES, "fast_dllm", BOTH, {}).inserting(wait(often=3), after="PackRows")  # type: ignore[call-arg]
+    made = replace(made, name="waiting", plan=RowPlan(nearby(width=4)))  # type: ignore[call-arg, arg-type]
+    assert Recipe.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert list(PASSES)[-1] == "Wait"
+    with pytest.raises(UnknownName, match=r"unknown region 'Nearbye'\. Did you mean 'Nearby'"):
+        RowPlan.from_json({"region": {"name": "Nearbye"}})
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value", "message"),
+    [
+        ("dgraph.passes", "Nearby", "Nearby", "is no subclass of Pass"),
+        ("dgraph.parts", "Wait", "Wait", "is no subclass of Part"),
+        ("dgraph.passes", "Waiter", "Wait", "is the class Wait; both names must be the same"),
+        ("dgraph.parts", "Block", "Nearby", "has the name of one of dgraph's own"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(install: Install, group: str, name: str, value: str, message: str) -> None:
+    install("broken", {group: {name: f"broken_methods:{value}"}}, PARTS_OUTSIDE)
+    with pytest.raises(PluginError, match=f"distribution 'broken'.*{message}"):
+        list(PASSES if group == "dgraph.passes" else PARTS)
 
 
 def test_they_combine_with_what_keeps_keys(install: Install) -> None:

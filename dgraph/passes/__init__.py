@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
@@ -19,8 +21,11 @@ from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.slot_kv import SlotKV
 from dgraph.passes.sparse_kv import SparseKV
+from dgraph.plugins import Table, check_class
 
-PASSES: dict[str, type[Pass]] = {
+GROUP = "dgraph.passes"
+
+_OWN: dict[str, type[Pass]] = {
     cls.__name__: cls
     for cls in (
         PackRows,
@@ -40,7 +45,8 @@ PASSES: dict[str, type[Pass]] = {
         OnlyKV,
     )
 }
-"""Every pass that comes with dgraph, by name, in the order in which recipes use them."""
+PASSES: Mapping[str, type[Pass]] = Table(_OWN, GROUP, check_class(Pass))
+"""Every pass by name: dgraph's own in the order in which recipes use them, and those of other packages."""
 
 __all__ = [
     "PASSES",

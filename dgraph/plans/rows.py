@@ -22,9 +22,11 @@ from dgraph.plans.parts import Part, part_from_json
 from dgraph.plans.regions import REGIONS, All, Block, Region
 from dgraph.plans.schedules import SCHEDULES, Counted, Schedule
 from dgraph.plans.view import FIRST, LATER_BLOCK, View, ahead
+from dgraph.plugins import Table, check_class
 
-PARTS: dict[str, type[Part]] = {**REGIONS, **SCHEDULES}
-"""Regions and schedules that come with dgraph, by name."""
+GROUP = "dgraph.parts"
+PARTS: Mapping[str, type[Part]] = Table({**REGIONS, **SCHEDULES}, GROUP, check_class(Part))
+"""Every region and schedule by name, those of other packages included."""
 EVERY_ROW, ONE_FULL_STEP = All(), Counted()
 """What a plan says that says nothing."""
 FIRSTS = ("policy", "position")
@@ -94,7 +96,7 @@ class RowPlan:
 
         Args:
             value: plain values as `to_json` gives them.
-            known: regions and schedules by name; add your own to dgraph's.
+            known: regions and schedules by name; add those that no installed package brings.
 
         Raises:
             UnknownName: a region or a schedule that is not known, or a field that it does not have.

@@ -126,8 +126,8 @@ class Recipe:
 
         Args:
             value: plain values as `to_json` gives them.
-            passes: passes by name; add your own to dgraph's.
-            parts: regions and schedules by name, likewise.
+            passes: passes by name; add those that no installed package brings in the entry-point group "dgraph.passes".
+            parts: regions and schedules by name, likewise with "dgraph.parts".
 
         Raises:
             InputError: an entry is missing or out of range.

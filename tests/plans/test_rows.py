@@ -21,7 +21,7 @@ from tests.plans.outside import Stride, Thirds
 APART = RowPlan(Response(), Apart(5, 3))
 
 
-KNOWN = PARTS | {"Stride": Stride, "Thirds": Thirds}
+KNOWN = {**PARTS, "Stride": Stride, "Thirds": Thirds}
 
 
 def counted(plan: RowPlan, prompts: Sequence[int], new: int, step: int, shift: int = 0) -> list[int]:

@@ -13,7 +13,6 @@ from plain import about, above, decode, logits_of
 import dgraph
 from dgraph.errors import InputError
 from dgraph.plans.regions import All
-from dgraph.plans.rows import PARTS
 from dgraph.plans.view import View
 from dgraph.testing import (
     TinyModel,
@@ -116,4 +115,4 @@ def test_what_cannot_be() -> None:
 
 def test_it_is_a_value() -> None:
     made = dpad(MODELS[0].model.spec, **FEW)
-    assert dgraph.Recipe.from_json(made.to_json(), parts={**PARTS, "NearSuffix": NearSuffix}) == made
+    assert dgraph.Recipe.from_json(made.to_json()) == made
