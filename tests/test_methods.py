@@ -12,7 +12,7 @@ import pytest
 
 METHODS = Path(__file__).parents[1] / "examples" / "methods"
 LONGEST = 100
-"""Lines of a method."""
+"""Lines of a method, or of its op."""
 FILES = sorted(METHODS.glob("dgraph_methods/*.py"))
 
 
