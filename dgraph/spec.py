@@ -63,7 +63,7 @@ class ModelSpec:
         if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
             raise InputError(
                 f"{self.family}: a diffusion model needs a mask token; got mask_id={self.mask_id!r} with a vocabulary "
-                f"of {self.vocab}. Set `mask_token_id` in config.json or pass mask_id=."
+                f"of {self.vocab}. Set `mask_token_id` in config.json, or pass mask_id= (--fact mask_id=)."
             )
         if self.attention not in ATTENTION_KINDS:
             raise InputError(f"{self.family}: attention must be one of {ATTENTION_KINDS}, got {self.attention!r}.")

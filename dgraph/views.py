@@ -27,6 +27,7 @@ def graph_of(
     phase: str = "step",
     after: str | None = None,
     options: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Graph:
     """The graph that a view is of.
 
@@ -36,6 +37,7 @@ def graph_of(
         phase: of the recipe.
         after: the pass behind which to look; None for the end of the phase.
         options: the recipe's options.
+        facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
 
     Raises:
         UnknownName: an unknown recipe, option, phase or pass.
@@ -51,13 +53,14 @@ def graph_of(
     if isinstance(model, Optimized):
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
+        _has_its_own(facts)
         return model.graph(phase, after)
     if recipe is None or recipe == CAPTURED:
         if after is not None or options:
             raise InputError(f"{f'after={after!r}' if after else ', '.join(options)} needs a recipe.")
-        return model if isinstance(model, Graph) else capture(model)
+        return _captured(model, facts)
     _known(recipe)
-    graph = model if isinstance(model, Graph) else capture(model)
+    graph = _captured(model, facts)
     return graph_of_phase(rewrite(graph, build(RECIPES, recipe, graph.spec, options)), phase, after)
 
 
@@ -68,6 +71,7 @@ def dump(
     after: str | None = None,
     layer: int | None = None,
     full: bool = False,
+    facts: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> str:
     """A graph as text: as captured, or behind a recipe's passes. See `dgraph.text.dump`.
@@ -75,16 +79,21 @@ def dump(
         print(dgraph.dump("tiny_sdar", recipe="focus", alpha=1.8))
 
     Args:
-        model, recipe, phase, after, options: which graph; see `graph_of`. As `after` names a pass, an option of that
-            name has to come with a finished recipe.
+        model, recipe, phase, after, facts, options: which graph; see `graph_of`. As `after` names a pass, an option of
+            that name has to come with a finished recipe.
         layer: only this layer.
         full: write every layer out instead of folding equal ones.
     """
-    return dump_graph(graph_of(model, recipe, phase, after, options), full, layer)
+    return dump_graph(graph_of(model, recipe, phase, after, options, facts), full, layer)
 
 
 def diff(
-    model: Any, from_: str | Recipe = "dense", to: str | Recipe = "focus", phase: str = "step", **options: Any
+    model: Any,
+    from_: str | Recipe = "dense",
+    to: str | Recipe = "focus",
+    phase: str = "step",
+    facts: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Diff:
     """What differs between a phase of two recipes; prints as text. See `dgraph.diff`.
 
@@ -94,6 +103,7 @@ def diff(
         model: a `Graph`, or anything that `capture` takes.
         from_, to: recipes; "captured" for the graph without any.
         phase: of both.
+        facts: as for `capture`.
         options: each goes to every one of the two recipes that has it.
     """
     for recipe in (from_, to):
@@ -103,7 +113,7 @@ def diff(
         if not any(option in options_of(RECIPES[r]) for r in named):
             known = {o for r in named for o in options_of(RECIPES[r])}
             raise UnknownName(f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}", option, known)
-    graph = model if isinstance(model, Graph) else capture(model)
+    graph = _captured(model, facts)
     graphs, names = [], []
     for recipe in (from_, to):
         own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
@@ -115,7 +125,11 @@ def diff(
 
 
 def explain(
-    model: Any, recipe: str | Recipe = "focus", buckets: str | Sequence[int] | None = None, **options: Any
+    model: Any,
+    recipe: str | Recipe = "focus",
+    buckets: str | Sequence[int] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Explanation:
     """What a recipe makes of a model, without compiling it; prints as text. See `dgraph.explain`.
 
@@ -123,14 +137,29 @@ def explain(
         model: a `Graph`, an `Optimized`, or anything that `capture` takes.
         recipe, options: the recipe; an `Optimized` has its own.
         buckets: as for `optimize`; an `Optimized` has its own.
+        facts: as for `capture`.
     """
     if isinstance(model, Optimized):
+        _has_its_own(facts)
         return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)
     check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
-    graph = model if isinstance(model, Graph) else capture(model)
+    graph = _captured(model, facts)
     chosen = build(RECIPES, recipe, graph.spec, options)
     return explain_phases(rewrite(graph, chosen), chosen, rounding or Buckets.default(graph.device))
+
+
+def _captured(model: Any, facts: Mapping[str, Any] | None) -> Graph:
+    if not isinstance(model, Graph):
+        return capture(model, **dict(facts or {}))
+    _has_its_own(facts)
+    return model
+
+
+def _has_its_own(facts: Mapping[str, Any] | None) -> None:
+    """Refuse facts beside what has been captured with its own."""
+    if facts:
+        raise InputError(f"{', '.join(facts)} cannot be given beside a captured model; give it where it is captured.")
 
 
 def _known(recipe: str | Recipe) -> None:

@@ -160,7 +160,7 @@ def native_spec(
         raise InputError(
             f"{family}: the block length is said neither by block_size in config.json nor by the checkpoint's name, "
             f"and published checkpoints differ in it. Give the one that the model was trained for as block_length=, "
-            f"e.g. dgraph.load(folder, block_length=4)."
+            f"e.g. dgraph.load(folder, block_length=4), or --fact block_length=4 on the command line."
         )
     values = {"family": family, "dtype": dtype, **assumed, **known}
     spec = ModelSpec(**values)

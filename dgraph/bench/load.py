@@ -131,13 +131,15 @@ def shape_of(
     return shapes.random_model(name, device, dtype, **changes)
 
 
-def named(name: str, device: torch.device, dtype: torch.dtype, *, random_weights: bool, block: int | None) -> Model:
-    """An embedded model or a checkpoint folder, with its own weights or with random ones.
+def named(
+    name: str, device: torch.device, dtype: torch.dtype, *, random_weights: bool, block: int | None, **facts: Any
+) -> Model:
+    """An embedded model or a checkpoint folder, with its own weights or with random ones; facts as for `dgraph.load`.
 
     Raises:
         UnknownName, CheckpointError: as `dgraph.load`.
     """
-    model = load_model(name, dtype, device)
+    model = load_model(name, dtype, device, **facts)
     if random_weights:
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():

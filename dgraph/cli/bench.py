@@ -66,6 +66,7 @@ def bench(
         str | None, typer.Option(help="Of the weights.", show_default="float32 on a CPU, bfloat16 on a GPU")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")] = None,
+    fact: given.Facts = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
 ) -> None:
@@ -91,6 +92,9 @@ def bench(
         given.recipe_options(against, None)
     if (model is None) == (shape is None):
         raise InputError("give either --model or --shape, not both and not neither.")
+    facts = given.facts(fact)
+    if facts and shape is not None:
+        raise InputError("--fact is for --model; a published shape has its own.")
     if layers is not None and shape is None:
         raise InputError("--layers is for --shape; a model has the layers that it was trained with.")
     for name, value in (("--batch", batch), ("--tokens", tokens), ("--repeat", repeat), ("--layers", layers)):
@@ -106,7 +110,8 @@ def bench(
     load = _load(commits, steps, threshold, prompt, batch, tokens, block)
     kind = _dtype(dtype, where)
     with status("loading"):
-        found = _model(model, shape, where, kind, random_weights, layers, load.trace.block if load.trace else block)
+        length = load.trace.block if load.trace else block
+        found = _model(model, shape, where, kind, random_weights, layers, length, facts)
         measure = _bench(found, load, where, backend, rows, repeat)
         arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
     done: list[Measured] = []
@@ -148,6 +153,7 @@ def record(
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     dtype: given.Dtype = None,
     device: given.Device = None,
+    fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
     """Record a model's commits, and the columns kept behind an eviction, as a trace.
@@ -168,9 +174,9 @@ def record(
     for name, value in (("--prompts", prompts), ("--tokens", tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-    decoding = dgraph.Decoding(max_new_tokens=tokens, threshold=threshold)
+    decoding, holds = dgraph.Decoding(max_new_tokens=tokens, threshold=threshold), given.facts(fact)
     with status("loading") as tell:
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **holds)
         build(RECIPES, recipe, found.spec, options)
         texts = text_prompts(model, prompts) if prompt_file is None else given.read_prompts(None, prompt_file)
         recorded = run(found, texts, recipe, decoding, backend=backend, options=options, tell=tell)
@@ -232,6 +238,7 @@ def _model(
     random_weights: bool,
     layers: int | None,
     block: int | None,
+    facts: dict[str, Any],
 ) -> Model:
     from dgraph.bench import load as loads
 
@@ -239,7 +246,7 @@ def _model(
         raise InputError(f"--block must be at least 1, got {block}.")
     if shape is not None:
         return loads.endless(loads.shape_of(shape, device, dtype, layers, block))
-    return loads.endless(loads.named(str(model), device, dtype, random_weights=random_weights, block=block))
+    return loads.endless(loads.named(str(model), device, dtype, random_weights=random_weights, block=block, **facts))
 
 
 def _bench(

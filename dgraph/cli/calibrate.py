@@ -45,6 +45,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the prompts of its tasks; `dgraph eval --seed` draws others.")] = 0,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
     """Measure how much each layer changes the hidden states that it is given, and keep it beside the model.
@@ -62,13 +63,13 @@ def calibrate(
     for name, value in (("--count", count), ("--tokens", tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-    known = embedded().get(model)
+    known, facts = embedded().get(model), given.facts(fact)
     if known is None and not Path(model).is_dir():
         dgraph.load(model)  # which says why it names no model
     path = _writable(known.folder if known is not None else Path(model), out)
     texts = _drawn(model, count, seed) if prompts is None else _read(prompts)[:count]
     with status("loading"):
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
     if tokens is None and known is not None and known.exam is not None and found.spec.attention == "bidirectional":
         tokens = known.exam.new_tokens
     with _progress(len(texts)) as tell:

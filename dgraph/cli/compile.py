@@ -21,6 +21,7 @@ def compile_(
     ] = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    fact: given.Facts = None,
     batch: Annotated[
         int | None,
         typer.Option(help="On a GPU, also compile and time kernels for batches of up to so many.", show_default=False),
@@ -43,6 +44,7 @@ def compile_(
 
     if batch is None and tokens is not None:
         raise InputError("--tokens is the length of the sequences of --batch; give that too, or leave it out.")
+    facts = given.facts(fact)
     options, rows, store = given.recipe_options(recipe, option), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
     with status("loading") as tell:
@@ -52,6 +54,7 @@ def compile_(
             buckets=rows,
             dtype=given.torch_dtype(dtype),
             device=given.torch_device(device),
+            facts=facts,
             warmup=None if batch is None else dgraph.WarmUp(batch=batch, tokens=tokens),
             artifacts=store.root,
             progress=tell,

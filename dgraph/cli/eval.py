@@ -78,6 +78,7 @@ def evaluate(
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
     """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that spare
@@ -116,6 +117,7 @@ def evaluate(
             buckets=given.bucket_list(buckets),
             dtype=dtype,
             device=device,
+            facts=given.facts(fact),
         )
     try:
         with _progress() as tell:
@@ -248,6 +250,7 @@ def _evaluation(
     buckets: str | list[int] | None,
     dtype: str | None,
     device: str | None,
+    facts: dict[str, Any],
 ) -> Evaluation:
     """The evaluation, with everything that can be refused refused."""
     import dgraph
@@ -262,7 +265,7 @@ def _evaluation(
         Buckets.of(buckets)
     store = Store(out)
     where = given.torch_device(device)
-    found: Model = dgraph.load(name, given.torch_dtype(dtype), where)
+    found: Model = dgraph.load(name, given.torch_dtype(dtype), where, **facts)
     arms, references = expand(found.spec, *choices)
     if max_new_tokens is None:
         known = _known(name)
@@ -273,6 +276,7 @@ def _evaluation(
         "dtype": str(found.spec.dtype),
         "device": "cpu" if where is None else where.type,
         "backend": backend,
+        **({"facts": facts} if facts else {}),
     }
     evaluation = Evaluation(
         found,

@@ -49,6 +49,7 @@ def generate(
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    fact: given.Facts = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
     json: given.Json = False,
 ) -> None:
@@ -61,7 +62,7 @@ def generate(
     import dgraph
     from dgraph.recipes import RECIPES, build
 
-    options = given.recipe_options(recipe, option)
+    options, facts = given.recipe_options(recipe, option), given.facts(fact)
     rows, prompts = given.bucket_list(buckets), given.read_prompts(prompt, prompt_file)
     decoding = dgraph.Decoding(
         max_new_tokens=max_new_tokens,
@@ -76,7 +77,7 @@ def generate(
         seed=seed,
     )
     with status("loading") as tell:
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device))
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
         build(RECIPES, recipe, found.spec, options)
         _check(found, prompts, decoding, max_batch)
         optimized = dgraph.optimize(
@@ -88,8 +89,8 @@ def generate(
 
         result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
     if json:
-        facts = {"model": found.name, "recipe": optimized.recipe.to_json()}
-        print_json({"texts": result.texts, "token_ids": result.token_ids, **result.stats.to_json(), **facts})
+        made = {"model": found.name, "recipe": optimized.recipe.to_json()}
+        print_json({"texts": result.texts, "token_ids": result.token_ids, **result.stats.to_json(), **made})
     else:
         _print(prompts, result)
 

@@ -1,11 +1,11 @@
-"""Values from the command line: recipe options, buckets, dtypes, devices, prompts."""
+"""Values from the command line: recipe options, facts of a model, buckets, dtypes, devices, prompts."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -21,6 +21,14 @@ Model = Annotated[str, typer.Argument(help="Name of an embedded model, or a chec
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the recipe; may be repeated."),
+]
+Facts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fact",
+        metavar="NAME=VALUE",
+        help="What holds of the model instead of what its folder says, as block_length=4; may be repeated.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Buckets = Annotated[
@@ -63,6 +71,30 @@ def shared_options(recipes: Sequence[str], given: Sequence[str] | None) -> dict[
     return read_options(f"option of {' or '.join(map(repr, recipes))}", defaults, given)
 
 
+def facts(given: Sequence[str] | None) -> dict[str, Any]:
+    """`name=value` texts as facts of a model, each read as the type of that field of `ModelSpec`; lists with commas.
+
+    Raises:
+        UnknownName: no fact that a caller can give.
+        InputError: no `=`, or a value of another type.
+    """
+    from dgraph.spec import FACTS, ModelSpec
+
+    types, found = get_type_hints(ModelSpec), {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--fact takes NAME=VALUE, got {text!r}.")
+        if name not in FACTS:
+            raise UnknownName("fact", name, FACTS)
+        if get_origin(types[name]) is tuple:
+            kind = get_args(types[name])[0]
+            found[name] = tuple(_typed("fact", name, part, kind) for part in filter(None, value.split(",")))
+        else:
+            found[name] = _typed("fact", name, value, types[name])
+    return found
+
+
 def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
     """`key=value` texts, each read as the type of its default, None as a whole number; see `recipe_options`."""
     options = {}
@@ -72,21 +104,21 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise InputError(f"--option takes KEY=VALUE, got {text!r}.")
         if key not in defaults:
             raise UnknownName(kind, key, defaults)
-        options[key] = _typed(key, value, int if defaults[key] is None else type(defaults[key]))
+        options[key] = _typed("option", key, value, int if defaults[key] is None else type(defaults[key]))
     return options
 
 
-def _typed(key: str, text: str, kind: type) -> Any:
+def _typed(what: str, key: str, text: str, kind: type) -> Any:
     if kind is bool:
         if text.lower() not in _TRUTH:
-            raise InputError(f"option {key} is true or false, got {text!r}.")
+            raise InputError(f"{what} {key} is true or false, got {text!r}.")
         return _TRUTH[text.lower()]
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
-            what = "a whole number" if kind is int else "a number (inf allowed)"
-            raise InputError(f"option {key} is {what}, got {text!r}.") from None
+            expected = "a whole number" if kind is int else "a number (inf allowed)"
+            raise InputError(f"{what} {key} is {expected}, got {text!r}.") from None
     return text
 
 

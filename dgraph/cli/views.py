@@ -25,6 +25,7 @@ def dump(
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
+    fact: given.Facts = None,
     json: given.Json = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page instead.", show_default=False)] = None,
 ) -> None:
@@ -44,8 +45,9 @@ def dump(
     if recipe is None and option:
         raise InputError("--option needs --recipe.")
     options = given.recipe_options(recipe, option) if recipe is not None else {}
+    facts = given.facts(fact)
     with status(f"capturing {model}"):
-        graph = views.graph_of(model, recipe, phase, after, options)
+        graph = views.graph_of(model, recipe, phase, after, options, facts)
     if html is not None:
         page = to_html(graph, full, layer)
         try:
@@ -64,6 +66,7 @@ def diff(
     to: Annotated[str, typer.Option(help="A recipe, or captured.")] = "focus",
     option: given.Options = None,
     phase: Phase = "step",
+    fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
     """Compare the graphs that two recipes make of a model. An option goes to each recipe that has it.
@@ -74,9 +77,9 @@ def diff(
     """
     from dgraph import views
 
-    options = given.shared_options((from_, to), option)
+    options, facts = given.shared_options((from_, to), option), given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.diff(model, from_, to, phase, **options)
+        found = views.diff(model, from_, to, phase, facts, **options)
     if json:
         print_json(found.to_json())
     else:
@@ -88,6 +91,7 @@ def explain(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
     buckets: given.Buckets = None,
+    fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
     """Say what a recipe does to a model: each pass and where it applied, stages, regions. Compiles nothing.
@@ -99,8 +103,9 @@ def explain(
     from dgraph import views
 
     options, rows = given.recipe_options(recipe, option), given.bucket_list(buckets)
+    facts = given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.explain(model, recipe, rows, **options)
+        found = views.explain(model, recipe, rows, facts, **options)
     if json:
         print_json(found.to_json())
     else:

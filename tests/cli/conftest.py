@@ -35,8 +35,8 @@ def dense(folder: Path) -> Optimized:
 
 
 @functools.cache
-def _captured(model: str) -> Graph:
-    return capture(model)
+def _captured(model: str, **facts: Any) -> Graph:
+    return capture(model, **facts)
 
 
 @pytest.fixture

@@ -1,0 +1,95 @@
+"""`--fact NAME=VALUE`: what holds of a model instead of what its folder says, wherever a command loads one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dgraph.cli.options import facts
+from dgraph.errors import InputError, UnknownName
+from tests.cli.conftest import Run
+from tests.cli.folders import write_checkpoint
+from tests.tiny import BLOCK
+
+FACT = ("--fact", f"block_length={BLOCK}", "--fact", "eos_ids=1,5")
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that does not say its block length."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "silent", block_size=None)
+
+
+def test_each_is_read_as_the_type_of_its_field() -> None:
+    given = ["block_length=4", "eos_ids=1,5", "attention=bidirectional", "layer_importance=0.5,1", "logit_shift=1"]
+    assert facts(given) == {
+        "block_length": 4,
+        "eos_ids": (1, 5),
+        "attention": "bidirectional",
+        "layer_importance": (0.5, 1.0),
+        "logit_shift": 1,
+    }
+    assert facts(["eos_ids="]) == {"eos_ids": ()}
+    assert facts(None) == {}
+    for text, kind, message in [
+        ("block_length", InputError, "--fact takes NAME=VALUE, got 'block_length'"),
+        ("block_lenght=4", UnknownName, "unknown fact 'block_lenght'. Did you mean 'block_length'"),
+        ("layers=4", UnknownName, "unknown fact 'layers'"),
+        ("block_length=four", InputError, "fact block_length is a whole number, got 'four'"),
+        ("eos_ids=1,x", InputError, "fact eos_ids is a whole number, got 'x'"),
+    ]:
+        with pytest.raises(kind) as refused:
+            facts([text])
+        assert message in str(refused.value)
+
+
+def test_a_folder_without_a_block_length_can_be_used(run: Run, silent: Path, folder: Path) -> None:
+    said = run("generate", silent, "-p", "w3 w4", "--backend", "eager", "--max-new-tokens", 8, "--no-cache")
+    assert said.exit_code == 2
+    assert "--fact block_length=4" in " ".join(said.stderr.split())
+    asked = ("-p", "w3 w4", "--backend", "eager", "--max-new-tokens", 8, "--no-cache")
+    found, wanted = run("generate", silent, *asked, *FACT[:2]), run("generate", folder, *asked)
+    assert (found.exit_code, found.stdout) == (0, wanted.stdout), found.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "MODEL", "-p", "w3"),
+        ("dump", "MODEL"),
+        ("dump", "MODEL", "-r", "focus"),
+        ("diff", "MODEL"),
+        ("explain", "MODEL"),
+        ("compile", "MODEL"),
+        ("calibrate", "MODEL", "--prompts", "FILE"),
+        ("eval", "MODEL", "--data", "FILE"),
+        ("bench", "-m", "MODEL"),
+        ("bench", "record", "-m", "MODEL", "--out", "trace.json"),
+    ],
+    ids=lambda command: "-".join(command[:2]).replace("-MODEL", "").replace("--m", ""),
+)
+def test_every_command_hands_them_on(
+    run: Run, silent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def load(name: Any, dtype: Any = None, device: Any = None, **facts: Any) -> Any:
+        seen.append(facts)
+        raise InputError("seen")
+
+    monkeypatch.setattr("dgraph.families.load", load)
+    monkeypatch.setattr("dgraph.bench.load.load_model", load)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w3 w4", "answer": "w5"}\n', encoding="utf-8")
+    places = {"MODEL": silent, "FILE": file}
+    result = run(*[places.get(word, word) for word in command], *FACT)
+    assert (result.exit_code, result.stderr) == (2, "error: seen\n")
+    assert seen == [{"block_length": BLOCK, "eos_ids": (1, 5)}]
+
+
+def test_a_published_shape_has_its_own(run: Run) -> None:
+    result = run("bench", "--shape", "sdar-8b", *FACT)
+    assert result.exit_code == 2
+    assert "--fact is for --model" in result.stderr
