@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from dgraph import passes, plugins, recipes
+from dgraph.plans import rows
+from dgraph.runtime import policies
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,6 +28,17 @@ def test_the_gate_runs_the_readme_s_test_command() -> None:
     gate = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert test in gate
     assert install.removeprefix("pip install") in gate
+
+
+def test_the_package_s_entry_points_are_those_that_are_read() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    groups = tomllib.loads(block)["project"]["entry-points"]
+    assert set(groups) == {recipes.GROUP, policies.GROUP, passes.GROUP, rows.GROUP, plugins.OPS}
+
+
+def test_every_pass_has_a_row() -> None:
+    own = [name for name in passes.PASSES if passes.PASSES[name].__module__.startswith("dgraph.")]
+    assert set(own) <= set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
 
 
 def test_links_lead_somewhere() -> None:

@@ -206,14 +206,17 @@ def dllm_serve(
 
     The first `delay` steps of a block see everything; so does the next, which chooses: for each KV head the positions
     whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and the masks
-    behind the block compete in one pool. The steps behind it forward the block alone. In a block-causal model all
+    after the block compete in one pool. The steps after it forward the block alone. In a block-causal model all
     steps do, and those that see everything read the cache, which keeps all keys for the blocks to come.
+
+    One difference on Dream: the first step of a block commits what the policy chooses, where block-wise Dream code as
+    Fast-dLLM publishes it commits the block's first position (see `fast_dllm`, first).
 
     Args:
         spec: the model.
         ratio: share of the positions outside of the block that each head keeps.
         pool: width of the max-pooling; odd, 1 for none.
-        delay: steps in front of the one that chooses.
+        delay: steps before the one that chooses.
         every: choose anew every so many steps of a block; 0 for once.
         pairs: instead of `ratio`, how many positions each head keeps.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
@@ -235,13 +238,14 @@ def sparse_dllm(
 ) -> Recipe:
     """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
 
-    As `dllm_serve`, but positions are ranked by the mean over all heads, pooled behind it.
+    As `dllm_serve`, with its difference on Dream, but positions are ranked by the mean over all heads, which is pooled
+    after it is taken.
 
     Args:
         spec: the model.
         ratio: share of the positions outside of the block that are kept.
         pool: width of the max-pooling; odd, 1 for none.
-        delay: steps in front of the one that chooses.
+        delay: steps before the one that chooses.
         every: choose anew every so many steps of a block; 0 for once.
         pairs: instead of `ratio`, how many positions are kept.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
