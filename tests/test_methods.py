@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 METHODS = Path(__file__).parents[1] / "examples" / "methods"
+GUIDE = Path(__file__).parents[1] / "docs" / "write_a_method.md"
 LONGEST = 100
 """Lines of a method, or of its op."""
 FILES = sorted(METHODS.glob("dgraph_methods/*.py"))
@@ -48,3 +50,18 @@ def test_a_method_is_short_and_asks_for_nothing_private(path: Path) -> None:
     assert len(text.splitlines()) <= LONGEST
     imported = [line for line in text.splitlines() if line.startswith(("from dgraph", "import dgraph"))]
     assert not [line for line in imported if " _" in line or "._" in line or "dgraph.private" in line]
+
+
+def test_the_guide_shows_dpad_as_it_is() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert (METHODS / "dgraph_methods" / "dpad.py").read_text(encoding="utf-8") == blocks[0]
+    project = tomllib.loads((METHODS / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    (shown,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for group, names in tomllib.loads(shown)["project"]["entry-points"].items():
+        assert names.items() <= project[group].items()
+
+
+def test_the_links_of_the_guide_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", GUIDE.read_text(encoding="utf-8"))
+    assert links
+    assert not [link for link in links if not (GUIDE.parent / link).exists()]
