@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.errors import VerifyError
+from dgraph.errors import UnknownName, VerifyError
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.shapes import Evaluator, InputSpec, Symbols
@@ -99,7 +99,13 @@ class Graph:
         return sorted(n for n in found if layer is None or n.meta["layer"] == layer)
 
     def input(self, name: str) -> Node:
-        """The placeholder of a run-time input."""
+        """The placeholder of a run-time input.
+
+        Raises:
+            UnknownName: the graph declares no such input; add it with `add_input`.
+        """
+        if name not in self.inputs:
+            raise UnknownName("input of this graph", name, self.inputs)
         return next(n for n in self.fx.nodes if n.op == "placeholder" and n.meta.get("input") == name)
 
     def weight(self, name: str) -> Node:

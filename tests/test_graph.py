@@ -7,11 +7,11 @@ import operator
 import pytest
 import torch
 
-from dgraph.errors import VerifyError
+from dgraph.errors import UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.nodes import is_view, viewed
 from dgraph.ops import OPS
-from dgraph.passes.chunk_lm_head import MASKED
+from dgraph.passes.chunk_lm_head import CANDIDATE
 from dgraph.shapes import InputSpec, Symbols, is_row_set
 from dgraph.verify import verify
 from tests.tiny import Hand, interpret, ops_of, tiny_spec
@@ -281,20 +281,26 @@ def test_a_cut_makes_a_row_set_of_its_own() -> None:
 def test_an_input_is_carried_through_the_gather_once() -> None:
     hand, row = gathered()
     graph = hand.graph
-    graph.add_input(MASKED)
-    carried = graph.on_rows_of("masked", row, "Test")
+    graph.add_input(CANDIDATE)
+    carried = graph.on_rows_of("candidate", row, "Test")
     assert graph.type_text(carried) == "bool[K]"
-    assert graph.on_rows_of("masked", row, "Test") is carried
+    assert graph.on_rows_of("candidate", row, "Test") is carried
     (compact,) = graph.find("compact")
-    assert compact.args[0] == (graph.input("x"), graph.input("masked"))
-    assert graph.on_rows_of("masked", graph.input("x"), "Test") is graph.input("masked")
-    graph.set_outputs({"y": row, "masked": carried})
+    assert compact.args[0] == (graph.input("x"), graph.input("candidate"))
+    assert graph.on_rows_of("candidate", graph.input("x"), "Test") is graph.input("candidate")
+    graph.set_outputs({"y": row, "candidate": carried})
     verify(graph)
     keep = torch.tensor([True, False, True])
-    inputs = {"x": torch.randn(3, 4), "keep": keep, "cu_rows": torch.tensor([0, 3]).int(), "masked": ~keep}
+    inputs = {"x": torch.randn(3, 4), "keep": keep, "cu_rows": torch.tensor([0, 3]).int(), "candidate": ~keep}
     out = interpret(graph, inputs)
     assert torch.equal(out["y"], inputs["x"][keep])
-    assert out["masked"].tolist() == [False, False]
+    assert out["candidate"].tolist() == [False, False]
+
+
+def test_an_input_that_is_not_declared_is_named() -> None:
+    graph = gathered()[0].graph
+    with pytest.raises(UnknownName, match=r"unknown input of this graph 'cu_row'.*cu_rows"):
+        graph.input("cu_row")
 
 
 def test_an_input_that_nothing_carries_is_an_error() -> None:

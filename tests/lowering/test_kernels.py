@@ -76,8 +76,9 @@ def only_file(store: Store) -> Path:
 
 def test_two_processes_at_once_lose_nothing(made_by_two: tuple[Path, list[Said]]) -> None:
     path, said = made_by_two
-    for found in said:
-        assert found["restored"] == []
+    for found, other in zip(said, reversed(said), strict=True):
+        # A busy machine may start the second only after the first has ended, whose kernel it then finds.
+        assert found["restored"] in ([], other["hashes"])
         assert found["compiled"] == ["keep_index._list_kept"]
         assert found["again"] == 0
     kept = unpacked(only_file(Store(path)).read_bytes())

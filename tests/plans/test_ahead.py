@@ -72,7 +72,8 @@ def test_the_host_counts_as_the_device_does(plan: RowPlan, prompts: list[int], n
             assert known is not None, "whatever the schedule"
         elif isinstance(plan.region, Response) and isinstance(plan.schedule, Apart | Thirds):
             assert known is not None, "steps are all that it counts"
-        results = RowResults(torch.where(rows.masked, 7, -1), torch.where(rows.masked, 0.5, -torch.inf), rows.live)
+        token, confidence = torch.where(rows.candidate, 7, -1), torch.where(rows.candidate, 0.5, -torch.inf)
+        results = RowResults(token, confidence, rows.live)
         state.apply(rows, results, Sequential(BLOCK), "off", True)
     assert not bool(state.active.any())
 
