@@ -30,7 +30,7 @@ from benchmarks.tables import Cell, Report
 
 TRACE = Path(__file__).parent / "traces" / "paper-sharegpt.json"
 D, PAGE, SETS, SETTLE, MEASURED = 128, 128, 3, 60, 3
-"""Values of a head, positions of a page, sets of inputs in turn, replays in front of the measured ones, and these."""
+"""Values of a head, positions of a page, sets of inputs in turn, replays before the measured ones, and these."""
 
 
 def kept(sequences: int) -> list[int]:

@@ -9,7 +9,7 @@ fourth runs on the prompt as well (the published schedule); so a row is salient 
 mean (arm "table"), prompt and response alike, under any schedule. Arm "shares" reads the same numbers as shares of the
 256 response rows and gives prompt rows those shares too, which is twice as many salient rows. Each of DyLLM's arms is
 run with contexts updated and with rows that all attend (`update=False`), as `--update` says. A schedule is the number
-of full steps at the beginning of a response, and every how many steps behind them the prompt is forwarded, too (0:
+of full steps at the beginning of a response, and every how many steps after them the prompt is forwarded, too (0:
 never).
 """
 
@@ -47,7 +47,7 @@ PUBLISHED = 4
 
 
 def shares(shape: str, layers: int, rows: float) -> tuple[float, ...]:
-    """Share of salient rows of each layer, between the four of the paper linearly, as in the first in front of it.
+    """Share of salient rows of each layer, linear between the paper's four layers; before its first, as there.
 
     rows: of a sequence, of which the paper's numbers are taken to be a part.
     """
@@ -89,7 +89,7 @@ class ScriptSalience(Pass):
             chosen = graph.call(
                 torch.ops.aten.logical_or.default, (drawn, full), before=drawn.next, by=report.name, like=flags
             )
-            graph.redirect(flags, chosen, behind=chosen)
+            graph.redirect(flags, chosen, after=chosen)
             report.did(f"{share:.3f} of the rows", layer)
 
 
@@ -126,7 +126,7 @@ def decode(program: Optimized, prompts: list[list[int]], tokens: int, steps: int
 
 
 def salient_rows(stats: GenerationStats, full: int) -> float:
-    """Salient rows of a batch: mean over layers with a gate and over steps behind the full ones; 0 without a gate."""
+    """Salient rows of a batch: mean over layers with a gate and over steps after the full ones; 0 without a gate."""
     counts = [count for step in stats.salient[full:] for count in step]
     return statistics.fmean(counts) if counts else 0.0
 

@@ -3,7 +3,7 @@
     python -m benchmarks.focus_quality --prompts 50 --markdown out.md --json out.json --plot figure4.png
 
 Every arm decodes the same held-out prompts: tasks with an exact answer, and open text. Figures are those of
-`dgraph eval`; rows per token counts the rows that went through the layers behind the eviction (all layers for dense),
+`dgraph eval`; rows per token counts the rows that went through the layers after the eviction (all layers for dense),
 commits included.
 """
 

@@ -4,7 +4,7 @@
 
 Weights are random, so confidences mean nothing: both arms commit on a fixed schedule (`--steps` per block; 15 steps for
 a block of 32 are the redundancy of the paper's Table 5, 15 rows per token). Both arms run the same number of steps on
-the same prompts; what differs is the rows behind the eviction. Time starts behind the prefill.
+the same prompts; what differs is the rows after the eviction. Time starts after the prefill.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def seconds_per_step(model: Model, ids: Tensor, response: int, steps: int, warm:
     Args:
         ids: i64[b, t], prompts and mask tokens.
         response: rows at the end that are to be decoded.
-        steps, warm: timed steps, and steps in front of them.
+        steps, warm: timed steps, and steps before them.
     """
     forward, times = FullForward(model), []
     for step in range(warm + steps):

@@ -119,7 +119,7 @@ class Arm:
         clock.mark()
         times = clock.milliseconds()
         seconds = time.perf_counter() - begin
-        # With an observer absent a few steps may run behind the last token; they decode nothing.
+        # With an observer absent a few steps may run after the last token; they decode nothing.
         if stats.decoded != tokens * len(prompts) or len(times) < tokens:
             raise RuntimeError(f"{stats.decoded} tokens in {len(times)} steps, expected {tokens} of each prompt.")
         return seconds, times[:tokens]

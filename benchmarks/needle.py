@@ -7,7 +7,7 @@ Every arm decodes the same held-out prompts: MaskKV with each selector at each n
 per head) and Sparse-dLLM (the same for all heads) at each ratio, and the dense model.
 
 A threshold commits such an answer in the first step, which sees every key; so the default is one token a step, and
-the last table counts the steps behind the choice of keys, and the tokens of responses that they commit. Under MaskKV
+the last table counts the steps after the choice of keys, and the tokens of responses that they commit. Under MaskKV
 such a step may reuse contexts of rows that a step with every key computed: see `response_interval` and `rho`.
 """
 

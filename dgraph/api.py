@@ -15,7 +15,7 @@ from dgraph.cache.store import open_store
 from dgraph.compilation import Compilation
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
-from dgraph.frontend.frozen import captured
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
@@ -84,7 +84,7 @@ def capture(model: Any, **facts: Any) -> Graph:
         CaptureError: the model cannot be captured; the message names the op, the module and the line.
     """
     found = resolve(model, **facts)
-    return captured(found.module, found.spec, found.prefix, open_store())[0]
+    return capture_or_load(found.module, found.spec, found.prefix, open_store())[0]
 
 
 def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
@@ -174,7 +174,7 @@ class Optimized:
         return {name: phase.reports for name, phase in self.phases.items()}
 
     def graph(self, phase: str = "step", after: str | None = None) -> Graph:
-        """The graph of a phase, at its end or behind one of its passes.
+        """The graph of a phase, at its end or after one of its passes.
 
         Raises:
             UnknownName: no such phase or pass.
@@ -223,7 +223,7 @@ class Optimized:
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
         if chosen.sampling.needs_logits:
             self._keep_logits()
-        with self.kernels.kept():
+        with self.kernels.remembered():
             generation = self._session.generate(
                 ids, chosen, max_batch=max_batch, keep_kv=keep_kv, observer=observer, progress=progress
             )
@@ -270,7 +270,7 @@ class Optimized:
         Raises:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
-        with self.kernels.kept(), self.tuning.opened() if self.tuning is not None else nullcontext():
+        with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
             positions = self.spec.max_positions if tokens is None else tokens
             return self._session.warm_up(batch, positions, progress, Decoding.of(decoding, settings))
 
@@ -345,7 +345,7 @@ def optimize(
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
-    graph, _ = captured(found.module, found.spec, found.prefix, store)
+    graph, _ = capture_or_load(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = Tuning(graph.device, kept, tell) if how.tune and kept is not None and on_gpu else None

@@ -66,7 +66,7 @@ class Model:
         module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`.
         spec: its facts.
         tokenizer: None for a model that was given as an object.
-        prefix: dotted path in front of the weights' names within `module`.
+        prefix: dotted path before the weights' names within `module`.
     """
 
     name: str

@@ -172,12 +172,12 @@ class Graph:
         like: Node | None = None,
         **meta: Any,
     ) -> Node:
-        """A new call in front of `before`, in the layer and role of `like` (of `before` if None).
+        """A new call before the node `before`, in the layer and role of `like` (of `before` if None).
 
         Args:
             target: an op overload, an `Op` or `operator.getitem`.
             args, kwargs: as the op takes them.
-            before: the node to stand in front of.
+            before: the node that the call comes before.
             by: the pass that makes it.
             like: where layer and role come from.
             meta: further entries of `meta`; `rows` names the row set that a cut op makes.
@@ -195,7 +195,7 @@ class Graph:
         return node
 
     def parts(self, node: Node, count: int, by: str) -> tuple[Node, ...]:
-        """The first `count` results of a call with several results, as nodes right behind it, in order."""
+        """The first `count` results of a call with several results, as nodes right after it, in order."""
         at, found = node, []
         for i in range(count):
             at = self.call(operator.getitem, (node, i), before=at.next, by=by, like=node)
@@ -211,10 +211,10 @@ class Graph:
         """The outputs by name."""
         return {name: self.result(name) for name in self.outputs}
 
-    def redirect(self, old: Node, new: Node, behind: Node, but: Collection[Node] = ()) -> None:
-        """Let readers of `old` that stand behind a node read `new` instead, except what makes `new`, and `but`."""
+    def redirect(self, old: Node, new: Node, after: Node, but: Collection[Node] = ()) -> None:
+        """Let readers of `old` that come after a node read `new` instead, except what makes `new`, and `but`."""
         for user in list(old.users):
-            if user > behind and user is not new and user not in but:
+            if user > after and user is not new and user not in but:
                 user.replace_input_with(old, new)
 
     def set_outputs(self, results: dict[str, Node]) -> None:
@@ -306,7 +306,7 @@ class Graph:
         if self.output not in but:  # numbered anew below
             self.set_outputs({name: node for name, node in self.results().items() if name != "kept"})
         self._gather(rows, kept.index, before, by, instead or {}, but)
-        self.redirect(cu_rows, kept.cu_rows, behind=cut, but=but)
+        self.redirect(cu_rows, kept.cu_rows, after=cut, but=but)
         self.propagate()
         if self.output not in but:
             decided = [self.row_set(self.result(name)) for name in self.outputs if name in DECISION]
@@ -370,7 +370,7 @@ class Graph:
         live = [n for n in self.live_after(before.prev, but) if self.row_set(n) == rows and n is not index]
         compact = self.call(OPS["compact"], ([instead.get(n, n) for n in live], index), before=before, by=by)
         for old, new in zip(live, self.parts(compact, len(live), by), strict=True):
-            self.redirect(old, new, behind=compact, but=but)
+            self.redirect(old, new, after=compact, but=but)
 
     def on_rows_of(self, value: str | Node, like: Node, by: str) -> Node:
         """A value that has one entry per row (an input by its name), carried to the row set of `like`.
@@ -427,7 +427,7 @@ class Graph:
         return node
 
     def _first_after(self, placeholders: Sequence[Node]) -> Node | None:
-        """The node behind the last placeholder; None in an empty graph (append)."""
+        """The node after the last placeholder; None in an empty graph (append)."""
         following = placeholders[-1].next if placeholders else next(iter(self.fx.nodes), None)
         return following if following is not None and following.op != "root" else None
 

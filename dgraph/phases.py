@@ -26,7 +26,7 @@ class Rewritten:
     Attributes:
         graph: the final graph.
         reports: one per pass, in order.
-        snapshots: the graph behind each pass, in order, the final one included.
+        snapshots: the graph after each pass, in order, the final one included.
     """
 
     graph: Graph
@@ -34,7 +34,7 @@ class Rewritten:
     snapshots: tuple[Graph, ...]
 
     def after(self, name: str) -> Graph:
-        """The graph behind the pass of that name.
+        """The graph after the pass of that name.
 
         Raises:
             UnknownName: the phase does not run it.
@@ -70,7 +70,7 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
 
 
 def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | None) -> Graph:
-    """The graph at the end of a phase, or behind one of its passes.
+    """The graph at the end of a phase, or after one of its passes.
 
     Raises:
         UnknownName: no such phase or pass.

@@ -1,4 +1,4 @@
-"""The verifier: a table of rules, run at the entry of the pipeline and behind every pass.
+"""The verifier: a table of rules, run at the entry of the pipeline and after every pass.
 
 It recomputes instead of trusting. A message names the pass, the layer, the node, what was got and what was expected.
 """
@@ -66,7 +66,7 @@ def verify(
     Args:
         graph: the graph; left as it is.
         by: the pass that ran last, for the message.
-        before: the signature in front of that pass; None skips the comparison.
+        before: the signature before that pass; None skips the comparison.
         may_change: names of inputs and outputs that the pass declared it adds or removes.
         may_change_weights: whether the pass declared that it replaces weights.
 
@@ -92,7 +92,7 @@ def _order(graph: Graph) -> Iterable[str]:
     for node in graph.fx.nodes:
         for arg in node.all_input_nodes:
             if arg not in seen:
-                yield f"{where(node)} reads {arg.name}, defined behind it or not in this graph; expected it in front"
+                yield f"{where(node)} reads {arg.name}, defined after it or not in this graph; expected it before"
         seen.add(node)
 
 

@@ -35,7 +35,7 @@ def graph_of(
         model: a `Graph`, an `Optimized`, or anything that `capture` takes.
         recipe: None or "captured" for the graph as it is; else the recipe to rewrite it by.
         phase: of the recipe.
-        after: the pass behind which to look; None for the end of the phase.
+        after: the pass after which to look; None for the end of the phase.
         options: the recipe's options.
         facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
 
@@ -74,7 +74,7 @@ def dump(
     facts: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> str:
-    """A graph as text: as captured, or behind a recipe's passes. See `dgraph.text.dump`.
+    """A graph as text: as captured, or after a recipe's passes. See `dgraph.text.dump`.
 
         print(dgraph.dump("tiny_sdar", recipe="focus", alpha=1.8))
 

@@ -169,7 +169,7 @@ def match_shapes(
 
 
 class WithOwnKeys:
-    """A native config, and behind it the keys that only the checkpoint's own config knows."""
+    """A native config, and after it the keys that only the checkpoint's own config knows."""
 
     def __init__(self, native: Any, own: Mapping[str, Any]):
         self._native, self._own = native, own

@@ -215,7 +215,7 @@ def feed_forward(config: Config, layer: int) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each after a norm and beside a residual."""
 
     def __init__(self, config: Config, layer: int):
         super().__init__()

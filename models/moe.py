@@ -191,7 +191,7 @@ class MoEFamily:
             `config`. Raises CheckpointError for a config that describes none.
         translate: its config (and its folder's path, "" for a model object) with what the name says.
         wrap: a built model as a module that can be captured.
-        prefix: where `wrap` keeps the model, in front of every weight's name.
+        prefix: where `wrap` keeps the model, before every weight's name.
         tiny: keys of the config in which a tiny model of the family differs from others'.
     """
 
@@ -251,7 +251,7 @@ class MoEFamily:
 def materialise(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A model from the meta device with parameters that are not set yet, and with its buffers.
 
-    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, have no bits to spare.
+    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits.
     """
     model.to(dtype).to_empty(device=device)
     for module in model.modules():

@@ -47,7 +47,7 @@ class Forward(nn.Module):
 
 
 PREFIX = "model."
-"""Where `Forward` keeps the model, in front of every weight's name."""
+"""Where `Forward` keeps the model, before every weight's name."""
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class FileTokenizer:
     def _render(self, prompt: str) -> str:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # Templates are written for these two settings: a line that holds only a tag leaves nothing behind.
+        # Templates are written for these two settings: a line that holds only a tag leaves nothing.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         messages = [{"role": "user", "content": prompt}]
         return environment.from_string(self._template).render(

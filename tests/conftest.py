@@ -1,4 +1,4 @@
-"""One captured tiny model, and the graphs behind the common passes. Tests copy a graph before they rewrite it."""
+"""One captured tiny model, and the graphs after the common passes. Tests copy a graph before they rewrite it."""
 
 from __future__ import annotations
 

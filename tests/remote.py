@@ -92,9 +92,9 @@ def logits_of(model: dgraph.Model, tokens: Sequence[int]) -> Tensor:
 
 
 def check_against(model: dgraph.Model, oracle: Oracle) -> None:
-    """The module, its captured graph, and the graph behind each pass give the oracle's logits.
+    """The module, its captured graph, and the graph after each pass give the oracle's logits.
 
-    Behind CacheKV: a whole sequence at once; then one block of it again, over the keys of all the others, which is how
+    After CacheKV: a whole sequence at once; then one block of it again, over the keys of all the others, which is how
     a bidirectional model is decoded with a cache.
     """
     expected = [oracle(tokens) for tokens in SEQUENCES]

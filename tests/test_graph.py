@@ -45,7 +45,7 @@ def test_nodes_know_type_place_and_maker() -> None:
     assert graph.type_text(new) == "f32[N, 4]"
     assert (new.meta["layer"], new.meta["role"], new.meta["by"], new.meta["source"]) == (0, "block", "Test", "f.py:3")
     here = graph.call(aten.neg.default, (add,), before=add.next, by="Test")
-    assert here.meta["layer"] == 0, "without `like`, the place is that of the node in front of which it stands"
+    assert here.meta["layer"] == 0, "without `like`, the place is that of the node before which it stands"
     assert graph.row_set(new) == "N"
     assert graph.row_set(graph.weight("layers.0.w")) is None
 
@@ -86,7 +86,7 @@ def test_find_input_weight_result() -> None:
     assert graph.output.meta["val"] == (first.meta["val"], second.meta["val"])
 
 
-def test_parts_stand_behind_their_call_in_order() -> None:
+def test_parts_stand_after_their_call_in_order() -> None:
     hand = Hand()
     x = hand.input("x", "N", 8)
     split = hand.call(aten.split_with_sizes.default, x, [2, 6], 1)
@@ -143,7 +143,7 @@ def test_redirect_turns_only_later_readers() -> None:
     new = hand.call(aten.neg.default, x)
     late = hand.call(aten.add.Tensor, x, early)
     graph = hand.returns(y=late)
-    graph.redirect(x, new, behind=new)
+    graph.redirect(x, new, after=new)
     assert early.args == (x,)
     assert new.args == (x,), "the new value still reads the old one"
     assert late.args == (new, early)
@@ -157,11 +157,11 @@ def test_some_readers_can_be_left_out() -> None:
     graph = hand.returns(one=one, other=other)
     assert graph.live_after(a, but=(one,)) == [a]
     assert graph.live_after(a, but=(one, other)) == []
-    graph.redirect(a, x, behind=a, but=(other,))
+    graph.redirect(a, x, after=a, but=(other,))
     assert (one.args, other.args) == ((x,), (a,))
 
 
-def test_what_stands_behind_a_gather_reads_its_rows() -> None:
+def test_what_stands_after_a_gather_reads_its_rows() -> None:
     hand = Hand()
     x, flags, cu_rows = (
         hand.input("x", "N", 4),

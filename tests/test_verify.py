@@ -67,7 +67,7 @@ def unnamed_output(graph: Graph) -> None:
     graph.outputs = ("y", "z")
 
 
-def read_in_front_of_definition(graph: Graph) -> None:
+def read_before_definition(graph: Graph) -> None:
     norm, reshape = graph.calls[:2]
     reshape.append(norm)
 
@@ -160,7 +160,7 @@ def view_of_what_is_written(graph: Graph) -> None:
     graph.set_outputs({"y": y})
 
 
-def read_in_front_of_write(graph: Graph) -> None:
+def read_before_write(graph: Graph) -> None:
     (write,), (read,) = graph.find("kv_write"), graph.find("paged_attention")
     read.append(write)
 
@@ -241,13 +241,13 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("straight", unnamed_output, r"output returns 1 values under the names \('y', 'z'\)"),
     (
         "order",
-        read_in_front_of_definition,
+        read_before_definition,
         r"layer 0 \(block\), node reshape_default reads rms_norm_default",
     ),
     (
         "order",
         value_of_another_graph,
-        r"relu_default reads rms_norm_default, defined behind it or not in this graph",
+        r"relu_default reads rms_norm_default, defined after it or not in this graph",
     ),
     ("tags", call_past_the_graph, r"node relu_default_1 has no meta \['val', 'layer', 'role', 'by'\]"),
     ("weights", shrunken_weight, r"weight layers\.0\.norm: got \(4,\) torch\.float32, expected f32\[8\]"),
@@ -283,7 +283,7 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("writes", view_of_what_is_written, r"made by Test \(select\) reads k_cache_0, which is written in place"),
     (
         "writes",
-        read_in_front_of_write,
+        read_before_write,
         r"node paged_attention_default \(dgraph.paged_attention\) reads k_cache_0 before its write",
     ),
 ]

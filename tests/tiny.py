@@ -71,7 +71,7 @@ class Hand:
 
 
 def rewritten(graph: Graph, *passes: Pass) -> Graph:
-    """A copy of the graph behind passes, each verified."""
+    """A copy of the graph after passes, each verified."""
     copy = graph.copy()
     run_passes(copy, passes)
     return copy

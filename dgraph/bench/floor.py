@@ -30,7 +30,7 @@ COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
 
 SETTLE, STAY = 0.2, 0.03
-"""Seconds of load on a GPU in front of a shape's first measurement, and of each that follows at once: so the clocks are
+"""Seconds of load on a GPU before a shape's first measurement, and of each that follows at once: so the clocks are
 those of a long run, and not of a burst.
 """
 
@@ -141,7 +141,7 @@ def _on_listed(node: Node) -> bool:
     if (linear := linear_of(node)) is not None and linear.count is not None:
         part = linear.count
     elif op is OPS["experts"] and args[1].target is torch.ops.aten.masked_fill.Scalar:
-        part = viewed(args_of(args[1])[1])  # index < 0: rows behind the listed ones go to no expert
+        part = viewed(args_of(args[1])[1])  # index < 0: rows after the listed ones go to no expert
         part = args_of(part)[0]
     else:
         return False
@@ -201,7 +201,7 @@ class Device:
 
     @torch.no_grad()
     def seconds(self, calls: Sequence[Callable[[], Any]], runs: int = 9, settle: float = 0.0) -> float:
-        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph, behind `settle`
+        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph, after `settle`
         seconds of the same.
         """
         if self.device.type != "cuda":

@@ -136,7 +136,7 @@ class Counter:
     def __call__(self, record: StepRecord) -> None:
         """Count one step."""
         limit, found = record.limit.long(), [(torch.ones_like(record.candidate), record.limit.long())]
-        if self.evicts:  # behind the eviction a sequence is visible up to its last kept row
+        if self.evicts:  # after the eviction a sequence is visible up to its last kept row
             last = _largest(record.sequence[record.kept], record.positions[record.kept] + 1)
             limit = torch.minimum(limit, last[record.sequence])
             found.append((record.kept, limit))
@@ -157,7 +157,7 @@ def _largest(sequence: Tensor, value: Tensor) -> Tensor:
 
 @dataclass
 class Clock:
-    """A progress callback that notes when each step began; the first call is behind the prefill."""
+    """A progress callback that notes when each step began; the first call is after the prefill."""
 
     times: list[float] = field(default_factory=list)
     tell: Callable[[Progress], None] | None = None

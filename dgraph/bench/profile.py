@@ -29,10 +29,10 @@ KERNELS: dict[str, frozenset[str]] = {
 """dgraph's own kernels by group."""
 
 SUMS = "_add_up"
-"""Adds up the parts of whichever of attention, selection and product ran in front."""
+"""Adds up the parts of whichever of attention, selection and product ran before it."""
 
 CUT = "_list_kept"
-"""The kernel behind which the next stage begins."""
+"""The kernel after which the next stage begins."""
 
 PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("attention", re.compile(r"flash|fmha|attention", re.IGNORECASE)),
@@ -101,7 +101,7 @@ class StepProfiler:
         self._running = False
 
     def __call__(self, progress: Any) -> None:
-        """Called in front of every step, when the one before is over."""
+        """Called before every step, when the one before is over."""
         if self._calls == self.skip:
             torch.cuda.synchronize()
             self.profiler.start()
@@ -159,7 +159,7 @@ def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], read
 
 
 def groups_of(names: Sequence[str]) -> list[str]:
-    """The group of each kernel, in the order in which they ran; products in front of the LM head's reduction are its
+    """The group of each kernel, in the order in which they ran; products before the LM head's reduction are its
     own.
     """
     labels = [_group(name) for name in names]

@@ -4,7 +4,7 @@
      "histories": [[{"commit": [0, 1], "keep": [0, 1, 2]}, ...], ...]}
 
 A history is one block from all masked to none. `commit` are the columns whose tokens a step commits; `keep`, which all
-steps have or none, the masked columns that were kept behind the eviction. Decoded columns that are forwarded once more
+steps have or none, the masked columns that were kept after the eviction. Decoded columns that are forwarded once more
 follow from these (see `Trace.redundancy`).
 """
 
@@ -26,7 +26,7 @@ FORMAT, VERSION = "dgraph-trace", 1
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Rows per committed token in the layers behind the eviction, of blocks that are followed by another block.
+    """Rows per committed token in the layers after the eviction, of blocks that are followed by another block.
 
     Attributes:
         dense: every row of the block in every step, and once more to commit the block.
@@ -164,7 +164,7 @@ def _step_from_json(value: Any, where: str) -> BlockStep:
 
 
 def kept_rows(history: History, block: int) -> tuple[int, int]:
-    """Rows of a block in the layers behind the eviction: those of its steps; those that are left to commit it with.
+    """Rows of a block in the layers after the eviction: those of its steps; those that are left to commit it with.
 
     In a step: the masked columns that are kept, and the decoded ones that are not cached. A decoded column is cached by
     the first step in which its right neighbour was decoded, too ("dc+"; the last column has none to wait for).

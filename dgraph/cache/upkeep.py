@@ -142,7 +142,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
         Digests of the entries that were taken in, and of those that were there already.
 
     Raises:
-        CacheError: without trust, or the file is not an export, or an entry in it is damaged; entries in front of that
+        CacheError: without trust, or the file is not an export, or an entry in it is damaged; entries before that
             one stay.
     """
     if not trust:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.errors import DgraphError
 
-# The class behind typer.BadParameter that all errors of a command line derive from; typer gives it no public name.
+# The base of typer.BadParameter from which all errors of a command line derive; typer gives it no public name.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 BAD_INPUT = 2

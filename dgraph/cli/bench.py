@@ -73,7 +73,7 @@ def bench(
     """Measure what a step costs: time by stage, rows, memory, host reads, and the floor of the same row counts.
 
     The floor are the step's matrix products at the very row counts that were met and the bytes that attention reads,
-    measured in the same run; ratio is time over floor. Time starts behind the prefill. No token ends a response here,
+    measured in the same run; ratio is time over floor. Time starts after the prefill. No token ends a response here,
     so that every arm decodes as many. Under a trace that says which columns are kept, a recipe that evicts keeps these
     (select=scripted), unless an option says otherwise.
 
@@ -156,7 +156,7 @@ def record(
     fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
-    """Record a model's commits, and the columns kept behind an eviction, as a trace.
+    """Record a model's commits, and the columns kept after an eviction, as a trace.
 
     \b
     dgraph bench record --model tiny_sdar --recipe focus --threshold 0.41 --out trace.json

@@ -35,9 +35,7 @@ def calibrate(
     count: Annotated[int, typer.Option(help="Prompts at most.")] = 60,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Masks behind each prompt.", show_default="its tasks' or 128; a block, if it is block-causal"
-        ),
+        typer.Option(help="Masks after each prompt.", show_default="its tasks' or 128; a block, if it is block-causal"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write here.", show_default="calibration.json beside the model")
@@ -51,7 +49,7 @@ def calibrate(
     """Measure how much each layer changes the hidden states that it is given, and keep it beside the model.
 
     Recipe maskkv divides what it keeps among layers by it. The importance of a layer is 1 - the mean cosine of the
-    hidden states in front of it and behind it, over all positions of a prompt and a masked response.
+    hidden states before it and after it, over all positions of a prompt and a masked response.
 
     \b
     dgraph calibrate tiny_llada --out calibration.json
@@ -81,7 +79,7 @@ def calibrate(
         print_json({"model": found.name, "file": str(path), **measured.to_json()})
     else:
         print_table(("layer", "importance", "spread", ""), _rows(measured))
-        print_text(f"\n{measured.prompts} prompts, {measured.max_new_tokens} masks behind each; written to {path}")
+        print_text(f"\n{measured.prompts} prompts, {measured.max_new_tokens} masks after each; written to {path}")
 
 
 def _writable(folder: Path, out: Path | None) -> Path:

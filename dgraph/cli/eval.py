@@ -81,7 +81,7 @@ def evaluate(
     fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
-    """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that spare
+    """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that skip
     rows by layer (dyllm, dllm_cache), which share of them each layer computes.
 
     Every recipe runs under every rule. With --out a run that was interrupted goes on where it stopped, and one that

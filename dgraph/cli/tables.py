@@ -97,7 +97,7 @@ def models(json: given.Json = False) -> None:
 
 
 def _summary(builder: Any) -> str:
-    """The first line of a docstring, without the recipe's name in front."""
+    """The first line of a docstring, without the recipe's name that begins it."""
     return (builder.__doc__ or "").strip().partition("\n")[0]
 
 

@@ -20,16 +20,14 @@ def dump(
     ] = None,
     option: given.Options = None,
     phase: Phase = "step",
-    after: Annotated[
-        str | None, typer.Option(metavar="PASS", help="Stop behind this pass.", show_default=False)
-    ] = None,
+    after: Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)] = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
     fact: given.Facts = None,
     json: given.Json = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page instead.", show_default=False)] = None,
 ) -> None:
-    """Print the graph of a model, as captured or behind the passes of a recipe.
+    """Print the graph of a model, as captured or after the passes of a recipe.
 
     \b
     dgraph dump tiny_sdar

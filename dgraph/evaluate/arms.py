@@ -87,7 +87,7 @@ def expand(
         against: the recipe that others are compared with, each under its own rule; None for no comparison.
 
     Returns:
-        The arms, equal ones once, with those compared with in front of their first use; and what each is compared with.
+        The arms, equal ones once, each after the one that it is compared with; and what each is compared with.
 
     Raises:
         UnknownName: a recipe, rule or option that does not exist, or a sweep that concerns none of them.

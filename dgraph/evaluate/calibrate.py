@@ -18,7 +18,7 @@ from torch.fx import Node
 from dgraph.cache.store import open_store
 from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
-from dgraph.frontend.frozen import captured
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
@@ -34,7 +34,7 @@ from dgraph.verify import verify
 aten = torch.ops.aten
 
 DIGITS = 6
-"""Significant digits of what is measured; those behind them depend on the order of sums."""
+"""Significant digits of what is measured; those after them depend on the order of sums."""
 
 
 def calibrate(
@@ -49,7 +49,7 @@ def calibrate(
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Measure the importance of every layer: 1 - the mean cosine of the hidden states in front of it and behind it.
+    """Measure the importance of every layer: 1 - the mean cosine of the hidden states before it and after it.
 
     MaskKV, Eq. 8. Cosines are taken in fp32, and their mean over all positions of a sequence, prompt and response
     alike. The importance of a layer is the mean of that over the prompts (appendix A.1), which are run one by one.
@@ -64,7 +64,7 @@ def calibrate(
         model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
         prompts: texts, framed by the model's chat template. The paper takes 60, ten from each of six tasks.
         input_ids: instead of texts, ids per prompt, used as they are.
-        max_new_tokens: masks behind each prompt; None for a block of a block-causal model, 128 of a bidirectional one.
+        max_new_tokens: masks after each prompt; None for a block of a block-causal model, 128 of a bidirectional one.
         seed: what the prompts were drawn with, to be written down.
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that a model object does not know.
@@ -85,7 +85,7 @@ def calibrate(
     if max_new_tokens is None:
         max_new_tokens = response_length(spec)
     checked = check_request(spec, ids, Decoding(max_new_tokens=max_new_tokens), None)
-    graph = measuring(captured(found.module, spec, found.prefix, open_store())[0])
+    graph = measuring(capture_or_load(found.module, spec, found.prefix, open_store())[0])
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
     measured = []
     for i, prompt in enumerate(checked):
@@ -108,12 +108,12 @@ def calibrate(
 
 
 def response_length(spec: ModelSpec) -> int:
-    """Masks behind a prompt where nobody says how many: what the first step of a block-causal model sees, or 128."""
+    """Masks after a prompt where nobody says how many: what the first step of a block-causal model sees, or 128."""
     return spec.block_length if spec.attention == "block_causal" else min(128, spec.max_positions - 1)
 
 
 def first_step(spec: ModelSpec, prompt: Sequence[int], masks: int, device: torch.device) -> dict[str, Tensor]:
-    """Inputs of a packed program that forwards one sequence as a whole: a prompt and masks behind it."""
+    """Inputs of a packed program that forwards one sequence as a whole: a prompt and masks after it."""
     count = len(prompt) + masks
     positions = torch.arange(count, device=device)
     limit = torch.full_like(positions, count)
@@ -137,12 +137,12 @@ def measuring(captured: Graph) -> Graph:
     run_passes(graph, [PackRows()])
     streams = [_around(graph, layer) for layer in range(graph.spec.layers)]
     results = {}
-    for layer, (front, behind) in enumerate(streams):
-        at, states = behind.next, []
-        for stream in (front, behind):
-            states.append(graph.call(aten.to.dtype, (stream, torch.float32), before=at, by="calibrate", like=behind))
+    for layer, (before, after) in enumerate(streams):
+        at, states = after.next, []
+        for stream in (before, after):
+            states.append(graph.call(aten.to.dtype, (stream, torch.float32), before=at, by="calibrate", like=after))
         args = (*states, -1)
-        results[_name(layer)] = graph.call(aten.cosine_similarity.default, args, before=at, by="calibrate", like=behind)
+        results[_name(layer)] = graph.call(aten.cosine_similarity.default, args, before=at, by="calibrate", like=after)
     graph.set_outputs(results)
     graph.sweep()
     verify(graph, "calibrate")
@@ -150,7 +150,7 @@ def measuring(captured: Graph) -> Graph:
 
 
 def _around(graph: Graph, layer: int) -> tuple[Node, Node]:
-    """The residual stream in front of a layer and behind it.
+    """The residual stream before a layer and after it.
 
     It is what the layer reads and hands on that has an entry of the hidden size for each row and depends on the
     tokens. Rotary tables do not.
@@ -162,14 +162,14 @@ def _around(graph: Graph, layer: int) -> tuple[Node, Node]:
     mine = [node for node in graph.calls if node.meta["layer"] == layer]
     read = dict.fromkeys(a for n in mine for a in n.all_input_nodes if a.meta["layer"] != layer and a in of_tokens)
     given = [n for n in mine if any(u.meta["layer"] != layer for u in n.users)]
-    front, behind = ([n for n in found if _is_stream(graph, n)] for found in (read, given))
-    if len(front) != 1 or len(behind) != 1:
+    before, after = ([n for n in found if _is_stream(graph, n)] for found in (read, given))
+    if len(before) != 1 or len(after) != 1:
         raise CaptureError(
-            f"layer {layer} of {graph.spec.family} reads {len(front)} and hands on {len(behind)} values of "
+            f"layer {layer} of {graph.spec.family} reads {len(before)} and hands on {len(after)} values of "
             f"{graph.spec.hidden} per row; expected one residual stream. Its importance cannot be measured; give "
             f"layer_importance yourself."
         )
-    return front[0], behind[0]
+    return before[0], after[0]
 
 
 def _is_stream(graph: Graph, node: Node) -> bool:

@@ -3,7 +3,7 @@
     python -m dgraph.evaluate.harness run --model dgraph --model_args pretrained=tiny_sdar,recipe=focus,alpha=1.5 \\
         --tasks my_task --include_path ./tasks
 
-is its own command line, with this model in it; in Python, call `register()` in front of `lm_eval.simple_evaluate`.
+is its own command line, with this model in it; in Python, call `register()` before `lm_eval.simple_evaluate`.
 
 Tasks that compare log-likelihoods are refused: see `NO_LIKELIHOOD`.
 """
@@ -114,7 +114,7 @@ class Adapter:
         return result.texts
 
     def _fitting(self, context: str, request: Request) -> Request:
-        """The request with a limit that the model's window has room for behind this context."""
+        """The request with a limit that the model's window has room for after this context."""
         spec, tokenizer = self.program.spec, self.program.model.tokenizer
         assert tokenizer is not None
         length = len(tokenizer.encode(context))

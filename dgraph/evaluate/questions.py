@@ -12,7 +12,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.families import Embedded, embedded
 
 MARKER = "####"
-"""What stands in front of the final answer, where an answer shows its steps (as in GSM8K)."""
+"""What stands before the final answer, where an answer shows its steps (as in GSM8K)."""
 OPEN = "text"
 """The task of stored prompts that go on as open text: nothing is right or wrong there."""
 

@@ -1,6 +1,6 @@
 """Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes.
 
-Where a recipe counts salient rows, there is a record per batch, too, in front of the results of its prompts.
+Where a recipe counts salient rows, there is a record per batch, too, before the results of its prompts.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Store:
         if self.path is None or not new:
             return
         records = [asdict(result) for result in new.values()]
-        if counted is not None:  # in front: a write that is cut short then costs results, which are decoded again
+        if counted is not None:  # first: a write that is cut short then costs results, which are decoded again
             records.insert(0, counted.to_json())
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         try:

@@ -96,7 +96,7 @@ def _like(node: Node, new: Node) -> Node:
 
 
 def _reshaped(node: Node) -> Node:
-    """The value behind casts and changes of shape that keep all of it."""
+    """The value before casts and changes of shape that keep all of it."""
     while op_name(node.target) in ("to", "expand", "unsqueeze", "contiguous") or _keeps_all(node):
         node = args_of(node)[0]
     return node

@@ -38,7 +38,7 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     Args:
         module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`; in eval mode.
         spec: the model's facts.
-        prefix: dotted path in front of every weight's name, to be left out of the graph.
+        prefix: dotted path before every weight's name, to be left out of the graph.
 
     Returns:
         A graph over symbols b and t with inputs `input_ids`, `positions` and output `logits`, canonicalised.

@@ -48,7 +48,9 @@ class NotPlain(Exception):
     """A graph holds something that has no plain form."""
 
 
-def captured(module: nn.Module, spec: ModelSpec, prefix: str = "", store: Store | None = None) -> tuple[Graph, bool]:
+def capture_or_load(
+    module: nn.Module, spec: ModelSpec, prefix: str = "", store: Store | None = None
+) -> tuple[Graph, bool]:
     """A module's verified graph, from the store if the same forward was captured before.
 
     Args:
@@ -148,7 +150,7 @@ def from_data(data: Mapping[str, Any], spec: ModelSpec, tensors: Mapping[str, Te
         nodes.append(graph.add_weight(name, tensors[name]))
     for name, dtype, shape in data["inputs"]:
         nodes.append(graph.add_input(InputSpec(name, _DTYPES[dtype], tuple(shape))))
-    # Calls stand in front of something; the output that they are for comes last.
+    # Calls stand before something; the output that they are for comes last.
     end = graph.fx.output(())
     end.meta.update(layer=None, role="", by="", val=())
     for target, args, kwargs, (layer, role, source) in data["calls"]:

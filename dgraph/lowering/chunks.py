@@ -42,7 +42,7 @@ _TABLES = {"embedding": 0}
 
 
 @dataclass(frozen=True)
-class Cut:
+class Slicing:
     """How a step is cut into chunks.
 
     Attributes:
@@ -54,15 +54,15 @@ class Cut:
     count: Node | None = None
 
 
-def cut_of(graph: Graph, step: Region | Call | Fused) -> Cut | None:
+def slicing_of(graph: Graph, step: Region | Call | Fused) -> Slicing | None:
     """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
-        return Cut(rows) if rows else None
+        return Slicing(rows) if rows else None
     if isinstance(step, Fused):
         rows = _row_set(graph.symbols, step.inputs[0])
         alike = all(_row_set(graph.symbols, node) in (rows, "") for node in step.inputs)
-        return Cut(rows) if step.by_row and is_row_set(rows) and alike else None
+        return Slicing(rows) if step.by_row and is_row_set(rows) and alike else None
     op, args = op_of(step.node.target), args_of(step.node)
     if op is None or op.count is None:
         return None
@@ -71,7 +71,7 @@ def cut_of(graph: Graph, step: Region | Call | Fused) -> Cut | None:
     rows = found.pop() if len(found) == 1 else ""
     if not is_row_set(rows) or any(_row_set(graph.symbols, n) for n in step.node.all_input_nodes if n not in by_row):
         return None
-    return Cut(rows, op.counter(args))
+    return Slicing(rows, op.counter(args))
 
 
 def in_chunks(
@@ -92,17 +92,17 @@ def in_chunks(
         kept: slots that something outside of `steps` reads.
         limit: rows of a chunk, at least 1.
     """
-    cuts = [cut_of(graph, origin) for origin in origins]
+    slicings = [slicing_of(graph, origin) for origin in origins]
     last = {slot: i for i, step in enumerate(steps) for slot in step.reads()}
     found: list[AnyStep] = []
-    for rows, group in groupby(range(len(steps)), key=lambda i: cut.rows if (cut := cuts[i]) else None):
+    for rows, group in groupby(range(len(steps)), key=lambda i: one.rows if (one := slicings[i]) else None):
         at = list(group)
         members = steps[at[0] : at[-1] + 1]
         if rows is None:
             found += members
             continue
         after = {slot for slot, reader in last.items() if reader > at[-1]}.union(kept)
-        counts = {cut.count for i in at if (cut := cuts[i]) is not None and cut.count is not None}
+        counts = {one.count for i in at if (one := slicings[i]) is not None and one.count is not None}
         joined = _joined(graph, origins[at[0] : at[-1] + 1], members, counts, numbers, after, limit)
         found += [joined] if joined else members
     return tuple(found)

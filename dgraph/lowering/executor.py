@@ -182,7 +182,7 @@ class LoweredProgram:
         return Step(function, args, tuple((part, self._number(n)) for part, n in written))
 
     def _lower_cut(self, call: Call) -> Cut:
-        """Rows are listed with room for all of them, in the stage in front; so nothing is launched behind the read."""
+        """Rows are listed in the stage before, with room for all of them; so nothing is launched after the read."""
         keep, cu_rows = (self._numbers[n] for n in args_of(call.node)[:2])
         parts = dict(call.results)
         index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
@@ -230,7 +230,7 @@ class LoweredProgram:
         return tuple(plans)
 
     def _plan_frees(self) -> None:
-        """Free each slot behind its last reader; weights, inputs, outputs and what the host reads stay."""
+        """Free each slot after its last reader; weights, inputs, outputs and what the host reads stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
         for cut in self._cuts:
             keep.update((cut.index, cut.offsets) if cut else ())

@@ -69,7 +69,7 @@ class Kernels:
         return kernel_keys(self._target, self._modules)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def remembered(self) -> Iterator[None]:
         """Kernels that are launched inside of the block come from the store, and go there, even if it is left early."""
         self.restore()
         try:

@@ -21,12 +21,12 @@ class StagePlan:
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         sources: those of `inputs` that are only gathered from. Rows that no index names may hold anything there, and
             there may be any number of them.
-        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut in front, as many as the
+        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut before it, as many as the
             bucket has; None for the first stage.
         ahead: inputs of the program that only later stages read; none but for the first stage. A runner that keeps
-            copies of its inputs keeps some of these too, so that nothing is left to copy behind a cut.
+            copies of its inputs keeps some of these too, so that nothing is left to copy after a cut.
         outputs: slots that bridge or steps write and that something outside reads, ascending.
-        last: whether no stage runs behind this one.
+        last: whether no stage runs after this one.
         chunk_rows: above so many rows some steps run in chunks of rows; None if none does.
     """
 
@@ -72,7 +72,7 @@ class Cut:
     """Where the host reads how many rows live on.
 
     Attributes:
-        step: lists them; the last step of the stage in front.
+        step: lists them; the last step of the stage before it.
         index: slot of their numbers, with room for every row of that stage.
         offsets: slot of their offsets per sequence, of which the last is their number.
     """

@@ -59,7 +59,7 @@ class Stage:
         name: "step" for an uncut graph, else "prefix", "suffix", "suffix 2", ...
         steps: in order.
         rows: the row set that the stage runs on (N, K, ...).
-        cut: the call behind which the next stage starts; None in the last stage.
+        cut: the call after which the next stage starts; None in the last stage.
     """
 
     name: str
@@ -179,12 +179,12 @@ def _results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
 
 
 def _levels(units: _Units) -> dict[Node, int]:
-    """The level of each node: region l runs in front of all opaque calls of level l, and these in the graph's order.
+    """The level of each node: region l runs before all opaque calls of level l, and these in the graph's order.
 
-    A node behind an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
-    Levels of opaque calls never fall along the graph, so they keep their order and no cache is read in front of its
-    write. What is compiled and reads a cache waits for the writes in front of it as for a call whose result it reads,
-    and the writes behind it are on no lower level than it. A cut is on the level of the last thing in front of it.
+    A node after an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
+    Levels of opaque calls never fall along the graph, so they keep their order and no cache is read before its
+    write. What is compiled and reads a cache waits for the writes before it as for a call whose result it reads,
+    and the writes after it are on no lower level than it. A cut is on the level of the last thing before it.
     """
     levels: dict[Node, int] = {}
     written: dict[Node, int] = {}
@@ -214,8 +214,8 @@ def _levels(units: _Units) -> dict[Node, int]:
 
 
 def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
-    """For each node that is not opaque, the level of its region: that of its first reader, and never behind a cut, nor
-    behind a later write of what it reads. An op that runs ahead is on its own level."""
+    """For each node that is not opaque, the level of its region: that of its first reader, and never after a cut, nor
+    after a later write of what it reads. An op that runs ahead is on its own level."""
     cuts = [n for n in units.nodes if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
     slots: dict[Node, int] = {}

@@ -3,7 +3,7 @@
 Regions come from captured graphs of models. This is for plain code between two forwards: many ops on few numbers, of
 which Inductor makes few kernels. Sizes are those of the tensors that it was traced with.
 
-The region returns what its inputs become, and they are written behind it. Inductor can write them in its own kernels,
+The region returns what its inputs become, and they are written after it. Inductor can write them in its own kernels,
 but does not always read them first: torch 2.11 computes one update from what another one has written already.
 """
 
@@ -35,7 +35,7 @@ class Traced:
 
     Attributes:
         source: what is compiled; a call returns the updates and writes nothing.
-        constants: tensors that the function reads beside its inputs, and that the region takes behind them.
+        constants: tensors that the function reads beside its inputs, and that the region takes after them.
         updated: numbers of the inputs that are updated, in the order of what is returned.
     """
 
@@ -130,7 +130,7 @@ class TraceCompiler:
     Compiling takes seconds, so a function that nobody has compiled before is left alone unless it is asked for ahead.
 
     Attributes:
-        often: calls behind which the seconds are well spent on a function that nobody asked for ahead.
+        often: calls after which the seconds are well spent on a function that nobody asked for ahead.
         store: where what was compiled is kept for later processes; None for nowhere.
         compiled, loaded: names of the functions that were compiled for this object, and that need not be.
         refused: names of those that cannot be, with the reason.

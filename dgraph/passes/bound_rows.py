@@ -21,8 +21,8 @@ class BoundRows(Pass):
 
     Linear layers over a count leave padding rows out. An RMSNorm or a rotary embedding between them is plain torch over
     as many rows as there is room for, of which few may be live. Where what it reads was gathered by a list, or computed
-    from that, and what reads it looks at the listed rows alone, it becomes a call that stops behind them. A norm of
-    heads in front of a rotary embedding is part of that call.
+    from that, and what reads it looks at the listed rows alone, it becomes a call that stops after them. A norm of
+    heads before a rotary embedding is part of that call.
 
         before  %15 = dgraph.rms_norm(%14, self_attn.k_norm.weight, 1e-06)              f32[N, 2, 16]
                 %17 = dgraph.rope(%15, %8, %9)                                          f32[N, 2, 16]
@@ -34,14 +34,14 @@ class BoundRows(Pass):
                 %27 = dgraph.rows_norm(%25, post_attention_layernorm.weight, 1e-06, %21)
                 %28 = dgraph.rows_linear(%27, mlp.gate_proj+up_proj.weight, None, %21)  f32[N, 256]
 
-    A norm of the residual stream stays where a sum over all rows is computed in front of it: the two are one kernel.
-    Run it behind the passes that list rows (GateFFN, PartialAttention, ReuseRows, CountRows), and behind FuseGLU.
+    A norm of the residual stream stays where a sum over all rows is computed before it: the two are one kernel.
+    Run it after the passes that list rows (GateFFN, PartialAttention, ReuseRows, CountRows), and after FuseGLU.
 
     Reassociates: the same values on live rows, but on a GPU another kernel sums the squares in another order.
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
-    summary: ClassVar[str] = "norms and rotary embeddings of listed rows stop behind the last of them"
+    summary: ClassVar[str] = "norms and rotary embeddings of listed rows stop after the last of them"
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.calls:
@@ -84,7 +84,7 @@ def _put(graph: Graph, name: str, args: tuple[Any, ...], old: Node, report: Repo
 
 
 def _count_of(node: Node, source: Node) -> Node | str | None:
-    """What counts the rows of a call that matter; why it cannot stop behind them; None if the host knows them all."""
+    """What counts the rows of a call that matter; why it cannot stop after them; None if the host knows them all."""
     counts: dict[Node, None] = {}
     others = []
     for user in node.users:

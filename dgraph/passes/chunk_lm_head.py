@@ -24,7 +24,7 @@ DECISION = ("token", "confidence", "margin", "entropy")
 
 @dataclass(frozen=True)
 class ChunkLMHead(Pass):
-    """Replace the LM head and the decision behind it by one op that keeps no logits.
+    """Replace the LM head and the decision after it by one op that keeps no logits.
 
     Only rows whose token the step may commit (`candidate`) are projected, since the others' logits decide nothing:
     `max_num_logits` rows at a time. Each chunk gives its tokens and how sure they are and is freed (dLLM-Serve's logit

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CountRows(Pass):
-    """Take out the host read behind an eviction: the kept rows are counted on the device.
+    """Take out the host read after an eviction: the kept rows are counted on the device.
 
     A cut makes the host read how many rows are kept, so that what follows runs on so many. Instead, the kept rows move
     to the front of as many as there were, their offsets say how many they are, and the others become padding: every op
@@ -33,8 +33,8 @@ class CountRows(Pass):
         after   %15 = dgraph.list_kept(%12, cu_rows)                                            (i64[K], i32[b+1])
                 %27 = dgraph.rows_linear(%26, self_attn.o_proj.weight, None, %17)               f32[K, 256]
 
-    K remains a row set of its own, although at run time it has the size of the rows in front of it: row i of one is
-    not row i of the other. Run it behind EvictTokens and, since that one looks for the LM head's linear layer, behind
+    K remains a row set of its own, although at run time it has the size of the rows before it: row i of one is
+    not row i of the other. Run it after EvictTokens and, since that one looks for the LM head's linear layer, after
     ChunkLMHead.
 
     Reassociates: on a GPU, another kernel sums the products of a linear layer in another order.
@@ -59,21 +59,21 @@ class CountRows(Pass):
 
 
 def count_products(graph: Graph, lists: Mapping[str, Listed], report: Report) -> None:
-    """Let linear layers and experts on these row sets stop behind the rows that each lists, on the device."""
+    """Let linear layers and experts on these row sets stop after the rows that each lists, on the device."""
     for node in graph.calls:
         linear = linear_of(node)
         if node.target is not OPS["experts"].overload and (linear is None or linear.kind != "plain"):
             continue
         x, *others = args_of(node)
         rows = graph.row_set(x)
-        if rows is None or rows not in lists:  # in front of the gather, where the host knows the number
+        if rows is None or rows not in lists:  # before the gather, where the host knows the number
             continue
         if node.target is OPS["experts"].overload:
             choice = others[0]
             if choice.target is aten.masked_fill.Scalar:  # fewer rows are listed already
                 continue
             node.replace_input_with(choice, nowhere(graph, choice, lists[rows].index, node, node, report.name))
-            report.did(f"rows behind the count of {rows} go to no expert", node.meta["layer"])
+            report.did(f"rows after the count of {rows} go to no expert", node.meta["layer"])
             continue
         assert linear is not None
         if not linear.by_vectors:

@@ -31,7 +31,7 @@ SELECTIONS = ("top", "random", "bottom", "scripted")
 
 @dataclass(frozen=True)
 class EvictTokens(Pass):
-    """Keep, behind layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4,
+    """Keep, after layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4,
     appendix E).
 
     Importance of a candidate, a row whose token the step may commit (Eq. 2; the paper's masked tokens): the attention
@@ -74,7 +74,7 @@ class EvictTokens(Pass):
     pool: int = 3
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
-    summary: ClassVar[str] = "evicts rows that will not be decoded, behind layer `after` (FOCUS)"
+    summary: ClassVar[str] = "evicts rows that will not be decoded, after layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"candidate", "average", "reached", "noise", "script", "kept", "score"}
     )
@@ -128,7 +128,7 @@ class EvictTokens(Pass):
         args = (score, candidate, positions, cu_rows, limit, average, reached, alpha, self.keep)
         chosen = graph.call(OPS["select_tokens"], args, before=anchor, by=by)
         keep, new_limit, new_reached = graph.parts(chosen, 3, by)
-        # Behind the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
+        # After the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
         instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
         kept = graph.keep_rows(keep, before=anchor, by=by, instead=instead)
         results = graph.results()

@@ -1,4 +1,4 @@
-"""FuseGLU: the activation of a gated unit within the product in front of it, over the rows that are live."""
+"""FuseGLU: the activation of a gated unit within the product before it, over the rows that are live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FuseGLU(Pass):
                 %33 = mul(%32, %31)                                                        f32[N, 128]
         after   %29 = dgraph.rows_glu(%28, mlp.gate_proj+up_proj.weight, None, %22)        f32[N, 128]
 
-    Run it behind FuseProjections, which makes one product of gate and up, and behind the pass that counts the rows
+    Run it after FuseProjections, which makes one product of gate and up, and after the pass that counts the rows
     (GateFFN, ReuseRows, CountRows).
 
     Reassociates: on a GPU the product is summed in the same order, but gate, up and silu are not rounded in between.
@@ -54,9 +54,9 @@ class FuseGLU(Pass):
 
 
 def _unit_of(linear: Node) -> Node | str | None:
-    """The product silu(gate) * up behind a linear layer; why it cannot be told or replaced; None if it is no gate."""
+    """The product silu(gate) * up after a linear layer; why it cannot be told or replaced; None if it is no gate."""
     if _calls(linear.users, aten.silu.default):
-        return "its result is a gate alone; run FuseProjections in front, which makes one product of gate and up"
+        return "its result is a gate alone; run FuseProjections before it, which makes one product of gate and up"
     for split in _calls(linear.users, aten.split_with_sizes.default):
         silus = [silu for part in split.users for silu in _calls(part.users, aten.silu.default)]
         if silus:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GateFFN(Pass):
-    """Run each layer's feed-forward network (its norm included) on the rows whose attention context has turned; the
+    """Run each layer's feed-forward network (its norm included) on the rows whose attention context has changed; the
     others take what it gave them when it last ran (DyLLM, section 4; algorithm 3, lines 11 to 14).
 
     A row is salient if the cosine between its context and that of the step before is below tau, or in a full step. The
@@ -47,9 +47,9 @@ class GateFFN(Pass):
                 %31 = add(%20, %30)                                                             f32[N, 64]
 
     What the cache holds is read where it is added: by the compiled region between two calls. The slots of the rows are
-    found once for all layers, in front of these: %row_slots = dgraph.row_slots(positions, page_table, cu_rows, ...).
+    found once for all layers, before these: %row_slots = dgraph.row_slots(positions, page_table, cu_rows, ...).
 
-    Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it behind
+    Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it after
     CacheKV. Approximate; with tau above 1 every row is salient and the program is the dense one.
 
     Attributes:
@@ -59,7 +59,7 @@ class GateFFN(Pass):
     tau: float | tuple[float, ...] = 0.99
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
-    summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has turned (DyLLM)"
+    summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has changed (DyLLM)"
     signature: ClassVar[frozenset[str]] = salience.INPUTS | {"f_cache_*"}
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class _Place:
             if args_of(node)[:3] == args:
                 return node
         made = [node for node in graph.calls if node in args]
-        if not made:  # in front of the layers, so that the first reads like the others
+        if not made:  # before the layers, so that the first reads like the others
             return graph.call(OPS["row_slots"], (*args, cache), before=graph.calls[0], by=by, like=graph.output)
         behind = made[-1].next
         while behind.target is operator.getitem:

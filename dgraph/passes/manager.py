@@ -26,7 +26,7 @@ def run_passes(
         graph: rewritten in place; the caller keeps a copy if it wants the state before.
         passes: applied in this order.
         optional: names of passes that may apply nowhere.
-        observer: called with each pass and the verified graph behind it.
+        observer: called with each pass and the verified graph after it.
 
     Returns:
         One report per pass, in order.
@@ -63,5 +63,5 @@ def _applied_nowhere(report: Report) -> str:
     misses = "".join(f"\n  near miss at {s.node}: {s.reason}" for s in report.skipped)
     return (
         f"{report.config} applied nowhere.{misses or ' Nothing in the graph came close to what it looks for.'}\n"
-        f"  Remove it from the recipe, run it behind the pass that makes its pattern, or mark it optional."
+        f"  Remove it from the recipe, run it after the pass that makes its pattern, or mark it optional."
     )

@@ -23,7 +23,7 @@ class OnlyKV(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
-    summary: ClassVar[str] = "drops everything behind the last KV write (prefill)"
+    summary: ClassVar[str] = "drops everything after the last KV write (prefill)"
     signature: ClassVar[frozenset[str]] = frozenset({"logits", "limit"})
     changes_weights: ClassVar[bool] = True
 
@@ -34,4 +34,4 @@ class OnlyKV(Pass):
             return
         graph.set_outputs({})
         removed = graph.sweep()
-        report.did(f"{removed} calls removed behind the KV write of layer {writes[-1].meta['layer']}")
+        report.did(f"{removed} calls removed after the KV write of layer {writes[-1].meta['layer']}")

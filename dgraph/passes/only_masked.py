@@ -40,14 +40,14 @@ class OnlyMasked(Pass):
                 %20 = dgraph.paged_attention(%19, k_cache, v_cache, page_table, %10, %14, 0.25)       f32[K, 4, 16]
                 %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 96, True)
 
-    Run it behind CacheKV, EvictTokens and ChunkLMHead, and in front of CountRows, GateFFN and PartialAttention. Which
+    Run it after CacheKV, EvictTokens and ChunkLMHead, and before CountRows, GateFFN and PartialAttention. Which
     rows are candidates changes from block to block, so the last two keep nothing of a layer that runs on these.
 
     Reassociates: the same values on candidates, but a product over fewer rows may sum in another order.
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
-    summary: ClassVar[str] = "the last layer, behind its keys and values, on masked rows only"
+    summary: ClassVar[str] = "the last layer, after its keys and values, on masked rows only"
     changes_weights: ClassVar[bool] = True
 
     def run(self, graph: Graph, report: Report) -> None:
@@ -80,7 +80,7 @@ class OnlyMasked(Pass):
         report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
 
     def _queries(self, graph: Graph, attention: Node, write: Node, by: str) -> list[Node]:
-        """The calls that make queries alone, moved behind the write of keys and values; none if others read them."""
+        """The calls that make queries alone, moved after the write of keys and values; none if others read them."""
 
         def found() -> tuple[list[Node], list[Node]]:
             layer = Layer(graph, attention)

@@ -42,7 +42,7 @@ class PartialAttention(Pass):
                 %15, %16 = dgraph.partial_attention(%4, k_cache, v_cache, %14, layers[-1].%27, ..., 0.25, 0.99)
 
     A projection that FuseProjections (or the model) made for queries, keys and values together is taken apart again:
-    queries, and keys with values, each over a view of the weight. Run it behind CacheKV, with GateFFN in either order;
+    queries, and keys with values, each over a view of the weight. Run it after CacheKV, with GateFFN in either order;
     both have the same tau.
 
     Approximate; with tau above 1 every row is salient and exact, and the program is the dense one.
@@ -129,7 +129,7 @@ class PartialAttention(Pass):
     def _changed(self, graph: Graph, layer: int, cu_rows: Node, by: str) -> Listed:
         """The rows of which the layer's keys and values are projected."""
         found = salience.finder(graph, layer - 1) if layer else None
-        if found is None:  # in front of the layers, so that the first reads like the others
+        if found is None:  # before the layers, so that the first reads like the others
             flags = graph.add_input(salience.CHANGED)
             return salience.listed(graph, flags, cu_rows, graph.calls[0], by, like=graph.output)
         flags = salience.flags_of(found)
@@ -148,7 +148,7 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
     if graph.row_set(attention) != rows and not salience.of_masked(graph, attention):
         return "rows are evicted between the layer's keys and its attention"
     if graph.find("least_similar", layer):
-        return "the layer runs on the rows whose values have turned already"
+        return "the layer runs on the rows whose values have changed already"
     if layer:
         found = salience.finder(graph, layer - 1)
         if found is None:

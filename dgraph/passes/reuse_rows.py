@@ -1,4 +1,4 @@
-"""ReuseRows: dLLM-Cache, layers that run on the rows whose values have turned away most."""
+"""ReuseRows: dLLM-Cache, layers that run on the rows whose values have changed most."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ReuseRows(Pass):
     attention and feed-forward network gave them when they last ran (dLLM-Cache, adaptive update of the response).
 
     Values are projected for all rows, compared with those of the cache (by cosine, over all KV heads), and replace
-    them. The `share` of each sequence's rows that have turned away most, and the rows of the input `full` bool[N], get
+    them. The `share` of each sequence's rows that have changed most, and the rows of the input `full` bool[N], get
     new queries, keys, attention and feed-forward network. What these add to the residual stream is kept per position,
     and added for every row to the stream as it now is. The first layer stays as it is. New inputs: `full`, and per
     layer l `a_cache_l` and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers - 1], the number of rows
-    that each layer behind the first ran on. A row whose position has no page in the caches must be full; nothing is
+    that each layer after the first ran on. A row whose position has no page in the caches must be full; nothing is
     kept of it.
 
     With `idle`, a further input `adapt` bool[N] says which rows take part in this. Rows that are neither full nor adapt
@@ -53,7 +53,7 @@ class ReuseRows(Pass):
                 %21 = add(stream, %20)                                                          f32[N, 64]
 
     A projection of queries, keys and values together is taken apart: queries with keys, and values, each over a view of
-    the weight. Run it behind CacheKV. Approximate; with a share of 1 every row is recomputed, and the program is the
+    the weight. Run it after CacheKV. Approximate; with a share of 1 every row is recomputed, and the program is the
     dense one.
 
     Attributes:
@@ -66,7 +66,7 @@ class ReuseRows(Pass):
     idle: bool = False
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
-    summary: ClassVar[str] = "layers run on the rows whose values have turned away most (dLLM-Cache)"
+    summary: ClassVar[str] = "layers run on the rows whose values have changed most (dLLM-Cache)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {salience.FULL.name, ADAPT.name, salience.SALIENT, "a_cache_*", "f_cache_*"}
     )
@@ -146,7 +146,7 @@ class ReuseRows(Pass):
         (on_rows[ffn.stream],) = graph.parts(stream, 1, by)
         keep("f", ffn.nodes, ffn.result, ffn.residual)
         count = len(nodes) + 1 + len(found.mixing) + len(ffn.nodes)
-        report.did(f"{count} calls on the rows whose values have turned, sums of what is kept", attention.meta["layer"])
+        report.did(f"{count} calls on the rows whose values changed, sums of what is kept", attention.meta["layer"])
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def flags_of(found: Node) -> Node:
 
 
 def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like: Node | None = None) -> Listed:
-    """The list of flagged rows: the one that is there, or a new one in front of a node."""
+    """The list of flagged rows: the one that is there, or a new one before a node."""
     for user in flags.users:
         if (op := op_of(user.target)) is not None and op.name == "list_kept":
             return graph.listed(user, by)
@@ -114,9 +114,9 @@ def obstacle(nodes: Iterable[Node]) -> str | None:
 def move(
     graph: Graph, nodes: Sequence[Node], instead: Mapping[Node, Node], rows: Listed, before: Node, by: str
 ) -> dict[Node, Node]:
-    """The calls `nodes` again, in order, on the listed rows, in front of a node.
+    """The calls `nodes` again, in order, on the listed rows, before a node.
 
-    Linear layers run on as many rows as are listed. A row behind them is routed to no expert. The projection that
+    Linear layers run on as many rows as are listed. A row after them is routed to no expert. The projection that
     decides which experts run stays as it is: its sums keep their order, or near ties would be decided anew.
 
     Args:
@@ -143,7 +143,7 @@ def move(
 
 
 def nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
-    """`choice`, with expert -1 for the rows behind the listed ones."""
+    """`choice`, with expert -1 for the rows after the listed ones."""
     behind = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
     behind = graph.call(aten.unsqueeze.default, (behind, 1), before=before, by=by, like=like)
     return graph.call(aten.masked_fill.Scalar, (choice, behind, -1), before=before, by=by, like=like)

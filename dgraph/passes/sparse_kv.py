@@ -52,7 +52,7 @@ class SparseKV(Pass):
                 %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
                                               pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0)
 
-    Run it behind passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
+    Run it after passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
     dense program of the same rows.
 
     Attributes:
@@ -66,7 +66,7 @@ class SparseKV(Pass):
         floor: the share of the budget that "mass" and "adaptive" divide uniformly, in [0, 1].
         pool: width of the pooling over neighbouring candidates; odd, 1 for none.
         pooling: "max" or "mean".
-        recent: the last so many candidates in front of the window are kept in any case.
+        recent: the last so many candidates before the window are kept in any case.
         reuse: the program for steps in which no sequence selects: it reads what is packed.
         cached: keys to select from are read from the cache, where a step forwards the rows of a block only
             (block-causal models), in inputs `key_positions` i64[M] and `cu_keys` i32[b+1]; False: they are those of the

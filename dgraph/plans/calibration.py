@@ -25,7 +25,7 @@ class Calibration:
     Attributes:
         family, layers, hidden: the model, as its spec says it.
         prompts: how many were measured.
-        max_new_tokens: masks behind each prompt.
+        max_new_tokens: masks after each prompt.
         seed: of the prompts; None where they were given.
         importance: per layer, the mean over the prompts; at least 0, to six significant digits.
         spread: per layer, the standard deviation among the prompts; 0 for a single one.
@@ -41,7 +41,7 @@ class Calibration:
     spread: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only, in field order, behind the version of the format."""
+        """Plain values only, in field order, after the version of the format."""
         return {"format": FORMAT, **asdict(self)}
 
     def of(self, spec: ModelSpec) -> ModelSpec:

@@ -22,7 +22,7 @@ class KVPlan:
 
     Attributes:
         window: what is always seen: the "block" that is being decoded, or the whole "response".
-        delay: with the window "block": steps of a block in front of the one that chooses. These, and the choosing one,
+        delay: with the window "block": steps of a block before the one that chooses. These, and the choosing one,
             are full steps that see every key. With the window "response" the first step of a response chooses; later
             ones that forward the prompt give the chosen keys their new values.
         every: with the window "block": choose anew every so many steps of a block; 0 for once.

@@ -38,7 +38,7 @@ MANY_STEPS = 4096
 class RowPlan:
     """Rows of a step: all of the canvas in a whole step, a region of it in the others.
 
-    In a full step a program recomputes everything it has; in the others it may spare what has hardly changed (DyLLM).
+    In a full step a program recomputes everything it has; in the others it may skip what has hardly changed (DyLLM).
 
     Whether decoded rows of the region are forwarded again is the block cache's business (see `Recipe.block_cache`).
 
@@ -140,7 +140,7 @@ class RowCounts:
     def of(self, step: int) -> Tensor | None:
         """i64[b]: rows that each sequence forwards in a step, if it goes on till then; None if only the device knows.
 
-        step: number of the step, from 0. None are spared by a block cache.
+        step: number of the step, from 0. Rows that a block cache skips are counted, too.
         """
         if self._everything is None or self._region is None:
             return None

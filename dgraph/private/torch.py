@@ -136,7 +136,7 @@ def compile_region(
 
 
 _STARTS_COMPILING = "async_compile = AsyncCompile()"
-"""The line of Inductor's generated Python behind which each kernel of it is compiled, by methods of that object."""
+"""The line of Inductor's generated Python after which each kernel of it is compiled, by methods of that object."""
 
 REGION = "region.pickle"
 
@@ -220,7 +220,7 @@ class StoredKernels:
         path = self._folder / _kernel_name(argtypes, source)
         data_ptr = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
-        # Python keeps one module per file and name; the part behind the dot names the function that makes it.
+        # Python keeps one module per file and name; the part after the dot names the function that makes it.
         spec = spec_from_file_location(f"dgraph_{uuid.uuid4().hex}.kernel", path)
         if spec is None or spec.loader is None:
             raise LoweringError(f"{path} is not a kernel.")

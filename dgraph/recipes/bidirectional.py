@@ -67,7 +67,7 @@ def dkv_cache(
     `around` masked rows around each of the former (see `Next`). A block's first step, and every `every`-th, forward
     the whole canvas. It takes a policy that knows before a step what it commits: "dkv_greedy", LLaDA's random remasking
     in an order drawn once per block, as published, or "sequential". In a model with shifted logits (Dream), for which
-    nothing is published, the row in front of a token is the one that it is decoded from, and its own row is the one
+    nothing is published, the row before a token is the one that it is decoded from, and its own row is the one
     that was decoded.
 
     Args:

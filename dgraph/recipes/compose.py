@@ -28,7 +28,7 @@ REFUSED = {
     "dense": "forwards every row in every step, so no step could do with the keys that are kept",
     "dyllm": "updates contexts by what changes of all keys (partial attention), so none may be dropped",
     "dkv_cache": "reads the keys of decoded rows wherever they are, so none may be dropped",
-    "vicinity": "forwards rows in front of the block, whose keys would have no place in the cache",
+    "vicinity": "forwards rows before the block, whose keys would have no place in the cache",
     "dllm_cache": "is the row part of 'maskkv' already",
 }
 """Recipes that do not, and why."""

@@ -28,11 +28,11 @@ BOUNDED = GATED | {"BoundRows"}
 """The same with BoundRows, which leaves a norm alone that experts read, and keys of which a part is rotated."""
 
 ENDING = BOUNDED | {"OnlyMasked"}
-"""Optional behind the layers: a program that keeps its logits runs its last layer on all rows."""
+"""Optional after the layers: a program that keeps its logits runs its last layer on all rows."""
 
 
 def phases_of(spec: ModelSpec, *behind: Pass, optional: frozenset[str] = frozenset()) -> tuple[Phase, ...]:
-    """The phases of a recipe whose step runs these passes behind `CACHED`; the optional ones may apply nowhere.
+    """The phases of a recipe whose step runs these passes after `CACHED`; the optional ones may apply nowhere.
 
     A bidirectional model has no prefill: its first step forwards the prompt with everything else.
     """

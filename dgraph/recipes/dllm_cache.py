@@ -1,4 +1,4 @@
-"""dLLM-Cache: the prompt recomputed seldom, the response often, and between only the rows that have turned most."""
+"""dLLM-Cache: the prompt recomputed seldom, the response often, and between only the rows that have changed most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dllm_cache(
     rho: float = 0.25,
     max_num_logits: int = 2048,
 ) -> Recipe:
-    """dLLM-Cache: the prompt's rows seldom, the response's often, else the share whose values have turned most.
+    """dLLM-Cache: the prompt's rows seldom, the response's often, else the share whose values have changed most.
 
     Steps of a response are counted from 0. One that `prompt_interval` divides forwards the prompt; else its keys,
     values and outputs are kept. One that `response_interval` divides recomputes the response. Any other recomputes, in

@@ -31,16 +31,16 @@ def dyllm(
     recommit: bool = True,
     max_num_logits: int = 2048,
 ) -> Recipe:
-    """DyLLM: feed-forward, keys and values of rows whose attention context turned; the others' are kept.
+    """DyLLM: feed-forward, keys and values of rows whose attention context changed; the others' are kept.
 
-    The first steps of a response compute everything. Behind them, a step forwards the response alone, and the prompt
-    with it every `response_only_period` steps. In each layer, the rows whose context has turned (its cosine with that
+    The first steps of a response compute everything. After them, a step forwards the response alone, and the prompt
+    with it every `response_only_period` steps. In each layer, the rows whose context has changed (its cosine with that
     of the step before is below tau) go through the feed-forward network, give the next layer new keys and values, and
     attend exactly there; the context of the others is updated (paper, algorithms 1 to 4).
 
     On a block-causal model the same is done within each block, whose first steps compute everything, and so do the rows
     that commit the block before: keys of finished blocks are what the dense model gives for these tokens. A row that a
-    block cache spares keeps its keys as they were last written; where that is a tail of the block, which then is out of
+    block cache skips keeps its keys as they were last written; where that is a tail of the block, which then is out of
     sight, what it gave to the contexts that are updated stays in them.
 
     Args:
@@ -51,8 +51,8 @@ def dyllm(
         full_steps: steps that compute everything, at least 1: at the beginning of a response, default 4; of each block
             of a block-causal model, default 1.
         every: another such step every so many steps of a block, from its first on; 0 for none.
-        response_only_period: every so many steps behind the first full ones, all rows are forwarded; the first one is
-            such a step. 0: never the prompt's again. Bidirectional models only; default 4, as published. 8 spares half
+        response_only_period: every so many steps after the first full ones, all rows are forwarded; the first one is
+            such a step. 0: never the prompt's again. Bidirectional models only; default 4, as published. 8 avoids half
             of what takes most of the time, and changed next to nothing on the embedded model. Where several tokens are
             committed per step, full steps take most of it: at four, two of them, a period of 0 and update=False are 1.6
             times faster than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/results/dyllm.md).
@@ -91,8 +91,8 @@ def dyllm(
     else:
         if block_cache != "off":
             raise InputError(
-                f"block_cache={block_cache!r} spares rows of the current block; on {spec.family}, which is "
-                f"bidirectional, dyllm forwards the whole response, and spares what has not changed of it. Leave it "
+                f"block_cache={block_cache!r} skips rows of the current block; on {spec.family}, which is "
+                f"bidirectional, dyllm forwards the whole response, and skips what has not changed of it. Leave it "
                 f"'off'."
             )
         plan = RowPlan(Response(), Counted(0, every, warm_up=full, widen=period))

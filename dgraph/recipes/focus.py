@@ -29,7 +29,7 @@ def focus(
     max_num_logits: int = 2048,
     count: str = "host",
 ) -> Recipe:
-    """FOCUS: evicts rows behind layer `after`, caches decoded rows within the block.
+    """FOCUS: evicts rows after layer `after`, caches decoded rows within the block.
 
     On a bidirectional model it evicts from the block's rows, whose first step in each block forwards the whole canvas
     and evicts nothing; what is evicted is seen with the keys of that step (paper, appendix B).
@@ -37,7 +37,7 @@ def focus(
     Args:
         spec: the model.
         alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
-        after: the layer behind whose keys and values rows are evicted.
+        after: the layer whose keys and values are written before rows are evicted.
         signal: "delta" (change of importance from the layer before) or "importance".
         select: keep the "top", "random" or "bottom" rows of the signal; "scripted": what a script of commits says, to
             measure speed (see `EvictTokens`).

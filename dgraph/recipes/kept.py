@@ -58,7 +58,7 @@ class Kept:
         return replace(schedule, full_steps=max(schedule.full_steps, delay + 1), every=schedule.every or every)
 
     def _behind_prefill(self, recipe: Recipe, name: str) -> Recipe:
-        """The same for a block-causal model, whose keys in front of the block are final and in the cache."""
+        """The same for a block-causal model, whose keys before the block are final and in the cache."""
         phases = (recipe.phase("prefill"), *self._phases(recipe, replace(self.select, cached=True)))
         return replace(recipe, name=name, phases=phases, kv=self.plan)
 

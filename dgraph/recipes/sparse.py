@@ -142,7 +142,7 @@ def maskkv(
     The first step of a response forwards everything, adds up for each head what attention the prompt's positions get
     from the response's rows, and keeps the best. Steps that `prompt_interval` divides forward the prompt once more to
     give the kept ones new values. The response is updated as by dLLM-Cache: all of it every `response_interval` steps,
-    else the share `rho` of its rows whose values have turned most. Nothing else of the prompt is stored, and only
+    else the share `rho` of its rows whose values have changed most. Nothing else of the prompt is stored, and only
     masked rows are projected on the vocabulary (paper, appendix A.2 and A.9).
 
     Two differences: the first layer recomputes all forwarded rows in every step, as dLLM-Cache does, and where logits

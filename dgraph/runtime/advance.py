@@ -56,7 +56,7 @@ class Advance:
 
     Args:
         rule: how to decode.
-        state: in front of the first step; its tensors become this object's.
+        state: before the first step; its tensors become this object's.
         capacity: rows that a step may have; more than a state ever packs are padding.
         pool: where to capture the transition; None to run it op by op.
         compiler: finds the compiled transition for a capture; None to capture it op by op.
@@ -65,7 +65,7 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step programs, by name, computed and carried; row inputs are padded to `capacity`.
-        summary: i64[5], see `DecodeState.summary`; what the host reads in front of a step.
+        summary: i64[5], see `DecodeState.summary`; what the host reads before a step.
     """
 
     def __init__(

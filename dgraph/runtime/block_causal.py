@@ -150,7 +150,7 @@ class BlockCausalState(DecodeState):
         masked = per_row(self.masked)
         full = changed = None
         if self.plan is not None and self.changed is not None:
-            # The keys of a commit are final, so nothing of its rows is spared.
+            # The keys of a commit are final, so none of its rows is skipped.
             full = (~current | self.plan.schedule.full(View(**self.known, shift=0))[sequence]) & real
             changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
         return StepRows(

@@ -1,6 +1,6 @@
 """The state of bidirectional models: a canvas per sequence, of which a step forwards the rows that its plan names.
 
-Blocks of the response follow the prompt; all behind the current block are mask tokens that every row sees. The rows
+Blocks of the response follow the prompt; all after the current block are mask tokens that every row sees. The rows
 that a step does not forward are seen as they were last written to the KV cache.
 """
 
@@ -29,7 +29,7 @@ class CanvasState(DecodeState):
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
     step; full, whole bool[b]: the next step is a full one, and forwards every row that is seen (see `Schedule`);
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
-    token, so the block cache may spare the row; seen bool[b, T]: rows that exist, None if the plan's region hides none.
+    token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none.
 
     Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
     position, 1 if the next one (Dream).
@@ -122,7 +122,7 @@ class CanvasState(DecodeState):
 
     @property
     def average(self) -> Tensor:
-        """f32[b]: as in `DecodeState`; inf in front of a full step, which may evict nothing: others read its keys."""
+        """f32[b]: as in `DecodeState`; inf before a full step, which may evict nothing: others read its keys."""
         return torch.where(self.full, math.inf, super().average)
 
     @property

@@ -105,7 +105,7 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
 
 
 def check_plan(policy: Policy, plan: RowPlan | None) -> None:
-    """Refuse a policy that decides by what a step predicts where the plan asks in front of it what it commits."""
+    """Refuse a policy that decides by what a step predicts, where the plan must know before it what it commits."""
     if plan is not None and plan.region.foresees and not foresees(policy):
         raise InputError(
             f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "

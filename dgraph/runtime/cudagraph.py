@@ -236,7 +236,7 @@ class _GraphStage:
     def __init__(self, plan: StagePlan, pool: GraphPool):
         self.plan, self.pool = plan, pool
         self._everything: tuple[AnyStep, ...] = (*plan.bridge, *plan.steps)
-        # What the steps read where the bridge runs in front of their graph.
+        # What the steps read where the bridge runs before their graph.
         known = {*plan.inputs, *written_by(plan.bridge)} & read_by(plan.steps)
         self._read = tuple(sorted(known))
         self._alone: dict[Hashable, _Captured | None] = {}

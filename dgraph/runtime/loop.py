@@ -30,7 +30,7 @@ from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
 UNREAD_SHARE = 8
-"""Steps go unread only behind so many times as many others."""
+"""Steps go unread only after so many times as many others."""
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 
@@ -41,8 +41,8 @@ class BlockLoop:
 
     select: instead of `step` where some sequence chooses which keys it keeps; None if all are.
     kv: which keys are kept; None for all.
-    release: gives back what no step behind the first reads; None if there is nothing.
-    advance: makes the transition of a batch from its state in front of the first step.
+    release: gives back what no step after the first reads; None if there is nothing.
+    advance: makes the transition of a batch from its state before the first step.
     plan: which rows a step of a bidirectional model forwards; which steps of a block-causal one are full, or None.
     stride: the canvas has a multiple of so many columns, itself a multiple of the block.
     unread: steps after each host read that go without one, where the plan says how many rows they have at most. A
@@ -147,7 +147,7 @@ class BlockLoop:
         return sum(count for count, goes_on in zip(counts.tolist(), running, strict=False) if goes_on)
 
     def begin(self, prompts: Sequence[Sequence[int]], first: int, page_table: Tensor) -> DecodeState:
-        """The state in front of the first step; see `run`."""
+        """The state before the first step; see `run`."""
         b, device = len(page_table), page_table.device
         longest = max(map(len, prompts)) + self.max_new_tokens
         causal = self.spec.attention == "block_causal"

@@ -129,7 +129,7 @@ def read(values: Tensor, at: Tensor, fill: float) -> Tensor:
 
 
 def packed(live: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 behind them; i32[b+1]: where those
+    """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 after them; i32[b+1]: where those
     of each sequence begin, and where the last one's end. live bool[b, W].
 
     Where more than `capacity` are set, the others are left out.

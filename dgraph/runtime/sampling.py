@@ -106,7 +106,7 @@ class Sampler:
     T > 0, here all are).
     confidence_of: "sampled": of the distribution that was drawn from (SDAR, Dream); "logits": of softmax(z), whatever
     temperature, top_p and top_k are (LLaDA, Fast-dLLM). Margin and entropy are of the former.
-    penalty_lambda: subtracted from the logit of the token in front of the row (LLaDA2.1 in SGLang).
+    penalty_lambda: subtracted from the logit of the token before the row (LLaDA2.1 in SGLang).
     cfg_scale: classifier-free guidance s, z = u + (s + 1)(z - u) with u from `without_prompt` (LLaDA).
     credit: see `Credit`. processors: called in order, each with what the one before it gave.
     """

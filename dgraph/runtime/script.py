@@ -2,7 +2,7 @@
 
 It separates what a method costs from what a model answers. Two programs under one script decode the same number of
 tokens in every step, whatever their weights are; so their times can be compared on random weights, with the commits
-(and the rows kept behind an eviction) of a trained model.
+(and the rows kept after an eviction) of a trained model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPREAD = 2654435761
 
 @dataclass(frozen=True)
 class BlockStep:
-    """One step of a block: the columns whose tokens it commits, and the masked columns kept behind the eviction (these
+    """One step of a block: the columns whose tokens it commits, and the masked columns kept after the eviction (these
     among them); None where the history knows of no eviction.
     """
 
@@ -56,7 +56,7 @@ class Script:
     commits all of them (at least one), and the next goes on from there.
 
     Tensors stay on the device and nothing is read back. They are made on a device's first use: a CUDA graph must be
-    captured behind a first call.
+    captured after a first call.
 
     Attributes:
         block: columns of a block, B.

@@ -85,7 +85,7 @@ class BlockSession:
         programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
             entropy for policies that read them), or logits; and kept, reached and score if it evicts rows. "logits",
             optional: the step for samplers that need logits, where "step" keeps none.
-        block_cache: which decoded rows of the current block are not recomputed: "off" (none is spared), "dc"
+        block_cache: which decoded rows of the current block are not recomputed: "off" (none is skipped), "dc"
             or "dc+" (see `ready_columns`).
         recommit: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
@@ -199,7 +199,7 @@ class BlockSession:
             batch = ids[first : first + width]
             positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
             first_cached = [self._first_cached(len(p), block) for p in batch]
-            # A block-causal model prefills what it gives back behind its first step.
+            # A block-causal model prefills what it gives back after its first step.
             causal = self.spec.attention == "block_causal"
             absent = None if causal else first_cached * (2 if guided else 1)
             both = self.kv.allocate(positions * (2 if guided else 1), absent)
@@ -328,7 +328,7 @@ class BlockSession:
         return prompt // block * block if self.packed.plan.window == "response" else 0
 
     def _release(self, handles: list[int], first: list[int], table: Tensor) -> None:
-        """Give the pages in front of each sequence's first cached position back."""
+        """Give the pages before each sequence's first cached position back."""
         for handle, position in zip(handles, first, strict=True):
             self.kv.release(handle, position)
         table.copy_(self.kv.page_table(handles, *table.shape))

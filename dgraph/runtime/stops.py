@@ -40,7 +40,7 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> 
     """Cut a response at the first of the stop strings, which is left out.
 
     Blocks are decoded in any order, so that a stop string is known for certain only in a finished response; it may also
-    lie across tokens. A token that reaches over the cut is left out of the ids, while its text in front of the cut
+    lie across tokens. A token that reaches over the cut is left out of the ids, while its text before the cut
     stays in the text.
 
     Raises `InputError` for stop strings that are none or empty.

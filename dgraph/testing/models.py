@@ -11,7 +11,7 @@ from dgraph.api import Optimized
 from dgraph.cache.store import open_store
 from dgraph.errors import UnknownName
 from dgraph.families import Model, families
-from dgraph.frontend.frozen import captured
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -54,7 +54,7 @@ def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> O
 @functools.cache
 def _tiny(family: str, seed: int) -> TinyModel:
     model = families()[family].random(seed)
-    return TinyModel(family, model, captured(model.module, model.spec, model.prefix, open_store())[0])
+    return TinyModel(family, model, capture_or_load(model.module, model.spec, model.prefix, open_store())[0])
 
 
 def models(attention: str | None = None, *names: str, seed: int = 0) -> list[TinyModel]:

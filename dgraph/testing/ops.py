@@ -178,5 +178,5 @@ def _where(op: Op, sample: Sample | None = None, part: str = "") -> str:
 
 
 def _of(op: Op, sample: Sample | None = None, part: str = "") -> Callable[[str], str]:
-    """A message of torch's with the place in front."""
+    """A message of torch's that begins with the place."""
     return lambda text: f"{_where(op, sample, part)}: {text}"

@@ -24,7 +24,7 @@ from dgraph.text.notation import ranges_text
 
 
 class Phase(Protocol):
-    """A phase behind its passes: `dgraph.phases.Rewritten`."""
+    """A phase after its passes: `dgraph.phases.Rewritten`."""
 
     @property
     def graph(self) -> Graph:

@@ -54,7 +54,7 @@ class Line:
         types: a type per result.
         role, by, source: as in the graph.
         rows: row sets of the results, None where a result has none.
-        cut: of a call behind which the next stage starts, that stage ("suffix on K rows").
+        cut: of a call after which the next stage starts, that stage ("suffix on K rows").
     """
 
     results: tuple[str | None, ...]

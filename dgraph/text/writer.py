@@ -19,7 +19,7 @@ CALL_WIDTH = 92
 WIDTH = 116
 """Where the lists of the header are wrapped."""
 TYPE_WIDTH = 24
-"""Where the column of passes stands at the latest, behind that of the types."""
+"""Where the column of passes stands at the latest, after that of the types."""
 
 CUT = "-- stage cut: "
 
@@ -46,7 +46,7 @@ def dump(graph: Graph, full: bool = False, layer: int | None = None) -> str:
     The columns are: the call, its type, the pass that made it (nothing for the captured model).
 
     Args:
-        graph: captured, or behind any pass.
+        graph: captured, or after any pass.
         full: write every layer out.
         layer: only this layer.
 
@@ -194,7 +194,7 @@ class Row(NamedTuple):
 
 
 def table_rows(line: Line, layer: int | None) -> Iterator[Row]:
-    """A call as rows: several for one that takes a list to a list (`compact`), one more for a stage cut behind it."""
+    """A call as rows: several for one that takes a list to a list (`compact`), one more for a stage cut after it."""
     listed = line.args[0] if line.args and isinstance(line.args[0], tuple) else ()
     if len(listed) == len(line.results) > 3:
         names = [r or "_" for r in line.results]
@@ -230,7 +230,7 @@ def _title(graph: Graph) -> str:
 
 
 def header(found: Listing) -> list[str]:
-    """The lines in front of the calls."""
+    """The lines before the calls."""
     graph = found.graph
     out = [_title(graph)]
     for i, step in enumerate(graph.history or ("none: as captured",)):
@@ -242,7 +242,7 @@ def header(found: Listing) -> list[str]:
 
 
 def wrapped(title: str, items: Iterable[str]) -> list[str]:
-    """Lines of items behind a title, separated by commas, broken only between items."""
+    """Lines of items after a title, separated by commas, broken only between items."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= WIDTH:

@@ -88,7 +88,7 @@ def _is_jit(function: ast.FunctionDef) -> bool:
 
 
 def _roles(function: ast.FunctionDef) -> list[str]:
-    """What warps of a kernel run, by their roles: functions that stand in front of their arguments."""
+    """What warps of a kernel run, by their roles: functions that stand before their arguments."""
     calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
     parts = [call.args[0] for call in calls if ast.unparse(call.func) == "gl.warp_specialize"]
     pairs = (pair for part in parts if isinstance(part, ast.List) for pair in part.elts)

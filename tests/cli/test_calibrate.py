@@ -45,7 +45,7 @@ def test_an_embedded_model_is_calibrated_on_its_tasks(run: Run, tmp_path: Path) 
     bars = [row.count("#") for row in rows]
     assert bars[0] == max(bars) == 40
     assert bars[5] == round(40 * found.importance[5] / found.importance[0]) > 0
-    assert result.stdout.endswith("2 prompts, 64 masks behind each; written to c.json\n")
+    assert result.stdout.endswith("2 prompts, 64 masks after each; written to c.json\n")
     shipped = read_calibration(embedded()["tiny_llada"].folder / FILE)
     assert found.importance == pytest.approx(shipped.importance, abs=4 * max(shipped.spread))
 

@@ -109,7 +109,7 @@ def test_dump_of_every_layer_or_one(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("captured_once")
-def test_dump_behind_passes(run: Run, folder: Path) -> None:
+def test_dump_after_passes(run: Run, folder: Path) -> None:
     assert "dgraph.importance" in run("dump", folder, "-r", "focus").stdout
     assert "dgraph.importance" not in run("dump", folder, "-r", "focus", "--after", "CacheKV").stdout
     assert "return nothing" in run("dump", folder, "-r", "focus", "--phase", "prefill").stdout

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dgraph
 from dgraph.cache.store import Store
 from dgraph.errors import CaptureError, CheckpointError, InputError
-from dgraph.frontend.frozen import captured, key_of
+from dgraph.frontend.frozen import capture_or_load, key_of
 from dgraph.plans.calibration import FILE, Calibration, read_calibration
 from tests.cli.folders import write_checkpoint
 from tests.models import test_llada2, test_sdar_moe
@@ -33,7 +33,7 @@ MASKS = 6
 FOUND = Calibration("sdar", 2, 64, 3, 16, None, (0.5, 0.25), (0.125, 0.0))
 
 Streams = Callable[[Sequence[int], Sequence[int]], list[Tensor]]
-"""The hidden states in front of every layer and behind the last, [t, hidden], of tokens and the limits of rows."""
+"""The hidden states before every layer and after the last, [t, hidden], of tokens and the limits of rows."""
 
 
 def block_limits(count: int) -> list[int]:
@@ -333,7 +333,7 @@ def test_a_captured_graph_is_found_whatever_the_importance(model: dgraph.Model, 
     store, module = Store(tmp_path / "store"), model.module
     calibrated = replace(model.spec, layer_importance=(0.5, 0.1, 0.1, 0.2))
     assert key_of(module, "same", model.spec) == key_of(module, "same", calibrated)
-    first = captured(module, model.spec, model.prefix, store)
-    graph, new = captured(module, calibrated, model.prefix, store)
+    first = capture_or_load(module, model.spec, model.prefix, store)
+    graph, new = capture_or_load(module, calibrated, model.prefix, store)
     assert (first[1], new) == (True, False)
     assert graph.spec.layer_importance == calibrated.layer_importance

@@ -122,7 +122,7 @@ def test_each_layer_has_one_attention_two_ropes_and_its_norms(case: Case) -> Non
     assert not any("assert" in op for op in everything)
 
 
-def test_attention_is_over_unrepeated_heads_behind_rope(case: Case) -> None:
+def test_attention_is_over_unrepeated_heads_after_rope(case: Case) -> None:
     head = 128 if case.name == "Qwen3" else 8  # Qwen3's config has a head_dim of its own
     for node in case.graph.find("attention"):
         q, k, v, scale = node.args

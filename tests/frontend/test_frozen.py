@@ -17,7 +17,7 @@ from torch import nn
 import dgraph
 from dgraph.cache.store import Store
 from dgraph.frontend import frozen
-from dgraph.frontend.frozen import FILE, NotPlain, captured, from_data, key_of, to_data, weights_of
+from dgraph.frontend.frozen import FILE, NotPlain, capture_or_load, from_data, key_of, to_data, weights_of
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 
 
@@ -27,7 +27,7 @@ def model(layers: int = 2, seed: int = 3) -> dgraph.Model:
 
 
 def capture(found: dgraph.Model, store: Store | None) -> tuple[dgraph.Graph, bool]:
-    return captured(found.module, found.spec, found.prefix, store)
+    return capture_or_load(found.module, found.spec, found.prefix, store)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def run(store: Store, blocks: list[int]) -> dict[str, Any]:
     """Restore, compile, keep: what each of them did."""
     told: list[str] = []
     kernels = Kernels(TARGET, store, told.append)
-    with kernels.kept():
+    with kernels.remembered():
         made = [compile_kernel(block) for block in blocks]
     return {
         "restored": kernels.restored,

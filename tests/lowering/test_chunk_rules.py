@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dgraph.errors import InputError
-from dgraph.lowering.chunks import cut_of
+from dgraph.lowering.chunks import slicing_of
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS, define
 from tests.lowering.test_chunks import chunks_of, feed_forward, lower
@@ -41,7 +41,7 @@ def test_slots_do_not_since_they_follow_from_the_number_of_a_row() -> None:
     places = (positions, table, hand.input("cu_rows", "b+1", dtype=torch.int32))
     graph = hand.returns(slots=hand.call(OPS["row_slots"], *places, hand.input("cache", "pages", "page", 8)))
     (region,) = schedule(graph)[0].steps
-    assert cut_of(graph, region) is None
+    assert slicing_of(graph, region) is None
 
 
 Build = Callable[[Hand, Any], Any]
@@ -56,8 +56,8 @@ MIXED: dict[str, Build] = {
     "a sum along the rows": lambda h, y: h.call(aten.cumsum.default, y, 0),
     "a sort of rows": lambda h, y: h.graph.parts(h.call(aten.sort.default, y, 0), 2, "")[0],
     "an order reversed": lambda h, y: h.call(aten.flip.default, y, [0]),
-    "rows behind rows": lambda h, y: h.call(aten.cat.default, [y, y]),
-    "rows behind rows, counted from the end": lambda h, y: h.call(aten.cat.default, [y, y], -2),
+    "rows after rows": lambda h, y: h.call(aten.cat.default, [y, y]),
+    "rows after rows, counted from the end": lambda h, y: h.call(aten.cat.default, [y, y], -2),
     "some rows": lambda h, y: h.call(aten.slice.Tensor, y, 0, 1),
     "rows against rows": lambda h, y: h.call(aten.linear.default, y, y),
     "rows turned into columns": lambda h, y: h.call(aten.transpose.int, y, 0, 1),

@@ -268,7 +268,7 @@ def test_a_stage_in_chunks_is_not_captured_and_says_so_once(dense: dict[str, Gra
     assert pool.captured == [("step", ROWS)]
 
 
-def test_a_stage_behind_one_in_chunks_is_captured(focus: dict[str, Graph], step: Scene) -> None:
+def test_a_stage_after_one_in_chunks_is_captured(focus: dict[str, Graph], step: Scene) -> None:
     pool = GraphPool(capture=Recorder)
     program, plain = lower(focus["step"], ROWS - 1, runner=pool.runner), lower(focus["step"], ROWS - 1)
     for _ in range(3):

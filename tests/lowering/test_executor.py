@@ -192,7 +192,7 @@ def test_an_input_that_does_not_fit(
     assert torch.equal(inputs["k_cache_0"].nan_to_num(), before.nan_to_num()), "nothing has run"
 
 
-def test_rows_behind_the_live_ones_are_padding(dense: dict[str, Graph], step: Scene) -> None:
+def test_rows_after_the_live_ones_are_padding(dense: dict[str, Graph], step: Scene) -> None:
     expected = lower(dense["step"], [40])(step.copy().inputs, ROWS).outputs
     inputs = step.copy().inputs
     for name in ("input_ids", "positions", "limit", "candidate", "temperature", "seed"):
@@ -230,7 +230,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("recipe", ["dense", "focus"])
-def test_a_slot_is_freed_behind_its_last_reader(request: pytest.FixtureRequest, step: Scene, recipe: str) -> None:
+def test_a_slot_is_freed_after_its_last_reader(request: pytest.FixtureRequest, step: Scene, recipe: str) -> None:
     graph: Graph = request.getfixturevalue(recipe)["step"]
     watch = Watch()
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), runner=watch)
@@ -256,7 +256,7 @@ def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step:
     assert len(suffix.bridge) == 1, "the gather"
     (gather,) = suffix.bridge
     (cut,) = [cut for cut in program._cuts if cut is not None]
-    assert prefix.steps[-1] is cut.step, "rows are listed in front of the read"
+    assert prefix.steps[-1] is cut.step, "rows are listed before the read"
     assert (prefix.index, suffix.index) == (None, cut.index)
     assert suffix.sources == set(gather.args[0])
     assert prefix.sources == set()

@@ -28,7 +28,7 @@ RECIPES: list[tuple[str, dict[str, Any], list[int]]] = [
     ("dense", {}, BOTH),
     ("fast_dllm", {}, BOTH),
     ("dyllm", {"gate": False}, [*BOTH, 2, 2]),
-    ("focus", {}, [0, 0, 1]),  # behind the eviction, the stream is what was gathered of it
+    ("focus", {}, [0, 0, 1]),  # after the eviction, the stream is what was gathered of it
     ("dyllm", {}, OUT),
     ("dllm_cache", {}, [0, 0]),  # the other layers add what they reuse
     ("maskkv", {"pairs": 6}, [0, 0]),
@@ -52,7 +52,7 @@ def test_sums_of_a_step(llada: Setup, recipe: str, options: dict[str, Any], laye
 
 
 @pytest.mark.parametrize(("recipe", "options", "layers"), RECIPES)
-def test_nothing_reads_a_stream_behind_its_sum(
+def test_nothing_reads_a_stream_after_its_sum(
     llada: Setup, recipe: str, options: dict[str, Any], layers: list[int]
 ) -> None:
     for phase in llada.optimized(recipe, 16, **options).phases.values():
@@ -110,7 +110,7 @@ def returned(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
 
 
 def viewed(hand: Hand, stream: Node, result: Node) -> dict[str, Node]:
-    """The view is read in front of the sum and behind it."""
+    """The view is read before the sum and after it."""
     view = hand.call(aten.slice.Tensor, stream, 1, 0, 4)
     x = hand.call(aten.cat.default, [view, view], 1)
     inner = hand.call(aten.linear.default, x, hand.weight("v", WIDTH, WIDTH))
@@ -171,7 +171,7 @@ def test_attention_rotates_what_a_linear_layer_gives(family: str, recipe: str, c
         assert len(rotations_of(setup.optimized(recipe, 16, update=False).graph("step"))) == 2
 
 
-def test_not_behind_a_norm_of_heads(dense: dict[str, Graph]) -> None:
+def test_not_after_a_norm_of_heads(dense: dict[str, Graph]) -> None:
     """The norm is a pass over the queries anyway, and the rotation is part of it."""
     assert dense["step"].find("paged_attention")
     assert not rotations_of(dense["step"])

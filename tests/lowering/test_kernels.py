@@ -143,12 +143,12 @@ def test_a_moved_cache_is_filled_as_well(
 ) -> None:
     told: list[str] = []
     found = Kernels(TARGET, store, told.append)
-    with found.kept():
+    with found.remembered():
         pass
-    with found.kept():
+    with found.remembered():
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "moved"))
     assert not (tmp_path / "moved").exists()
-    with found.kept():
+    with found.remembered():
         assert len(list((tmp_path / "moved").rglob("*.cubin"))) == 2
     assert told == ["loading kernels"] * 2
 
@@ -162,14 +162,14 @@ def test_another_target_finds_nothing(store: Store, triton_cache: Path) -> None:
 
 def test_nothing_to_keep(tmp_path: Path, triton_cache: Path) -> None:
     store = Store(tmp_path / "empty")
-    with Kernels("cuda 10", store).kept():
+    with Kernels("cuda 10", store).remembered():
         pass
     assert folders(store) == []
 
 
 def test_without_a_store_kernels_are_only_counted(triton_cache: Path) -> None:
     for found in (Kernels(TARGET, None), Kernels(None, None)):
-        with found.kept():
+        with found.remembered():
             found.prepare()
         assert (found.keep(), found.compiled, found.restored) == (0, [], [])
     assert not triton_cache.exists()

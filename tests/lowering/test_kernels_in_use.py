@@ -140,12 +140,12 @@ def test_generate_and_warm_up_keep_what_they_launch(monkeypatch: pytest.MonkeyPa
     seen: list[str] = []
 
     @contextmanager
-    def kept() -> Iterator[None]:
+    def remembered() -> Iterator[None]:
         seen.append("before")
         yield
         seen.append("after")
 
-    monkeypatch.setattr(made.kernels, "kept", kept)
+    monkeypatch.setattr(made.kernels, "remembered", remembered)
     monkeypatch.setattr(
         made._session,
         "generate",

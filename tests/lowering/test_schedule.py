@@ -113,10 +113,10 @@ def test_nothing_moves_across_a_cut(graph: Graph) -> None:
     cuts = [order[n] for n in graph.find("keep_index")]
     for i, step in run_order(stages):
         for node in made_by(step):
-            in_front = sum(c < order[node] for c in cuts)
+            earlier = sum(c < order[node] for c in cuts)
             if part(node) and node.args[0] in graph.find("keep_index"):
-                in_front -= 1  # a cut's results come with it
-            assert in_front == i, f"{node.name} is in stage {i}, but {in_front} cuts stand in front of it"
+                earlier -= 1  # a cut's results come with it
+            assert earlier == i, f"{node.name} is in stage {i}, but {earlier} cuts stand before it"
 
 
 def test_a_stage_runs_on_one_row_set(graph: Graph) -> None:
@@ -131,7 +131,7 @@ def test_a_stage_runs_on_one_row_set(graph: Graph) -> None:
                 assert rows <= {stage.rows, None}
 
 
-def test_caches_are_written_in_front_of_their_reads(graph: Graph) -> None:
+def test_caches_are_written_before_their_reads(graph: Graph) -> None:
     calls = [s.node for _, s in run_order(schedule(graph)) if isinstance(s, Call)]
     order = {n: i for i, n in enumerate(graph.nodes)}
     assert calls == sorted(calls, key=order.__getitem__), "opaque calls keep the order of the graph"
@@ -175,23 +175,23 @@ def inputs_of_paged() -> dict[str, torch.Tensor]:
 
 
 def read_last(p: Paged) -> dict[str, Node]:
-    """Three reads, between which the cache is written, all of them used behind the last."""
+    """Three reads, between which the cache is written, all of them used after the last."""
     before = p.take()
     p.write(p.x)
     between = p.take()
     p.write(p.hand.call(aten.mul.Tensor, p.x, 2.0))
-    return {"before": before, "between": between, "behind": p.take()}
+    return {"before": before, "between": between, "after": p.take()}
 
 
 def read_by_a_call_that_the_write_need_not_wait_for(p: Paged) -> dict[str, Node]:
-    """The slots come from a call; the write behind the read waits for nothing."""
+    """The slots come from a call; the write after the read waits for nothing."""
     before = p.take(p.moved(p.slots))
     p.write(p.x)
-    return {"before": p.hand.call(aten.neg.default, before), "behind": p.take()}
+    return {"before": p.hand.call(aten.neg.default, before), "after": p.take()}
 
 
-def read_in_front_and_fused_late(p: Paged) -> dict[str, Node]:
-    """What is made of a read is wanted behind the write only; and so is what the slots are made of."""
+def read_before_and_fused_late(p: Paged) -> dict[str, Node]:
+    """What is made of a read is wanted after the write only; and so is what the slots are made of."""
     slots = p.hand.call(aten.sub.Tensor, p.hand.call(aten.add.Tensor, p.slots, 1), 1)
     old = p.hand.call(aten.mul.Tensor, p.take(slots), 3.0)
     p.write(p.x)
@@ -202,10 +202,10 @@ def read_in_front_and_fused_late(p: Paged) -> dict[str, Node]:
 def read_alone(p: Paged) -> dict[str, Node]:
     """Nothing but the cache tells the read to wait: neither its slots nor its reader come from a call."""
     p.write(p.moved(p.x))
-    return {"behind": p.hand.call(aten.neg.default, p.take())}
+    return {"after": p.hand.call(aten.neg.default, p.take())}
 
 
-READS = [read_last, read_by_a_call_that_the_write_need_not_wait_for, read_in_front_and_fused_late, read_alone]
+READS = [read_last, read_by_a_call_that_the_write_need_not_wait_for, read_before_and_fused_late, read_alone]
 
 
 @pytest.mark.parametrize("reads", READS)
@@ -216,10 +216,10 @@ def test_a_compiled_read_stays_between_the_writes_of_its_cache(reads: Callable[[
     made = [n for _, step in run_order(schedule(graph)) for n in made_by(step) if n in touching]
     writes = graph.find("feature_write")
 
-    def in_front(nodes: list[Node]) -> dict[Node, int]:
+    def earlier(nodes: list[Node]) -> dict[Node, int]:
         return {n: sum(w in nodes[: nodes.index(n)] for w in writes) for n in nodes}
 
-    assert in_front(made) == in_front(touching)
+    assert earlier(made) == earlier(touching)
     mine, theirs = inputs_of_paged(), inputs_of_paged()
     got = LoweredProgram(graph, RegionCompiler("eager"), Buckets())(mine, 3).outputs
     for name, wanted in interpret(graph, theirs).items():

@@ -80,7 +80,7 @@ def test_module_graph_and_every_pass_equal_the_oracle() -> None:
     check_against(adopted(), oracle)
 
 
-def test_a_row_sees_rows_behind_it() -> None:
+def test_a_row_sees_rows_after_it() -> None:
     model, tokens = adopted(), SEQUENCES[0]
     changed = [*tokens[:-1], (tokens[-1] + 1) % MASK]
     assert (logits_of(model, tokens)[0] - logits_of(model, changed)[0]).abs().max() > 1e-3

@@ -14,7 +14,7 @@ import dgraph
 from dgraph.cache.store import open_store
 from dgraph.errors import CheckpointError
 from dgraph.families import families
-from dgraph.frontend.frozen import captured
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.models.llada2 import FACTS, Config
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
@@ -136,7 +136,7 @@ def test_a_captured_graph_is_kept(setup: Setup, tmp_path: Path) -> None:
     model = setup.model
     texts = []
     for new in (True, False):
-        graph, captured_now = captured(model.module, model.spec, model.prefix, store)
+        graph, captured_now = capture_or_load(model.module, model.spec, model.prefix, store)
         assert captured_now is new
         texts.append(dgraph.dump(graph))
     assert texts[0] == texts[1] == dgraph.dump(setup.graph)

@@ -29,7 +29,7 @@ def trained() -> dict[str, Any]:
 
 
 def settings(size: int, **more: Any) -> dict[str, Any]:
-    """tokenizer_config.json as Dream has it: special tokens behind the vocabulary, a class of its own."""
+    """tokenizer_config.json as Dream has it: special tokens after the vocabulary, a class of its own."""
     added = {str(size + i): {"content": text, "special": True} for i, text in enumerate(SPECIAL)}
     for token in added.values():
         token |= {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}

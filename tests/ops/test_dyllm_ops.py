@@ -83,7 +83,7 @@ def test_rows_take_what_they_would_read() -> None:
 
 
 def test_slots_are_those_of_live_rows_that_have_a_page() -> None:
-    """Of pages of 4: a row without a page, one behind the table, and padding rows that hold anything."""
+    """Of pages of 4: a row without a page, one after the table, and padding rows that hold anything."""
     positions = torch.tensor([0, 5, 8, 9, 4, -3, 1_000_003, 2])
     table = torch.tensor([[3, -1], [0, 2]], dtype=torch.int32)
     cu_rows, cache = torch.tensor([0, 2, 5], dtype=torch.int32), torch.full((4, PAGE, 7), NAN)
@@ -289,7 +289,7 @@ def test_salience_is_drift_of_the_context(tau: float) -> None:
     assert salient.any() == (tau > -1)
 
 
-def test_a_key_behind_the_limit_adds_nothing() -> None:
+def test_a_key_after_the_limit_adds_nothing() -> None:
     batch = Batch(8)
     batch.limit[:4] = 4
     old = batch.c.clone()

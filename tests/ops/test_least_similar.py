@@ -13,7 +13,7 @@ ops = torch.ops.dgraph
 
 
 def chosen(angles: list[list[float]], share: float, full: list[int] | None = None) -> list[list[int]]:
-    """Rows that are taken of each sequence, whose values have turned by these angles; NaN: nothing is cached."""
+    """Rows that are taken of each sequence, whose values have changed by these angles; NaN: nothing is cached."""
     flat = torch.tensor([a for each in angles for a in each])
     cache = torch.stack([flat.cos(), flat.sin()], 1).view(-1, 1, 1, 2)  # one page per row
     v = torch.tensor([[[3.0, 0.0]]]).repeat(len(flat), 1, 1)
@@ -54,7 +54,7 @@ def test_what_was_never_cached_comes_first() -> None:
 
 
 def test_the_share_is_of_the_rows_that_adapt() -> None:
-    """Of rows 1, 3 and 4 of the first sequence; the second, whose values have turned more, is idle."""
+    """Of rows 1, 3 and 4 of the first sequence; the second, whose values have changed more, is idle."""
     angles = torch.tensor([0.9, 0.1, 0.8, 0.3, 0.2, 1.0, 1.1])
     cache = torch.stack([angles.cos(), angles.sin()], 1).view(7, 1, 1, 2)  # one page per row
     before, v = cache.clone(), torch.tensor([[[3.0, 0.0]]]).repeat(7, 1, 1)

@@ -1,24 +1,24 @@
 """Decoding a bidirectional model over a canvas, with the published caches: one sequence, plain loops, dense tensors.
 
-The response is decoded block by block behind the prompt; the canvas has mask tokens from the current block's masks on.
+The response is decoded block by block after the prompt; the canvas has mask tokens from the current block's masks on.
 Every row sees the whole canvas, so every decoded token changes every key. The methods differ in the rows that a step
 forwards; all others are seen with the keys and values that they were last given:
 
 - vanilla: all rows, always.
-- Fast-dLLM: all rows in a block's first step, then the block (dual) or the block and all behind it (prefix).
+- Fast-dLLM: all rows in a block's first step, then the block (dual) or the block and all after it (prefix).
 - dKV-Cache (decode): with D_i the positions decoded when step i of the block is over, step i forwards all rows but
   D_(i-2), so that a token is cached one step after it was decoded; all rows in steps 0, 1 and every N-th.
-- dKV-Cache (greedy): the order in which a block is decoded is drawn in front of it, so that the rows that a step
+- dKV-Cache (greedy): the order in which a block is decoded is drawn before the block, so that the rows that a step
   decodes are known before it: these, those decoded in the step before, and around each of the former, one after the
   other, the W nearest rows of masks that are not among the rows yet, the left one first; all rows in every N-th step.
 - vicinity (dInfer): all rows in the first steps of the response and in a block's first step, then the block and so many
-  rows in front of it and behind it.
-- block cache (FOCUS, 4.3): of the rows that a step would forward, decoded ones are spared once they were forwarded as
+  rows before it and after it.
+- block cache (FOCUS, 4.3): of the rows that a step would forward, decoded ones are skipped once they were forwarded as
   decoded ("dc"), and, but for the last of the block, once their right neighbour was, too ("dc+").
 - FOCUS: rows as in Fast-dLLM's dual cache; in steps that do not forward all rows, masked rows are evicted.
 
 If the model's logits are shifted (Dream), row p predicts position p + 1: a row is masked if what it predicts is, and
-the row in front of the block goes with the block.
+the row before the block goes with the block.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def forward(
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a sequence stands in front of a step. The block is [start, stop), the canvas [0, end)."""
+    """Where a sequence stands before a step. The block is [start, stop), the canvas [0, end)."""
 
     start: int
     stop: int
@@ -105,7 +105,7 @@ class Moment:
     size: int  # of a block; the last one may be cut short by the end
     shift: int
     number: int  # steps of the response so far
-    decoded: list[set[int]]  # in front of each step of the block, the coming one last; the prompt is decoded
+    decoded: list[set[int]]  # before each step of the block, the coming one last; the prompt is decoded
     coming: list[int]  # positions that the step will decode, in order, where that is known
 
     @property
@@ -120,10 +120,10 @@ class Moment:
         """Rows whose prediction is wanted."""
         return {p - self.shift for p in range(self.start, self.stop) if p not in self.decoded[-1]}
 
-    def spared(self, rule: BlockCache) -> set[int]:
+    def skipped(self, rule: BlockCache) -> set[int]:
         """Rows whose keys are those of a decoded token, with a decoded neighbour if the rule asks for one.
 
-        The coming step finds the keys of the step before, which saw what had been decoded in front of it.
+        The coming step finds the keys of the step before, which saw what had been decoded before it.
         """
         seen = self.decoded[-2]
         if rule == "off":
@@ -147,7 +147,7 @@ def fast_dllm(cache: str = "dual", every: int = 0, block_cache: BlockCache = "of
             return None
         last = moment.stop if cache == "dual" else moment.end
         region = moment.clamp(moment.start - moment.shift * front, last)
-        return (region - moment.spared(block_cache)) | moment.predicting()
+        return (region - moment.skipped(block_cache)) | moment.predicting()
 
     return rows
 
@@ -191,7 +191,7 @@ def dense(block_cache: BlockCache) -> Method:
     def rows(moment: Moment) -> set[int] | None:
         if moment.step == 0:
             return None
-        return (moment.clamp(0, moment.end) - moment.spared(block_cache)) | moment.predicting()
+        return (moment.clamp(0, moment.end) - moment.skipped(block_cache)) | moment.predicting()
 
     return rows
 

@@ -1,6 +1,6 @@
 """dLLM-Cache in plain PyTorch: one sequence, explicit caches, rows by absolute position.
 
-Beside keys and values, a sequence keeps per layer and position what attention (behind its output projection) and
+Beside keys and values, a sequence keeps per layer and position what attention (after its output projection) and
 feed-forward network added to the residual stream. Steps of the response are counted by t, from 1. The prompt is
 refreshed if (t - 1) % prompt_interval is 0, the response if (t - 1) % response_interval is 0, and the first layer
 refreshes what is forwarded in any step. A layer that refreshes a part computes all rows of it. The prompt is not
@@ -151,7 +151,7 @@ def generate(
 ) -> Trace:
     """Decode greedily, block by block; rules of committing as in `tests.oracle.canvas.generate`.
 
-    watch: called behind each step.
+    watch: called after each step.
     """
     end, border = len(prompt) + max_new_tokens, len(prompt) - shift
     canvas = [*prompt, *[mask_id] * max_new_tokens]

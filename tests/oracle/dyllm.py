@@ -109,7 +109,7 @@ def hidden(
     feed_forward: FeedForward = gated,
     turn: Turn = rope,
 ) -> tuple[Tensor, list[Layer]]:
-    """States [n, hidden] behind the last norm of n rows, each of which sees the positions before its limit.
+    """States [n, hidden] after the last norm of n rows, each of which sees the positions before its limit.
 
     changed: positions that were decoded in the step before; not looked at in a full step.
     """
@@ -209,7 +209,7 @@ def generate(
 ) -> Trace:
     """Decode greedily, block by block; rules of committing as in `tests.oracle.canvas.generate`.
 
-    watch: called behind each step.
+    watch: called after each step.
     """
     end = len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]

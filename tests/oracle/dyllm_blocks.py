@@ -27,7 +27,7 @@ class Blocks:
     """A forward pass with what DyLLM keeps between two of them.
 
     The first `full_steps` passes over a block compute everything (the one over the prompt's whole blocks, too), and in
-    the first rides the commit of the block before. Behind them the rows that carry another token than in their last
+    the first rides the commit of the block before. After them the rows that carry another token than in their last
     pass have changed.
 
     Args:
@@ -36,7 +36,7 @@ class Blocks:
     Attributes:
         passes: over the sequence so far; a new cache begins a new sequence.
         memory: keys and values are those of the cache.
-        watch: called behind each pass.
+        watch: called after each pass.
     """
 
     passes: list[Pass]

@@ -11,7 +11,7 @@ positions are candidates, of which every layer keeps some for each KV head.
   refreshed every `response_interval` steps; else, unless the prompt is refreshed in the step, only the int(rho * G) of
   its G rows with the least similar values are, as in `tests.oracle.dllm_cache`.
 
-If logits are shifted (Dream), the row in front of a window belongs to it.
+If logits are shifted (Dream), the row before a window belongs to it.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def forward(
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: its plan, what each layer keeps behind it, and (position, token) of what it committed."""
+    """One forward pass: its plan, what each layer keeps after it, and (position, token) of what it committed."""
 
     plan: Plan
     kept: list[list[list[int]]]

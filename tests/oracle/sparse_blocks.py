@@ -28,7 +28,7 @@ from tests.oracle.sparse import Head, Method, attend, choose_keys
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass behind the prefill: its phase, its rows, and the positions that heads keep, by layer."""
+    """One forward pass after the prefill: its phase, its rows, and the positions that heads keep, by layer."""
 
     phase: str  # "dense", "select", "reuse"
     positions: list[int]
@@ -44,7 +44,7 @@ class SparseBlocks:
 
     Attributes:
         kept: by layer, what each head keeps.
-        passes: those behind the prefill, in order.
+        passes: those after the prefill, in order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SparseBlocks:
     def _select(
         self, layer: int, q: Tensor, cache: Cache, positions: Sequence[int], limits: Sequence[int], low: int
     ) -> None:
-        """Choose among the positions in front of the window, by the rows inside it."""
+        """Choose among the positions before the window, by the rows inside it."""
         mine = [i for i, p in enumerate(positions) if p >= low]
         end = max(limits)
         k, v = cache.k[layer][:end], cache.v[layer][:end]

@@ -1,4 +1,4 @@
-"""One decoding step of a ragged batch behind a prefilled cache, for the program and for the oracle."""
+"""One decoding step of a ragged batch after a prefilled cache, for the program and for the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = tiny_config()
 WEIGHTS = random_weights(CONFIG, 0)
 
 # Per sequence: tokens before the block, the block (`True` is a mask), how many of its rows an earlier step forwarded:
-# a row that was decoded behind a mask was kept then, and with it everything in front of it.
+# a row that was decoded after a mask was kept then, and with it everything before it.
 BLOCKS: list[tuple[int, list[bool], int]] = [
     (16, [True] * 8, 0),
     (8, [False, True, True, False, True, True, True, True], 5),
@@ -101,7 +101,7 @@ def oracle_step(s: int, eviction: Eviction | None, average: float = 1.0) -> tupl
 
 
 def check_kept_rows(packed: Graph, bound: Pass) -> None:
-    """Behind an eviction whose count stays on the device, a pass changes no bit of a kept row, nor of a cache."""
+    """After an eviction whose count stays on the device, a pass changes no bit of a kept row, nor of a cache."""
     cached = rewritten(packed, FuseProjections(), CacheKV())
     counted = rewritten(cached, EvictTokens(), CountRows())
     step = scene(cached)

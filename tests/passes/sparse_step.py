@@ -28,7 +28,7 @@ FAMILIES = ("llada", "dream", "sdar", "sdar_moe", "llada2")
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model behind PackRows, and behind CacheKV; its weights for the oracle (none is written for LLaDA2)."""
+    """A tiny model after PackRows, and after CacheKV; its weights for the oracle (none is written for LLaDA2)."""
 
     packed: Graph
     cached: Graph
@@ -103,7 +103,7 @@ def step_of(
 def three_steps(
     spec: ModelSpec, padding: int = 0, full: Sequence[bool] = (True, False, False)
 ) -> list[dict[str, Tensor]]:
-    """Inputs (without caches) of a full step over whole sequences and two behind it, in which tokens are decoded."""
+    """Inputs (without caches) of a full step over whole sequences and two after it, in which tokens are decoded."""
     tokens, steps = [list(t) for t in TOKENS], []
     starts, changed = [0] * len(tokens), [list[int]() for _ in tokens]
     for i, whole in enumerate(full):
@@ -189,7 +189,7 @@ def check_lossless(dense: Graph, graph: Graph, exactly: bool, first: bool = True
     """Every row is salient, and the logits are the dense program's.
 
     Bit for bit with `exactly`, and with `first` in the full step; else to 1e-5 of the largest logit, because a product
-    over another number of rows sums in another order: behind padding rows, where projections are taken apart, and where
+    over another number of rows sums in another order: after padding rows, where projections are taken apart, and where
     the first layer projects keys of changed rows only.
     """
     expected = logits_of(dense, three_steps(graph.spec))

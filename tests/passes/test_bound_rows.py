@@ -1,4 +1,4 @@
-"""BoundRows: norms and rotary embeddings of listed rows stop behind them; every reason to leave one alone."""
+"""BoundRows: norms and rotary embeddings of listed rows stop after them; every reason to leave one alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_it_fires_at_the_keys_and_the_feed_forward_network_of_each_layer(name: s
         assert (rope.args[4] is not None) == (name == "sdar"), "a norm of heads is part of the call"
         assert {norm.meta["by"], rope.meta["by"]} == {"BoundRows"}
         assert graph.row_set(norm) == graph.row_set(rope) == "N"
-    # Of each layer, the norm in front of the queries stays, and so do the queries' own.
+    # Of each layer, the norm before the queries stays, and so do the queries' own.
     per_layer = 2 if name == "sdar" else 1
     assert len(graph.find("rms_norm")) == per_layer * graph.spec.layers + 1
     assert len(graph.find("rope")) == graph.spec.layers
@@ -72,7 +72,7 @@ def test_it_fires_at_the_keys_and_the_feed_forward_network_of_each_layer(name: s
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_it_fires_in_front_of_a_gated_unit_that_is_one_call(behind: bool) -> None:
+def test_it_fires_before_a_gated_unit_that_is_one_call(behind: bool) -> None:
     passes = (FuseGLU(), BoundRows()) if behind else (BoundRows(), FuseGLU())
     graph = rewritten(sparse_of("llada"), *passes)
     assert len(graph.find("rows_norm")) == len(graph.find("rows_glu")) == graph.spec.layers
@@ -95,12 +95,12 @@ def test_keys_of_which_a_part_is_rotated_are_a_near_miss() -> None:
     assert {s.reason for s in misses} == {"slice reads it for every row, listed or not"}
 
 
-def test_behind_an_eviction_that_is_counted_queries_stop_as_well(packed: Graph) -> None:
+def test_after_an_eviction_that_is_counted_queries_stop_as_well(packed: Graph) -> None:
     """There the norms of the residual stream follow a sum over all rows."""
     before = rewritten(packed, FuseProjections(), CacheKV(), EvictTokens(after=1), CountRows(), FuseGLU())
     report = report_of(before, BoundRows())
     assert [(a.layer, a.what) for a in report.applied] == [(layer, KEYS) for layer in (2, 2, 3, 3)]
-    # Behind the eviction in layer 1: its second norm, two of each layer, and the one in front of the LM head.
+    # After the eviction in layer 1: its second norm, two of each layer, and the one before the LM head.
     assert [s.layer for s in report.skipped] == [1, 2, 2, 3, 3, None]
     assert {s.reason for s in report.skipped} == {"add computes its input for all rows; the two are one kernel"}
     graph = rewritten(before, BoundRows())
@@ -108,7 +108,7 @@ def test_behind_an_eviction_that_is_counted_queries_stop_as_well(packed: Graph) 
     assert [ops_of(graph, layer).count("dgraph.rope") for layer in range(4)] == [2, 2, 0, 0]
 
 
-def test_it_fires_behind_rows_that_are_reused() -> None:
+def test_it_fires_after_rows_that_are_reused() -> None:
     before = rewritten(family_of("llada").cached, FuseProjections(), ReuseRows(0.25))
     report = report_of(before, BoundRows())
     assert report.skipped == []
@@ -183,7 +183,7 @@ def misses(graph: Graph) -> list[str]:
     return [s.reason for s in report.skipped]
 
 
-def test_a_plain_norm_stops_behind_the_list() -> None:
+def test_a_plain_norm_stops_after_the_list() -> None:
     hand = Listed()
     norm = hand.norm(hand.gathered())
     graph = hand.returns(y=hand.linear(norm), z=hand.linear(norm))
@@ -203,7 +203,7 @@ def test_a_plain_norm_stops_behind_the_list() -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_heads_of_a_product_over_a_count_stop_behind_it(normed: bool) -> None:
+def test_heads_of_a_product_over_a_count_stop_after_it(normed: bool) -> None:
     hand = Listed()
     projected = hand.linear(hand.gathered())
     heads = hand.call(aten.reshape.default, projected, [-1, 2, 4])
@@ -236,7 +236,7 @@ def test_a_norm_that_all_rows_read_is_a_near_miss() -> None:
     assert misses(hand.returns(y=hand.norm(hand.gathered()))) == ["output reads it for every row, listed or not"]
 
 
-def test_a_norm_behind_a_sum_over_all_rows_is_a_near_miss() -> None:
+def test_a_norm_after_a_sum_over_all_rows_is_a_near_miss() -> None:
     hand = Listed()
     total = hand.call(aten.add.Tensor, hand.gathered(), hand.linear(hand.gathered()))
     graph = hand.returns(y=hand.linear(hand.norm(total)))

@@ -28,7 +28,7 @@ def test_it_fires_once_per_layer(packed: Graph, cached: Graph) -> None:
         order = cached.nodes
         assert order.index(write) < order.index(read)
         k, v = write.args[:2]
-        assert op_name(k.target) == "dgraph.rope", "keys are cached behind the rotary embedding"  # type: ignore[union-attr]
+        assert op_name(k.target) == "dgraph.rope", "keys are cached after the rotary embedding"  # type: ignore[union-attr]
         assert op_name(v.target) != "dgraph.rope"  # type: ignore[union-attr]
         assert [a.meta["input"] for a in write.args[2:]] == [  # type: ignore[union-attr]
             f"k_cache_{layer}",
@@ -67,7 +67,7 @@ def test_all_rows_at_once_equal_attention_over_rows(packed: Graph, cached: Graph
     assert (got - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
-def test_a_step_behind_the_cache_equals_the_whole_sequence(packed: Graph, cached: Graph) -> None:
+def test_a_step_after_the_cache_equals_the_whole_sequence(packed: Graph, cached: Graph) -> None:
     """Block-causal rows in one call, and block by block through the cache."""
     sequences, block = [draw(16, 1), draw(12, 2)], 4
     rows = rows_of(sequences)

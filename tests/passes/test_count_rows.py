@@ -41,12 +41,12 @@ def counted(evicted: Graph) -> Graph:
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("fused", [False, True])
-def test_it_replaces_every_linear_layer_behind_the_eviction(packed: Graph, after: int, fused: bool) -> None:
+def test_it_replaces_every_linear_layer_after_the_eviction(packed: Graph, after: int, fused: bool) -> None:
     passes: list[Pass] = [*([FuseProjections()] if fused else []), CacheKV(), EvictTokens(after=after)]
     before = rewritten(packed, *passes)
     report = report_of(before, CountRows())
     layers = LAYERS - 1 - after
-    # Of the layer that evicts: out, gate, up, down; of those behind it: q, k, v as well; and the LM head.
+    # Of the layer that evicts: out, gate, up, down; of those after it: q, k, v as well; and the LM head.
     linears = (3 + 4 * layers if fused else 4 + 7 * layers) + 1
     assert report.skipped == []
     assert [a.what for a in report.applied] == [
@@ -80,7 +80,7 @@ def test_signature_and_types_stay(evicted: Graph, counted: Graph) -> None:
     assert types[0] == types[1]
 
 
-def test_a_value_in_front_of_the_eviction_may_not_meet_one_behind_it(counted: Graph) -> None:
+def test_a_value_before_the_eviction_may_not_meet_one_after_it(counted: Graph) -> None:
     """They have one size at run time, so only the row sets tell."""
 
     def meet(op: Any) -> Graph:
@@ -126,7 +126,7 @@ def test_kept_rows_have_the_values_of_the_program_that_is_cut(
 
 
 def test_the_padding_holds_what_no_live_row_may_read(counted: Graph, step: Scene) -> None:
-    """The reference leaves NaN behind the live rows; logits of kept rows are finite all the same."""
+    """The reference leaves NaN after the live rows; logits of kept rows are finite all the same."""
     logits = interpret(counted, step.copy().inputs)["logits"]
     live = int((interpret(counted, step.copy().inputs)["kept"] >= 0).sum())
     assert logits[:live].isfinite().all()

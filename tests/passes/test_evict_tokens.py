@@ -69,7 +69,7 @@ def test_it_adds_what_the_decode_loop_must_give_and_gets(cached: Graph, evicted:
 
 
 def live_across(graph: Graph, anchor: Node) -> set[str]:
-    """Values over rows that `anchor` or a later call reads and that stand in front of it, by walking all calls."""
+    """Values over rows that `anchor` or a later call reads and that stand before it, by walking all calls."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     found = set()
     for node in graph.nodes:
@@ -94,7 +94,7 @@ def test_exactly_the_live_values_cross_the_cut(cached: Graph, after: int) -> Non
     assert fired.what == f"top of delta; {len(carried)} values carried across the cut"
 
 
-def test_behind_the_cut_nothing_reads_what_lies_before_it(evicted: Graph) -> None:
+def test_after_the_cut_nothing_reads_what_lies_before_it(evicted: Graph) -> None:
     order = evicted.nodes
     cut = order.index(evicted.find("compact")[0])
     for node in order[cut + 1 : -1]:
@@ -218,7 +218,7 @@ def test_keeping_as_many_as_there_are_is_lossless_too(cached: Graph, step: Scene
 
 
 @pytest.mark.parametrize("alpha", [1.2, math.inf])
-def test_the_lm_head_may_be_chunked_before_or_behind(cached: Graph, step: Scene, alpha: float) -> None:
+def test_the_lm_head_may_be_chunked_before_or_after(cached: Graph, step: Scene, alpha: float) -> None:
     evict, chunk = EvictTokens(alpha=alpha), ChunkLMHead(5)
     behind, before = rewritten(cached, evict, chunk), rewritten(cached, chunk, evict)
     decision = {"token", "confidence", "margin", "entropy"}

@@ -57,7 +57,7 @@ def test_it_fires_once_per_gated_unit(name: str) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_it_fires_behind_an_eviction_that_is_counted(packed: Graph, after: int) -> None:
+def test_it_fires_after_an_eviction_that_is_counted(packed: Graph, after: int) -> None:
     before = rewritten(packed, FuseProjections(), CacheKV(), EvictTokens(after=after), CountRows())
     report = report_of(before, FuseGLU())
     assert [a.layer for a in report.applied] == list(range(after, LAYERS))
@@ -66,7 +66,7 @@ def test_it_fires_behind_an_eviction_that_is_counted(packed: Graph, after: int) 
     assert [ops_of(graph, layer).count("silu") for layer in range(LAYERS)] == [1] * after + [0] * (LAYERS - after)
 
 
-def test_it_fires_behind_rows_that_are_reused() -> None:
+def test_it_fires_after_rows_that_are_reused() -> None:
     before = rewritten(family_of("llada").cached, FuseProjections(), ReuseRows(0.25))
     report = report_of(before, FuseGLU())
     assert [a.layer for a in report.applied] == list(range(1, before.spec.layers)), "the first layer runs on all rows"
@@ -83,7 +83,7 @@ def test_nothing_is_left_between_the_two_products() -> None:
 
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar"])
-def test_behind_gated_layers_it_is_the_method_in_plain_pytorch(name: str, padding: int) -> None:
+def test_after_gated_layers_it_is_the_method_in_plain_pytorch(name: str, padding: int) -> None:
     graph = rewritten(gated_of(name), FuseGLU())
     counts = check_against_oracle(family_of(name), graph, Method(0.7, partial=False), padding)
     assert 0 < counts[2] < counts[0]
@@ -232,7 +232,7 @@ def test_gate_and_up_that_are_two_products_are_a_near_miss() -> None:
     graph = rewritten(family_of("llada").cached, GateFFN())
     report = report_of(graph, FuseGLU())
     assert [s.reason for s in report.skipped] == [
-        "its result is a gate alone; run FuseProjections in front, which makes one product of gate and up"
+        "its result is a gate alone; run FuseProjections before it, which makes one product of gate and up"
     ] * graph.spec.layers
     with pytest.raises(PassError, match=r"applied nowhere(.|\n)*near miss at layer 0(.|\n)*run FuseProjections"):
         rewritten(graph, FuseGLU())

@@ -111,7 +111,7 @@ def test_in_full_steps_it_is_the_dense_program() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_tau_below_minus_one_no_row_is_salient_behind_the_full_step(name: str) -> None:
+def test_with_tau_below_minus_one_no_row_is_salient_after_the_full_step(name: str) -> None:
     graph = rewritten(family_of(name).cached, GateFFN(-1.01))
     memory, steps = memory_of(graph.spec, LENGTHS), three_steps(graph.spec)
     run(graph, steps[:1], memory)
@@ -156,7 +156,7 @@ def test_rows_that_are_not_salient_are_routed_to_no_expert(name: str) -> None:
 # -- with other passes -------------------------------------------------------------------------------------------
 
 
-def test_behind_fused_projections_their_one_product_is_gated() -> None:
+def test_after_fused_projections_their_one_product_is_gated() -> None:
     family = family_of("llada")
     graph = rewritten(family.cached, FuseProjections(), GateFFN(0.7))
     assert len(graph.find("rows_linear")) == 2 * 3
@@ -165,14 +165,14 @@ def test_behind_fused_projections_their_one_product_is_gated() -> None:
     check_lossless(fused, rewritten(fused, GateFFN(1.01)), exactly=True)
 
 
-def test_projections_are_fused_behind_it_where_they_run_on_all_rows() -> None:
+def test_projections_are_fused_after_it_where_they_run_on_all_rows() -> None:
     family = family_of("llada")
     gated = rewritten(family.cached, GateFFN(0.7))
     assert [a.what for a in report_of(gated, FuseProjections()).applied] == ["q_proj+k_proj+v_proj"] * 3
     check_against_oracle(family, rewritten(gated, FuseProjections()), Method(0.7, partial=False))
 
 
-def test_behind_an_eviction_it_gates_the_kept_rows() -> None:
+def test_after_an_eviction_it_gates_the_kept_rows() -> None:
     cached = family_of("sdar").cached
     graph = rewritten(cached, EvictTokens(), GateFFN(1.01))
     assert [graph.row_set(n) for n in graph.find("drift")] == ["N", "K", "K", "K"]
@@ -231,7 +231,7 @@ def test_a_layer_is_gated_once() -> None:
     assert reasons(rewritten(family_of("sdar").cached, GateFFN()), GateFFN()) == ["the layer is gated already"]
 
 
-def test_behind_counted_linear_layers_it_leaves_the_layer_alone() -> None:
+def test_after_counted_linear_layers_it_leaves_the_layer_alone() -> None:
     graph = rewritten(family_of("sdar").cached, EvictTokens(after=3), CountRows())
     report = report_of(graph, GateFFN())
     assert [a.layer for a in report.applied] == [0, 1, 2]
@@ -342,7 +342,7 @@ def test_it_reads_back_from_json(step: Pass) -> None:
     assert isinstance(hash(step), int)
 
 
-def test_features_are_read_behind_their_write() -> None:
+def test_features_are_read_after_their_write() -> None:
     graph = rewritten(family_of("sdar").cached, GateFFN())
     (write,), (read,) = graph.find("feature_write", 1), graph.find("feature_take", 1)
     read.append(write)

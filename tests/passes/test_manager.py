@@ -1,4 +1,4 @@
-"""The pass manager: order, near misses, verification behind each pass, history, what a pass must declare."""
+"""The pass manager: order, near misses, verification after each pass, history, what a pass must declare."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_optional_pass_may_apply_nowhere() -> None:
         run_passes(graph, [Do(label="Blind")], optional=frozenset({"Other"}))
 
 
-def test_the_graph_is_verified_behind_each_pass() -> None:
+def test_the_graph_is_verified_after_each_pass() -> None:
     def breaks(graph: Graph, report: Report) -> None:
         graph.calls[0].meta["val"] = graph.symbols.empty(("N", 5), torch.float32)
         report.did("broke it")

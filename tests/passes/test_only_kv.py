@@ -21,7 +21,7 @@ def only(cached: Graph) -> Graph:
     return rewritten(cached, OnlyKV())
 
 
-def test_nothing_behind_the_last_write_is_left(cached: Graph, only: Graph) -> None:
+def test_nothing_after_the_last_write_is_left(cached: Graph, only: Graph) -> None:
     assert only.outputs == ()
     last = only.calls[-1]
     assert op_of(last.target).name == "kv_write"  # type: ignore[union-attr]
@@ -54,7 +54,7 @@ def test_it_fires_once_and_says_how_much_went(cached: Graph, only: Graph) -> Non
     (fired,) = report_of(cached, OnlyKV()).applied
     assert fired.layer is None
     removed = len(cached.calls) - len(only.calls)
-    assert fired.what == f"{removed} calls removed behind the KV write of layer {LAYERS - 1}"
+    assert fired.what == f"{removed} calls removed after the KV write of layer {LAYERS - 1}"
     assert removed > 10
 
 

@@ -137,7 +137,7 @@ def test_it_is_the_oracle(fused: Graph, step: Scene) -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, float("inf")])
-def test_behind_an_eviction_on_what_is_left(fused: Graph, step: Scene, alpha: float) -> None:
+def test_after_an_eviction_on_what_is_left(fused: Graph, step: Scene, alpha: float) -> None:
     before = rewritten(fused, EvictTokens(alpha=alpha), ChunkLMHead(7))
     after = rewritten(before, OnlyMasked())
     assert {after.row_set(n) for n in after.calls} >= {"N", "K", "K1"}
@@ -156,7 +156,7 @@ def test_on_every_family(family: str) -> None:
 @pytest.mark.parametrize("evicts", [False, True])
 @pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
 def test_padding_goes_to_no_expert(family: str, evicts: bool) -> None:
-    """Behind masked rows, and behind an eviction that is counted on the device."""
+    """After masked rows, and after an eviction that is counted on the device."""
     cached = family_of(family).cached
     front: list[Pass] = [EvictTokens(keep=2), ChunkLMHead()] if evicts else [ChunkLMHead()]
     before = rewritten(cached, *front)
@@ -247,13 +247,13 @@ def test_few_keys_are_a_near_miss() -> None:
 
 
 @pytest.mark.parametrize("late", [GateFFN(0.9), PartialAttention(0.9, update=False)])
-def test_behind_what_keeps_features_it_is_a_near_miss(cached: Graph, late: Pass) -> None:
+def test_after_what_keeps_features_it_is_a_near_miss(cached: Graph, late: Pass) -> None:
     graph = rewritten(cached, ChunkLMHead(), late)
     (reason,) = reasons(graph)
     assert reason.endswith("of all rows") or "not known to act row by row" in reason
 
 
-def test_where_rows_are_gathered_behind_the_last_layer_it_is_a_near_miss(cached: Graph) -> None:
+def test_where_rows_are_gathered_after_the_last_layer_it_is_a_near_miss(cached: Graph) -> None:
     graph = rewritten(cached, ChunkLMHead()).copy()
     (head,) = graph.find("lm_head")
     masked, cu_rows = graph.input("candidate"), graph.input("cu_rows")

@@ -231,7 +231,7 @@ def test_a_value_that_changes_alone_makes_the_update_exact() -> None:
 # -- with other passes -------------------------------------------------------------------------------------------
 
 
-def test_behind_it_only_projections_on_all_rows_are_fused() -> None:
+def test_after_it_only_projections_on_all_rows_are_fused() -> None:
     family = family_of("llada")
     graph = rewritten(family.cached, PartialAttention(0.7))
     assert [a.what for a in report_of(graph, FuseProjections()).applied] == ["gate_proj+up_proj"] * 3
@@ -327,7 +327,7 @@ def test_a_plain_layer_is_updated() -> None:
     assert [n.args[1].meta["weight"] for n in graph.find("rows_linear")] == ["layers.0.all[16:48].weight"]  # type: ignore[union-attr]
 
 
-def test_keys_are_read_behind_their_update() -> None:
+def test_keys_are_read_after_their_update() -> None:
     graph = rewritten(family_of("sdar").cached, PartialAttention())
     (read,) = graph.find("partial_attention", 1)
     early = graph.call(

@@ -1,4 +1,4 @@
-"""ReuseRows: layers on the rows whose values have turned, against the method in plain PyTorch, and its near misses."""
+"""ReuseRows: layers on the rows whose values have changed, against the method in plain PyTorch, and its near misses."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_rows_without_a_page_take_what_they_compute(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_a_share_of_one_it_is_the_dense_program(name: str) -> None:
-    """Bit for bit; behind padding rows, or where a fused projection is taken apart, to 1e-5 of the largest logit."""
+    """Bit for bit; after padding rows, or where a fused projection is taken apart, to 1e-5 of the largest logit."""
     cached = family_of(name).cached
     steps, padded = three_steps(cached.spec), three_steps(cached.spec, 5)
     dense = logits_of(cached, steps)
@@ -219,7 +219,7 @@ def test_a_layer_has_its_rows_found_once() -> None:
         "this attention is updated by salient rows already"
     }
     assert reasons(rewritten(cached, ReuseRows()), PartialAttention()) == {
-        "the layer runs on the rows whose values have turned already"
+        "the layer runs on the rows whose values have changed already"
     }
     assert reasons(rewritten(cached, ReuseRows()), GateFFN()) == {"the layer is gated already"}
 

@@ -160,7 +160,7 @@ def test_sequences_are_in_phases_of_their_own() -> None:
     ],
     ids=str,
 )
-def test_behind_passes_that_choose_rows(name: str, passes: list[Pass]) -> None:
+def test_after_passes_that_choose_rows(name: str, passes: list[Pass]) -> None:
     """Nothing is evicted where all is selected; then rows go, and what is left sees every key."""
     before = rewritten(family_of(name).cached, *passes)
     select, reuse = (rewritten(before, SparseKV(ratio=1.0, reuse=r)) for r in (False, True))
@@ -168,7 +168,7 @@ def test_behind_passes_that_choose_rows(name: str, passes: list[Pass]) -> None:
     memory, wanted = caches_of(before), caches_of(before)
     rows = set()
     for whole, action, decoded in ((True, SELECT, 0), (False, REUSE, 1), (False, REUSE, 2)):
-        # A row of a block-causal model that is evicted takes what is behind it out of sight: there is nothing there.
+        # A row of a block-causal model that is evicted takes what is after it out of sight: there is nothing there.
         windows = WINDOWS if name in ("llada", "dream") else TO_THE_END
         inputs = step(whole, action, decoded, windows=windows)
         inputs["candidate"] = torch.ones_like(inputs["full"])

@@ -62,7 +62,7 @@ def oracle_of(family: str, method: Method) -> Blocks:
 
 @dataclass
 class Seen:
-    """What a pass did with a sequence: positions, by layer, and what caches hold behind it, by name."""
+    """What a pass did with a sequence: positions, by layer, and what caches hold after it, by name."""
 
     positions: list[int]
     limits: list[int]

@@ -449,7 +449,7 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
             assert got.token_ids == want.token_ids
             assert got.stats.sequence_steps == want.stats.sequence_steps
             assert got.stats.sequence_rows == want.stats.sequence_rows
-            if case != "dense":  # whose rows are not counted in front of every step, but known to be at most so many
+            if case != "dense":  # whose rows are not counted before every step, but known to be at most so many
                 assert (got.stats.rows, got.stats.steps) == (want.stats.rows, want.stats.steps)
             assert got.kv is not None
             assert want.kv is not None

@@ -198,7 +198,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(setups: dict[str, Setup], fa
     assert together.token_ids == run.generate(input_ids=prompts_for(16), max_batch=2, **settings).token_ids
 
 
-def test_statistics_count_the_rows_of_each_layer_behind_the_first(setups: dict[str, Setup]) -> None:
+def test_statistics_count_the_rows_of_each_layer_after_the_first(setups: dict[str, Setup]) -> None:
     options: dict[str, Any] = {"prompt_interval": 4, "response_interval": 3, "rho": 0.25}
     run = setups["llada"].optimized("dllm_cache", 8, **options)
     stats = run.generate(input_ids=[list(range(5, 20))], max_new_tokens=16, steps=8).stats

@@ -104,10 +104,10 @@ def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, cas
     options, method = CASES[case]
     setup, prompt = setups[family], prompts_for(16)[1]
     graph, end = step_graph(setup, **options), len(prompt) + new_tokens(16)
-    memory, salient, spared = memory_of(graph.spec, (end,)), 0, 0
+    memory, salient, skipped = memory_of(graph.spec, (end,)), 0, 0
 
     def replay(step: Step, mine: Memory) -> None:
-        nonlocal salient, spared
+        nonlocal salient, skipped
         first = step.positions[0]
         assert step.positions == list(range(first, end))
         ((out, rows),) = run(graph, [step_of([step.tokens], [first], (end,), [step.changed], [step.full], 2)], memory)
@@ -124,7 +124,7 @@ def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, cas
             assert places(rows.projected) == [layer.projected for layer in step.layers]
         if not step.full:
             found = sum(len(layer.salient) for layer in step.layers)
-            salient, spared = salient + found, spared + LAYERS * len(step.positions) - found
+            salient, skipped = salient + found, skipped + LAYERS * len(step.positions) - found
         for kind, values in (("k", mine.k), ("v", mine.v), ("c", mine.c), *([("f", mine.f)] if method.gate else [])):
             for layer in range(LAYERS):
                 got = read_cache(memory, f"{kind}_cache_{layer}", 0, end)
@@ -132,7 +132,7 @@ def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, cas
 
     trace = trace_of(setup, prompt, 16, method, "threshold", replay)
     assert len(trace.steps) > method.full_steps + 2
-    assert spared > 0
+    assert skipped > 0
     assert (salient > 0) == (method.tau != -1.01)
 
 
@@ -234,7 +234,7 @@ def test_it_reads_back_from_json() -> None:
         ({"full_steps": 1.5}, "full_steps must be an integer of at least 1, got 1.5"),
         ({"response_only_period": -1}, "response_only_period must be an integer of at least 0, got -1"),
         ({"every": -1}, "every must be an integer of at least 0, got -1"),
-        ({"block_cache": "dc+"}, r"block_cache='dc\+' spares rows of the current block; on hand, which is bidirect"),
+        ({"block_cache": "dc+"}, r"block_cache='dc\+' skips rows of the current block; on hand, which is bidirect"),
         ({"gate": 1}, "gate must be True or False, got 1"),
         ({"gate": False, "partial": False}, "which leaves the dense model; use 'dense' instead"),
     ],

@@ -55,7 +55,7 @@ EACH = [("sdar", *cache) for cache in CACHES] + [(family, *CACHES[i]) for family
 
 @pytest.mark.parametrize(("family", "block_cache", "recommit"), EACH)
 def test_its_lossless_limit_is_the_dense_model(family: str, block_cache: str, recommit: bool) -> None:
-    """tau above 1: bit for bit behind the gates; a product over another number of rows sums in another order."""
+    """tau above 1: bit for bit after the gates; a product over another number of rows sums in another order."""
     shared: dict[str, Any] = {"block_cache": block_cache, "recommit": recommit}
     rule = {"steps": BLOCK} if family == "sdar" else {"threshold": 0.7}
     dense = run(family, "dense", rule, **shared)
@@ -87,7 +87,7 @@ def test_a_token_that_is_replaced_has_changed() -> None:
     [case for case in EACH if case[1] == "off" or case[2]] + [("llada2", "dc+", True)],
 )
 def test_keys_of_finished_blocks_are_exact(family: str, block_cache: str, recommit: bool) -> None:
-    """Whatever the steps of a block spared, its commit gives what a forward of the tokens gives."""
+    """Whatever the steps of a block skipped, its commit gives what a forward of the tokens gives."""
     setup, prompts = setup_of(family), prompts_for(BLOCK)
     found = run(family, "dyllm", {"steps": 4}, tau=0.5, block_cache=block_cache, recommit=recommit)
     checked = 0

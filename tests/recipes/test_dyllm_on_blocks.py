@@ -88,7 +88,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
         plan=recipe.plan, page_size=4,
     )  # fmt: skip
     stats = session.generate(prompts, max_new_tokens=NEW, policy=ConfidenceThreshold(0.7)).stats
-    sparse = spared = 0
+    sparse = skipped = 0
     counts: list[list[list[int]]] = []
     for s, prompt in enumerate(prompts):
         wanted = watched_by_oracle(setup, blocks, prompt, block_cache, recommit)
@@ -102,7 +102,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
         counts.append([[len(layer) for layer in seen.salient] for seen in wanted])
         full = [p.full for p in blocks.passes][-len(wanted) :]
         sparse += sum(not f for f in full)
-        spared += sum(
+        skipped += sum(
             len(seen.positions) * LAYERS - sum(map(len, seen.salient))
             for seen, f in zip(wanted, full, strict=True)
             if not f
@@ -110,7 +110,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
     together = [[sum(c) for c in zip(*step, strict=True)] for step in zip_longest(*counts, fillvalue=[0] * LAYERS)]
     assert stats.salient == together
     assert sparse > 3
-    assert (spared > 0) == (method.tau != 1.01)
+    assert (skipped > 0) == (method.tau != 1.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

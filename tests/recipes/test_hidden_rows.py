@@ -68,7 +68,7 @@ def test_only_what_exists_is_seen(family: str) -> None:
     setup, prompts = setup_of(family), prompts_for(BLOCK)
     held: list[dict[tuple[int, int], tuple[Tensor, Tensor]]] = [{} for _ in prompts]
     starts = [len(p) for p in prompts]
-    hidden, spared, compared = set(), set(), 0
+    hidden, skipped, compared = set(), set(), 0
     for record in recorded(family, "dense"):
         for index, prompt in enumerate(prompts):
             own = record.sequence == index
@@ -81,7 +81,7 @@ def test_only_what_exists_is_seen(family: str) -> None:
             stop = starts[index] + BLOCK
             seen = [p for p in range(end) if p < stop or (p - stop) % 3 == 0]
             hidden.add(end - len(seen))
-            spared.add(len(seen) - len(live))
+            skipped.add(len(seen) - len(live))
             assert set(live) == {p for p in seen if len(live) == len(seen) or p >= len(prompt) - setup.shift}
             assert set(record.limit[own].tolist()) == {len(seen)}
             memory: Any = Memory(seen, held[index])
@@ -94,7 +94,7 @@ def test_only_what_exists_is_seen(family: str) -> None:
             assert torch.equal(record.token[own][at], want.indices[at])
             compared += int(at.sum())
     assert len(hidden) > 2
-    assert max(spared) >= 8
+    assert max(skipped) >= 8
     assert compared > 3 * NEW
 
 

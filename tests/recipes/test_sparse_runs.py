@@ -181,14 +181,14 @@ def test_a_prompt_has_no_pages(family: str, case: str) -> None:
 
 
 def watched(run: Optimized) -> list[int]:
-    """Free pages in front of each step, and at the end."""
+    """Free pages before each step, and at the end."""
     seen: list[int] = []
     run.generate(input_ids=LONG, progress=lambda progress: seen.append(run._session.kv.free_pages), **SETTINGS)
     return [*seen, run._session.kv.free_pages]
 
 
 @pytest.mark.parametrize("case", ["maskkv", "maskkv+focus"])
-def test_pages_of_a_prompt_are_free_again_behind_the_first_step(case: str) -> None:
+def test_pages_of_a_prompt_are_free_again_after_the_first_step(case: str) -> None:
     run = optimized(block_dyllm.setup_of("sdar"), CASES[case][0], **CASES[case][1])
     free = watched(run)
     # Whole blocks of the prompts are 12 and 5; the sequences have 14 and 7 pages.

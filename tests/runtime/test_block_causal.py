@@ -143,7 +143,7 @@ def test_a_full_step_every_so_many() -> None:
     for position in range(2, 8):
         found.append(len(flags(state)[0]))
         step(state, {(0, position): 10}, cache="dc")
-    assert found == [8, 0, 5, 0, 3, 0], "rows that the block cache spares are not forwarded in a full step"
+    assert found == [8, 0, 5, 0, 3, 0], "rows that the block cache skips are not forwarded in a full step"
 
 
 def test_sequences_have_full_steps_of_their_own() -> None:

@@ -124,7 +124,7 @@ def test_a_shifted_row_predicts_the_next_position() -> None:
     assert committed.tolist() == [[True, False, False, False], [False, False, False, True]]
     assert state.canvas[0].tolist() == [1, 2, 3, 13, *[MASK] * 9]
     assert state.canvas[1].tolist() == [7, MASK, MASK, MASK, 24, *[MASK] * 8]
-    # The row in front of the block rides along, its own position's among them; the last one predicts no masked one.
+    # The row before the block rides along, its own position's among them; the last one predicts no masked one.
     assert (pending(state, 0), pending(state, 1)) == ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4])
     rows = state.rows(10)
     assert rows.candidate.tolist() == [False, True, True, True, False, True, True, True, False, False]
@@ -152,7 +152,7 @@ def test_plans_of_a_shifted_model_have_one_row_more() -> None:
 
 
 def test_block_caches() -> None:
-    """A row is spared from the second step after its token was decoded."""
+    """A row is skipped from the second step after its token was decoded."""
     assert walk(RowPlan(Block()), "dc") == [ALL, span(3, 7), [3, 4, 5], [3, 4], ALL, span(7, 11), [7, 8, 9]]
     # Decoded from the right, every neighbour is decoded before; the block's last column needs none.
     assert walk(RowPlan(Block()), "dc+") == walk(RowPlan(Block()), "dc")
@@ -178,23 +178,23 @@ def test_the_delayed_cache_waits_for_the_right_neighbour() -> None:
     for position in (4, 6, 5, 3):
         seen.append(pending(state))
         step(state, {(0, position): 10}, "dc+")
-    # 4 was decoded first, but is spared only once 5 has been forwarded as decoded; 6 is the last of its block.
+    # 4 was decoded first, but is skipped only once 5 has been forwarded as decoded; 6 is the last of its block.
     assert seen == [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5]]
     state = begin([[1, 2, 3]], 5)
     for position in (4, 5, 6):
         step(state, {(0, position): 10}, "dc+")
     assert pending(state) == [3, 5, 6]
-    assert not state.frozen[0, 7], "what is behind the block is not decoded"
+    assert not state.frozen[0, 7], "what is after the block is not decoded"
 
 
-def test_a_spared_row_is_forwarded_for_what_it_predicts() -> None:
+def test_a_skipped_row_is_forwarded_for_what_it_predicts() -> None:
     """Row 4 has position 5 to predict, whether its own keys are cached or not."""
     state = begin([[1, 2, 3]], 4, shift=1)
     seen = []
     for position in (4, 3, 6, 5):
         seen.append(pending(state))
         step(state, {(0, position): 10}, "dc")
-    # Row 2 is spared from when 3 is decoded, 3 from a step later, and 6 predicts a position behind the response.
+    # Row 2 is skipped from when 3 is decoded, 3 from a step later, and 6 predicts a position after the response.
     assert seen == [[0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [3, 4, 5, 6], [4, 5, 6]]
 
 
@@ -255,7 +255,7 @@ def test_a_stop_token_of_the_prompt_is_none() -> None:
 
 
 def test_rows_forwarded_for_their_keys_alone() -> None:
-    """All that are neither of the block nor, in a shifted model, the row in front of it."""
+    """All that are neither of the block nor, in a shifted model, the row before it."""
     state = begin([[1, 2, 3]], 10)
     counts = []
     for position in (3, 4):
@@ -328,7 +328,7 @@ def test_of_two_that_are_equally_near_the_left_one_comes_first() -> None:
     assert pending(state) == [4, 5, 6]
 
 
-def test_the_row_in_front_of_what_comes_next() -> None:
+def test_the_row_before_what_comes_next() -> None:
     """With shifted logits, row 3 predicts position 4; the row that was decoded is that of its own position."""
     assert [rows for rows, _ in foreseen(RowPlan(Next()), [1, 2, 3], 4, shift=1)] == [span(0, 7), [3], [4], [5]]
     wide = foreseen(RowPlan(Next(around=1)), [1, 2, 3], 4, shift=1)

@@ -56,7 +56,7 @@ PLANS = {
 
 
 def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
-    """Two sequences of unequal lengths in front of their first step."""
+    """Two sequences of unequal lengths before their first step."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 35]])
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
@@ -151,7 +151,7 @@ def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
-    """Grows by all tensors of the transition behind every step."""
+    """Grows by all tensors of the transition after every step."""
     seen: list[list[Tensor]] = []
     call = Advance.__call__
 
@@ -223,7 +223,7 @@ class Waits(ConfidenceThreshold):
 
 
 def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> Advance:
-    """Behind some steps, the later ones replayed from a capture."""
+    """After some steps, the later ones replayed from a capture."""
     advance = advance_of("step", policy)
     advance._pool, advance._compiler = GraphPool(capture=Recorder), compiler
     draw = torch.Generator().manual_seed(3)

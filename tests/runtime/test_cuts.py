@@ -1,4 +1,4 @@
-"""Captured stages behind a cut: nothing but one replay follows the host's read, and no row of an earlier step leaks."""
+"""Captured stages after a cut: nothing but one replay follows the host's read, and no row of an earlier step leaks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return request.param()
 
 
-# -- what is left behind the read --------------------------------------------------------------------------------
+# -- what is left after the read --------------------------------------------------------------------------------
 
 
 class Log(TorchDispatchMode):

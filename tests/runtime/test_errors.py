@@ -1,4 +1,4 @@
-"""Every refusal names the thing, and a failed call leaves no page behind."""
+"""Every refusal names the thing, and a failed call keeps no page."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PLAN = RowPlan(Response(), Apart(2, 3))
 
 
 def advance_of(kv: KVPlan | None) -> Advance:
-    """Two sequences in front of their first step; a step commits one position of each."""
+    """Two sequences before their first step; a step commits one position of each."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
     state = CanvasState.begin(
         canvas,

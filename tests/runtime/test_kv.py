@@ -94,7 +94,7 @@ def test_it_grows_by_what_is_missing_and_keeps_what_is_there() -> None:
     assert kv.page_table([]).shape == (0, 0)
 
 
-def test_positions_in_front_of_the_first_have_no_pages() -> None:
+def test_positions_before_the_first_have_no_pages() -> None:
     kv = store()
     whole, late, none = kv.allocate([6, 14, 8], first=[0, 9, 8])
     assert (kv.pages, kv.free_pages) == (4, 0)  # 2 for [0, 6), 2 for [9, 14) with what shares a page, none for [8, 8)
@@ -121,7 +121,7 @@ def test_positions_in_front_of_the_first_have_no_pages() -> None:
     assert sorted(kv.page_table(kv.allocate([12], first=[5])).flatten().tolist()) == [-1, 0, 1]
 
 
-def test_pages_in_front_of_a_position_come_back() -> None:
+def test_pages_before_a_position_come_back() -> None:
     """Whole pages only, and each of them once."""
     kv = store()
     first, second = kv.allocate([14, 6])

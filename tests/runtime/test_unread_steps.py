@@ -60,8 +60,8 @@ def session(setup: Setup, recipe: str, pool: GraphPool | None) -> BlockSession:
     return BlockSession(setup.model.spec, programs, plan=chosen.plan, pool=pool)
 
 
-@pytest.mark.parametrize(("recipe", "spares"), [("dense", True), ("dyllm", True), ("fast_dllm", False)])
-def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, spares: bool) -> None:
+@pytest.mark.parametrize(("recipe", "skips"), [("dense", True), ("dyllm", True), ("fast_dllm", False)])
+def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, skips: bool) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": FixedSteps(8)}
     plain = session(setup, recipe, None).generate(PROMPTS, **options)
     assert len(reads) == plain.stats.steps + 1, "without a pool, one read per step"
@@ -70,7 +70,7 @@ def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, spares
     assert found.token_ids == plain.token_ids
     assert found.stats.sequence_steps == plain.stats.sequence_steps
     assert found.stats.kept_rows == plain.stats.kept_rows
-    if spares:
+    if skips:
         assert len(reads) < found.stats.steps / 2
     else:
         assert len(reads) == found.stats.steps + 1, "rows of a block are known to the device alone"

@@ -74,7 +74,7 @@ def test_a_block_of_a_canvas() -> None:
 
 
 def test_a_response_of_a_canvas() -> None:
-    """Whole steps behind the first renew what is kept."""
+    """Whole steps after the first renew what is kept."""
     plan = RowPlan(Response(), Apart(3, 2))
     state = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=plan, shift=1)
     found = walk(state, step, 3, 8)
@@ -95,7 +95,7 @@ def test_sequences_of_a_canvas_by_themselves() -> None:
 
 
 def test_a_block_of_blocks() -> None:
-    """A commit rides in a block's first step, which chooses no keys by it: its rows are in front of the window."""
+    """A commit rides in a block's first step, which chooses no keys by it: its rows are before the window."""
     state = begin(BlockCausalState, [[1, 2, 3, 4, 5, 6]], 6, KVPlan("block", delay=1, ratio=0.5))
     found = walk(state, step_of_blocks, 6, 5)
     assert [action for _, action in found] == [DENSE, SELECT, DENSE, SELECT, REUSE]

@@ -130,7 +130,7 @@ def test_folded_layers_really_have_equal_lines(focus: dict[str, Graph]) -> None:
 
 
 def test_every_reference_names_what_the_graph_passes(focus: dict[str, Graph]) -> None:
-    """Unfold by hand: behind the names that a group writes stand the values of the listing, layer by layer."""
+    """Unfold by hand: after the names that a group writes stand the values of the listing, layer by layer."""
     found = listing(focus["step"])
     sections = iter(found.sections)
     for group in fold(found.sections):

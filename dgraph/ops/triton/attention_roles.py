@@ -290,7 +290,7 @@ def _next_block(i, key, limit, queries, held, acc, weight, top, total, scale, MA
     fade = gl.exp2(top - base)
     total = total * fade + gl.sum(p, 1)
     coming = gl.convert_layout(p.to(v_held.dtype), weight.type.layout)
-    # Named in the wait, so that they are made in front of it.
+    # Named in the wait, so that they are made before it.
     acc, weight, total = warpgroup_mma_wait(0, deps=(acc, coming, total))
     mbarrier.arrive(empty.index(STAGES + before))
     acc *= gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, sums)), 1)

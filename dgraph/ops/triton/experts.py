@@ -31,7 +31,7 @@ def kernel(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Ten
 
 
 def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Each slot's row is copied behind the rows of lower experts; rows behind the last bound are never written."""
+    """Each slot's row is copied after the rows of lower experts; rows after the last bound are never written."""
     (n, d), (experts, _, f), slots = x.shape, down.shape, choice.shape[1]
     x, choice, weight = dense_rows(x), choice.contiguous(), weight.contiguous()
     ends, rank = ordered(choice, experts)
@@ -121,7 +121,7 @@ def _spread_rows(
 def _gate_rows(
     both_ptr, out_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """silu(gate) * up of the rows in front of the last bound."""
+    """silu(gate) * up of the rows before the last bound."""
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return

@@ -192,7 +192,7 @@ def _rank(
 
 @triton.jit
 def _rows_at(positions_ptr, position, start, end):
-    """The row of [start, end) at each `position`, or one behind which it would be."""
+    """The row of [start, end) at each `position`, or one after which it would be."""
     last = position - tl.load(positions_ptr + start).to(tl.int32) + start  # unless positions are left out
     last = tl.maximum(tl.minimum(last, end - 1), start)
     row = tl.where(tl.load(positions_ptr + last) == position, last, start)

@@ -22,7 +22,7 @@ def share(
     sums_ptr, cu_ptr, plan_ptr, count_ptr, count_row,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """k_h by mass. Wanted sizes descend with the mass, so no head is cut behind one that is not: what the first r
+    """k_h by mass. Wanted sizes descend with the mass, so no head is cut after one that is not: what the first r
     heads keep together is what they want together, but at most r * n."""
     s = tl.program_id(0)
     n, budget = tl.load(plan_ptr + s * PLAN), tl.load(plan_ptr + s * PLAN + 3)

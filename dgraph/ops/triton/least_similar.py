@@ -1,4 +1,4 @@
-"""dgraph::least_similar on CUDA: one kernel compares and writes each row, another counts the rows in front of it.
+"""dgraph::least_similar on CUDA: one kernel compares and writes each row, another counts the rows before it.
 
 A row's rank is the number of rows of its sequence that come before it, which takes a comparison with each of them: few
 rows adapt, and two launches cost less than sorting.

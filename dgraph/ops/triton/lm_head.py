@@ -1,7 +1,7 @@
 """dgraph::lm_head on CUDA.
 
 The host does not know which rows are candidates. Of many rows, the device lists these, and each chunk of the list is
-gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks behind
+gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks after
 the last candidate end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
 Rows that are packed need no gathering; they are listed whatever their number, since their results belong elsewhere.
 

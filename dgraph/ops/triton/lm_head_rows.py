@@ -21,7 +21,7 @@ class Listed(NamedTuple):
     """Masked rows, divided into chunks of one size.
 
     Attributes:
-        rows: i32[N], their numbers, ascending; behind the last it holds anything.
+        rows: i32[N], their numbers, ascending; after the last it holds anything.
         counts: i32[chunks], how many of them each chunk has; all but one chunk are full or empty.
     """
 

@@ -193,7 +193,7 @@ def _mixed(
     OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
     LEAST: tl.constexpr, FEW: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """The first tile of a sequence takes its exact rows if they are few; the tiles behind it take the others."""
+    """The first tile of a sequence takes its exact rows if they are few; the tiles after it take the others."""
     head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     others_ptr = offsets_ptr + b + 1
     s = sequence_at(others_ptr, b, tile, ROWS, OFFSETS, 2)

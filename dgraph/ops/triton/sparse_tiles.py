@@ -41,7 +41,7 @@ def load_rows(
     row, d = first + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     k_at = row.to(tl.int64)[None, :] * k_row + d[:, None]
     v_at = row.to(tl.int64)[:, None] * v_row + d[None, :]
-    if MASKED:  # behind them lies what is not this head's or not this sequence's, and may be NaN
+    if MASKED:  # after them lies what is not this head's or not this sequence's, and may be NaN
         seen = row < count
         k = tl.load(k_ptr + k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_ptr + v_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)

@@ -140,7 +140,7 @@ class DecodeRule:
         raise NotImplementedError
 
     def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
-        """i64[b, K]: columns that the coming step commits, in order, and -1 behind them; K is the most that any does.
+        """i64[b, K]: columns that the coming step commits, in order, and -1 after them; K is the most that any does.
 
         It is what `choose` takes of candidates for all masked positions. masked bool[b, B], step i64[b], decoded i64[b]
         and order f32[b, B] are as in `Candidates`. Runs on the device and reads nothing back.
@@ -298,7 +298,7 @@ def leftmost(flags: Tensor, count: Tensor) -> Tensor:
 
 def first_columns(score: Tensor, count: Tensor, most: int) -> Tensor:
     """i64[b, most]: columns of the count[b] largest scores of each row, the largest first (ties: lower position); -1
-    behind them.
+    after them.
     """
     columns = score.argsort(dim=1, descending=True, stable=True)[:, :most]
     return torch.where(torch.arange(columns.shape[1], device=score.device) < count[:, None], columns, -1)

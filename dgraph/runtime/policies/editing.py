@@ -53,7 +53,7 @@ class JointThreshold(DecodeRule):
         return decoded | (edited & ~late[:, None])
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
-        """bool[b]: no mask is left, and the passes behind the last mask are used up or change nothing."""
+        """bool[b]: no mask is left, and the passes after the last mask are used up or change nothing."""
         masks = candidates.masked.any(dim=1)
         left = (candidates.masked & ~chosen).any(dim=1)
         spent = candidates.need("passes", self) + (~masks).long() >= self.max_post_edit_steps

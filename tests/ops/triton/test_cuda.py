@@ -211,7 +211,7 @@ def test_products_at_the_sizes_of_models(name: str, rows: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 300, 3000])
 def test_norms_and_rotations_round_where_the_references_do(rows: int, dtype: torch.dtype) -> None:
-    """Statistics in another order may round to the neighbour, which the operations behind it carry on."""
+    """Statistics in another order may round to the neighbour, which the operations after it carry on."""
     calls: list[tuple[str, tuple[Any, ...]]] = [("rows_norm", norming(rows, 3100, 4096))]
     calls += [("rows_rope", rotating(rows, 3100, 32, 128, normed=normed)) for normed in (False, True)]
     for name, args in calls:

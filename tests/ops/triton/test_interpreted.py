@@ -225,7 +225,7 @@ def test_masked_rows_are_listed(interpreted: Interpreter, count: int) -> None:
             assert found.equal(torch.where(masked, 7, other).to(found.dtype))
 
 
-def test_chunks_behind_the_last_masked_row_read_and_write_nothing(interpreted: Interpreter) -> None:
+def test_chunks_after_the_last_masked_row_read_and_write_nothing(interpreted: Interpreter) -> None:
     from dgraph.ops.triton.lm_head_rows import Listed
 
     index, counts = torch.full((4,), 1 << 30, dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)

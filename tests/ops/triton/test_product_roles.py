@@ -131,7 +131,7 @@ def test_every_case_on_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 def test_calls_of_a_graph_count_in_counters_of_their_own() -> None:
-    """Two products whose tiles are shared, one behind the other, replayed on other numbers of rows."""
+    """Two products whose tiles are shared, one after the other, replayed on other numbers of rows."""
     from dgraph.ops import counters
 
     args = product(200, 700, 2048, 2048)
