@@ -155,7 +155,7 @@ def share(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, parts in stacked.items():
         state[name] = nn.Parameter(stack([tensors[part] for part in parts]).view(shapes[name]), requires_grad=False)
     model.load_state_dict(state, assign=True, strict=False)
-    for name, tensor in tensors.items():  # assigning switched it on for every parameter
+    for name, tensor in tensors.items():  # a parameter that is assigned asks for gradients
         tensor.requires_grad_(trained[name])
 
 

@@ -73,7 +73,7 @@ class RemoteCodeFamily:
         trained = [p for p in model.parameters() if p.requires_grad]
         native.load_state_dict({mine: tensors[name] for mine, name in names.items()}, assign=True, strict=False)
         native.tie_weights()
-        model.requires_grad_(False)  # assigning switched it on for every parameter
+        model.requires_grad_(False)  # a parameter that is assigned asks for gradients
         for parameter in trained:
             parameter.requires_grad_(True)
         first = next(model.parameters())

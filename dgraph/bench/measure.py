@@ -213,7 +213,7 @@ class Bench:
         )
         built = time.perf_counter() - begin
         if optimized.transitions is not None:
-            optimized.transitions.often = 0  # a long run is what is measured
+            optimized.transitions.often = 0  # compile at once: what is measured is a long run
         tell("warming up")
         self._generate(optimized)  # compiles, and captures every bucket that it meets
         runs = []

@@ -125,7 +125,7 @@ def bench(
                     if not isinstance(error, DgraphError) and "out of memory" not in str(error):
                         raise
                     failed[arm.label] = str(error).partition("\n")[0]
-    finally:  # after Ctrl-C: what there is
+    finally:  # after Ctrl-C, too: shows what was measured until then
         title = f"{found.name}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
         setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
         said = {"steps": load.decoding.steps, "threshold": load.decoding.threshold}

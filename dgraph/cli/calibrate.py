@@ -63,7 +63,7 @@ def calibrate(
             raise InputError(f"{name} must be at least 1, got {value}.")
     known, facts = embedded().get(model), given.facts(fact)
     if known is None and not Path(model).is_dir():
-        dgraph.load(model)  # which says why it names no model
+        dgraph.load(model)  # its error says why this names no model
     path = _writable(known.folder if known is not None else Path(model), out)
     texts = _drawn(model, count, seed) if prompts is None else _read(prompts)[:count]
     with status("loading"):

@@ -122,7 +122,7 @@ def evaluate(
     try:
         with _progress() as tell:
             evaluation.run(tell)
-    finally:  # after Ctrl-C: what there is
+    finally:  # after Ctrl-C, too: shows what was measured until then
         _show(evaluation, json)
     if len(evaluation.failed) == len(evaluation.arms):
         raise InputError("no arm could be run.")

@@ -106,7 +106,7 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
 
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")
-    with warnings.catch_warnings(action="ignore"):  # generate will give it
+    with warnings.catch_warnings(action="ignore"):  # `generate` gives the same warning later
         check_request(model.spec, [model.tokenizer.encode(p) for p in prompts], decoding, max_batch)
 
 

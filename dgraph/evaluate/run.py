@@ -75,7 +75,7 @@ class Evaluation:
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise InputError(f"{self.model.name} has no tokenizer.json, so it cannot read a prompt; add one.")
-        with warnings.catch_warnings(action="ignore"):  # decoding will give them
+        with warnings.catch_warnings(action="ignore"):  # decoding gives the same warnings later
             check_request(
                 self.model.spec,
                 [tokenizer.encode(q.prompt) for q in self.questions],

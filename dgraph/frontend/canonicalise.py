@@ -115,7 +115,7 @@ def _cast_only_to(dtype: torch.dtype, node: Node) -> bool:
     """Whether every cast on the way to `_reshaped(node)` is to one dtype."""
     while node is not _reshaped(node):
         if op_name(node.target) == "to":
-            given = [*args_of(node)[1:], *node.kwargs.values()]  # each overload of `to` has its dtype elsewhere
+            given = [*args_of(node)[1:], *node.kwargs.values()]  # overloads of `to` take the dtype at different places
             if [value for value in given if isinstance(value, torch.dtype)] != [dtype]:
                 return False
         node = args_of(node)[0]

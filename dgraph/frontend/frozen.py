@@ -84,7 +84,7 @@ def capture_or_load(
         verify(graph)
         try:
             data = to_data(graph)
-            from_data(data, spec, weights_of(module, prefix))  # it must come back before anyone relies on it
+            from_data(data, spec, weights_of(module, prefix))  # proves now that it can be read back
         except (DgraphError, NotPlain) as error:
             store.warn(f"a captured graph cannot be kept in the artifact cache {store.root}: {error}.")
         else:

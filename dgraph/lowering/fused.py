@@ -86,7 +86,7 @@ def rotations_of(graph: Graph) -> dict[Node, Fused]:
         dtype = turned.meta["val"].dtype
         plain = dtype == values[0].dtype and dtype in (torch.bfloat16, torch.float16, torch.float32)
         made = linear_of(viewed(args_of(turned)[0]))
-        of_a_layer = made is not None and made.kind == "plain"  # as it lies in memory
+        of_a_layer = made is not None and made.kind == "plain"  # it lies in memory as the product wrote it
         if plain and of_a_layer and rope.turns_rows(graph.symbols, *values):
             found[attention] = Fused(attention, turned, attend_rotated, (*args_of(turned), *rest), by_row=False)
     return found

@@ -28,7 +28,7 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float =
         load; so what is compared with a long run must have run as long.
     """
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which makes what the calls read
+    side.wait_stream(torch.cuda.current_stream())  # which makes the inputs of the calls
     with torch.cuda.stream(side):
         calls[0]()
     torch.cuda.synchronize()

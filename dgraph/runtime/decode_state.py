@@ -253,7 +253,7 @@ class DecodeState(ABC):
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
         progressed = candidates.committable if may_wait(policy) else commit & masked
         masks_left = masked.any(dim=1)
-        # Kept: the host may look only some steps later.
+        # Once set it stays set: the host may look only some steps later.
         self.broken = self.broken | self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
 
         self.commit_rows = self.commit_rows + self._own_rows()

@@ -58,7 +58,7 @@ class Decoding:
                 raise InputError(f"{name} must be at least 1, got {value!r}.")
         if not _is_int(self.seed):
             raise InputError(f"seed must be a whole number, got {self.seed!r}.")
-        _ = self.rule, self.sampling  # refused now, if they are
+        _ = self.rule, self.sampling  # so that wrong values are refused here
 
     @cached_property
     def rule(self) -> Policy:

@@ -30,7 +30,7 @@ from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 
 UNREAD_SHARE = 8
-"""Steps go unread only after so many times as many others."""
+"""For one step that the host does not read, so many others must come before it."""
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 
@@ -115,7 +115,7 @@ class BlockLoop:
             step += 1
             if self.unread and self._most_rows(ahead, step, [True] * len(prompts)):
                 running = advance.state.active.tolist()
-                # What may be in vain stays a small share of what was done, and nothing is if the pace stays the same.
+                # Steps that may be in vain stay a small share of all; at an even pace, none is in vain.
                 left = (len(prompts) * self.max_new_tokens - decoded) * (step - 1) // max(decoded, 1)
                 unread = max(0, min(self.unread, step // UNREAD_SHARE, left - 1)) if any(running) else 0
         state = advance.state

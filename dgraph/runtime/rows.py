@@ -119,7 +119,7 @@ def inverse(index: Tensor, count: int) -> Tensor:
 
     index i64[n]: numbers below count, each at most once, and any number of -1.
     """
-    places = torch.full((count + 1,), -1, dtype=torch.int64, device=index.device)  # -1 writes the last one
+    places = torch.full((count + 1,), -1, dtype=torch.int64, device=index.device)  # the last is for -1
     return places.scatter_(0, torch.where(index >= 0, index, count), torch.arange(len(index), device=index.device))[:-1]
 
 

@@ -207,7 +207,7 @@ def selections(history: Sequence[BlockStep], block: int) -> list[tuple[set[int],
     masked, reached, found = set(range(block)), -1, []
     for step in history:
         wanted = set(step.kept if step.kept is not None else masked)
-        # A kept column whose masked left neighbour is not kept was added itself: selected, it would bring that one.
+        # A kept column whose masked left neighbour is not kept was added as a neighbour: a selected one brings its own.
         scored = {c for c in wanted if c - 1 not in masked or c - 1 in wanted}
         if closure(scored, masked, reached) != wanted:
             scored = wanted

@@ -216,7 +216,7 @@ class BlockSession:
                 if causal and any(first_cached):
                     loop = replace(loop, release=partial(self._release, handles, first_cached, caches["page_table"]))
                 else:
-                    loop = replace(loop, release=None)  # the batch before may have had some
+                    loop = replace(loop, release=None)  # the batch before may have released pages
                 state = loop.run(batch, first, caches, stats, report, unconditional)
                 token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
                 if keep_kv:

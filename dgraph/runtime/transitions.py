@@ -55,7 +55,7 @@ class Transitions:
         if self._last is None or self._last[0] != key:
             if self._last is not None:
                 self._last[1].let_go()
-                self._last = None  # its tensors, too, before others are made
+                self._last = None  # frees its tensors before new ones are made
             self._last = (key, Advance(rule, state, state.capacity, self._pool, self._compiler))
         else:
             self._last[1].load(state, rule.seed)

@@ -45,7 +45,7 @@ def cosine_of(dot, new, old):
 
 
 @triton.jit
-def turned(dot, new, old, tau):
+def drifted(dot, new, old, tau):
     """Whether the cosine is below tau, from a dot product and two squared norms; no number is below anything."""
     return (cosine_of(dot, new, old) >= tau) == 0
 
@@ -79,4 +79,4 @@ def _drift(
         tl.debug_barrier()  # a block narrower than the program is held by several threads: all have read it now
         tl.store(cache_ptr + slot + at, value, mask=at < SIZE)
     full = tl.load(full_ptr + row) != 0
-    tl.store(salient_ptr + row, full | turned(dot, new_sum, old_sum, tau))
+    tl.store(salient_ptr + row, full | drifted(dot, new_sum, old_sum, tau))

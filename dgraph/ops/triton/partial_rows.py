@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.triton.drift import turned
+from dgraph.ops.triton.drift import drifted
 from dgraph.ops.triton.keep_index import kept_before
 from dgraph.ops.triton.rows import power_of_two
 
@@ -148,7 +148,7 @@ def _decide(
     new = tl.sum(tl.load(sums_ptr + n * HEADS + at, mask=inside, other=0.0), 1)
     old = tl.sum(tl.load(sums_ptr + 2 * n * HEADS + at, mask=inside, other=0.0), 1)
     full = tl.load(full_ptr + row, mask=live, other=0) != 0
-    tl.store(salient_ptr + row, live & (full | turned(dot, new, old, tau)), mask=row < n)
+    tl.store(salient_ptr + row, live & (full | drifted(dot, new, old, tau)), mask=row < n)
     for i in range(tl.maximum(end - first, 0), tl.minimum(n - first, ROWS)):
         for column in range(0, SIZE, BLOCK):
             d = column + tl.arange(0, BLOCK)
