@@ -8,7 +8,7 @@ stale keys and values are not in it. Figure 4 measures cosine similarity; its te
 1 - cosine, and the relative L2 error |C - C*| / |C*|, of a row's context C over all heads with exact attention C*.
 
 Counted are rows whose context was updated; those that are exact anyway (salient, or in a full step) would add zeros.
-It runs on a CPU: programs on a GPU launch kernels without the dispatcher, where calls are seen here.
+Steps run without CUDA graphs while they are compared.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import dgraph
 from benchmarks.tables import Cell, Report
 from dgraph.api import Optimized
 from dgraph.evaluate.questions import choose, stored
-from dgraph.ops import OPS
+from dgraph.ops import OPS, Op
 from dgraph.ops.rows import sequence_of
 from dgraph.runtime.stats import StepRecord
 
@@ -68,8 +68,8 @@ def errors(got: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     return l2.float(), (directions.pow(2).sum(1) / 2).float()
 
 
-class Compare(TorchFunctionMode):
-    """While it is entered, compares what every partial attention of a program gives with exact attention.
+class Compare:
+    """Compares what every partial attention of a program gives with exact attention; an observer of its calls.
 
     Args:
         layers: those that have one, in the order in which they run.
@@ -83,18 +83,18 @@ class Compare(TorchFunctionMode):
     """
 
     def __init__(self, layers: Sequence[int], prompts: Sequence[int]):
-        super().__init__()
         self.layers, self.prompts = layers, torch.tensor(prompts)
         self.found: dict[tuple[int, int], Errors] = {}
         self.rows = self.updated = self.calls = self.step = 0
         self.worst_exact = 0.0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not OPS["partial_attention"].overload:
-            return func(*args, **(kwargs or {}))
+    def __call__(self, op: Op, args: tuple[Any, ...], result: Any) -> None:
+        """Observe a call of an op."""
+        if op.name != "partial_attention":
+            return
         q, k_cache, v_cache, _, index, cu_changed, _, full, positions, page_table, cu_rows, limit, scale, tau = args
         exact = OPS["paged_attention"].overload(q, k_cache, v_cache, page_table, cu_rows, limit, scale)
-        context, salient = func(*args)
+        context, _ = result
         live = int(cu_rows[-1])
         sparse = ~full[:live]
         updated = sparse & (tau <= 1)
@@ -108,7 +108,6 @@ class Compare(TorchFunctionMode):
         self.rows += int(sparse.sum())
         self.updated += int(updated.sum())
         self.calls += 1
-        return context, salient
 
     def next_step(self, record: StepRecord) -> None:
         """Observe the end of a step."""
@@ -147,18 +146,18 @@ def measure(program: Optimized, prompts: Sequence[Sequence[int]], tokens: int) -
     """Decode prompts of ids together, one token per step, and compare every partial attention with exact attention.
 
     Raises:
-        ValueError: the program has no partial attention, or none of its calls is seen, as on a GPU.
+        ValueError: the program has no partial attention.
     """
     layers = [node.meta["layer"] for node in program.graph().find("partial_attention")]
     if not layers:
         raise ValueError(f"recipe {program.recipe.name!r} has no partial attention; use dyllm with partial=True.")
     compare = Compare(layers, [len(ids) for ids in prompts])
-    with compare:
+    with ExitStack() as watched:
+        for lowered in program.programs.values():
+            watched.enter_context(lowered.observed(compare))
         result = program.generate(
             input_ids=prompts, max_new_tokens=tokens, steps=program.spec.block_length, observer=compare.next_step
         )
-    if not compare.calls:
-        raise ValueError(f"no call of partial_attention was seen on {program.graph().device}; load the model on a CPU.")
     share = compare.updated / max(1, compare.rows)
     return Measured(compare.found, share, compare.worst_exact, result.stats.steps, layers)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,18 @@ from dgraph.lowering.plan import Cut, Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
-from dgraph.lowering.steps import AnyStep, RowChunks, Slot, Slots, Step, read_by, written_by
+from dgraph.lowering.steps import (
+    AnyStep,
+    Observer,
+    RowChunks,
+    Slot,
+    Slots,
+    Step,
+    calls_of,
+    observing,
+    read_by,
+    written_by,
+)
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -117,6 +129,25 @@ class LoweredProgram:
         with self.tuning.choices.in_use():
             return self._run(slots, live, padded)
 
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """While it is entered, `observer` sees every call of an op that the schedule left to itself.
+
+            with program.observed(lambda op, args, result: print(op.name)):
+                program(inputs, rows)
+
+        The steps run one by one meanwhile, without CUDA graphs. Not seen are ops that were compiled into a region, and
+        a call that takes another along (`dgraph.lowering.fused`).
+        """
+        runners = self._runners
+        self._runners = [run_steps(plan) for plan in self.plans]
+        steps = calls_of(step for plan in self.plans for step in (*plan.bridge, *plan.steps))
+        try:
+            with observing(steps, observer):
+                yield
+        finally:
+            self._runners = runners
+
     def _run(self, slots: Slots, live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
         start = time.perf_counter()
@@ -179,15 +210,16 @@ class LoweredProgram:
         args = [_numbered(a, self._numbers) for a in args_of(step.node)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         function = launcher(op, self.graph.device)
-        return Step(function, args, tuple((part, self._number(n)) for part, n in written))
+        return Step(function, args, tuple((part, self._number(n)) for part, n in written), op)
 
     def _lower_cut(self, call: Call) -> Cut:
         """Rows are listed in the stage before, with room for all of them; so nothing is launched after the read."""
         keep, cu_rows = (self._numbers[n] for n in args_of(call.node)[:2])
         parts = dict(call.results)
         index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
-        function = launcher(OPS["list_kept"], self.graph.device)
-        return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets))), index, offsets)
+        op = OPS["list_kept"]
+        function = launcher(op, self.graph.device)
+        return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets)), op), index, offsets)
 
     def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from dgraph.ops import Op
+
+Observer = Callable[[Op, tuple[Any, ...], Any], None]
+"""Called after an op, with the op, the arguments of the call and its result. What the op writes is written by then."""
 
 
 class Slot(int):
@@ -25,12 +31,25 @@ class Slots(list[Any]):
 
 
 class Step:
-    """One function over slots: reads some, writes some, and frees those that nobody reads any more."""
+    """One function over slots: reads some, writes some, and frees those that nobody reads any more.
 
-    __slots__ = ("args", "frees", "function", "targets")
+    Args:
+        function: what is called.
+        args: its arguments, in which a `Slot` stands for the value there.
+        targets: where the results go: (part of the result, slot); part None is the result itself.
+        op: whose call it is; None for a region, and for a call that takes another along.
+    """
 
-    def __init__(self, function: Callable[..., Any], args: list[Any], targets: tuple[tuple[int | None, int], ...]):
-        self.function, self.args, self.targets = function, args, targets
+    __slots__ = ("args", "frees", "function", "op", "targets")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        targets: tuple[tuple[int | None, int], ...],
+        op: Op | None = None,
+    ):
+        self.function, self.args, self.targets, self.op = function, args, targets, op
         self.frees: tuple[int, ...] = ()
 
     def run(self, slots: list[Any]) -> None:
@@ -122,6 +141,39 @@ class RowChunks:
 
 
 AnyStep = Step | RowChunks
+
+
+def calls_of(steps: Iterable[AnyStep]) -> Iterator[Step]:
+    """The steps that call an op, those within chunks included."""
+    for step in steps:
+        for member in step.members if isinstance(step, RowChunks) else (step,):
+            if member.op is not None:
+                yield member
+
+
+@contextmanager
+def observing(steps: Iterable[Step], observer: Observer) -> Iterator[None]:
+    """While it is entered, `observer` sees every call that the steps make; outside of it a step pays nothing."""
+    plain = {step: step.function for step in steps}
+    for step in plain:
+        step.function = _observed(step, observer)
+    try:
+        yield
+    finally:
+        for step, function in plain.items():
+            step.function = function
+
+
+def _observed(step: Step, observer: Observer) -> Callable[..., Any]:
+    function, op = step.function, step.op
+    assert op is not None
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        observer(op, args, result)
+        return result
+
+    return call
 
 
 def read_by(steps: Iterable[AnyStep]) -> set[int]:

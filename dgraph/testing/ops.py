@@ -77,9 +77,9 @@ def check_kernel(op: Op) -> None:
 
 def check_launcher(op: Op) -> None:
     """What is called without the dispatcher is what the dispatcher calls; float64 goes to the reference anywhere."""
-    assert launcher(op, torch.device("cpu")) is op.overload
+    assert launcher(op, torch.device("cpu")) is op.reference
     on_cuda = launcher(op, torch.device("cuda", 0))
-    assert (on_cuda is op.overload) == (op.kernel is None), f"{op.name} is launched by {on_cuda}"
+    assert (on_cuda is op.reference) == (op.kernel is None), f"{op.name} is launched by {on_cuda}"
     args = cast(samples_of(op)[0].args, torch.float64)
     if any(t.is_floating_point() for t in tensors(args)):
         mine = cast(args, torch.float64)

@@ -18,6 +18,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.steps import Slots
+from dgraph.ops import Op
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
 from tests.passes.scene import Scene
 from tests.tiny import Hand, interpret, rewritten
@@ -96,6 +97,66 @@ def test_a_program_can_run_again(focus: dict[str, Graph], step: Scene) -> None:
         assert value.data_ptr() != second[name].data_ptr()
     weights = {n.meta.get("weight") for n in focus["step"].nodes if n.op == "placeholder"} - {None}
     assert sum(v is not None for v in program._template) == len(weights), "nothing of a run is kept"
+
+
+# -- observation -------------------------------------------------------------------------------------------------
+
+
+class Refused:
+    """A runner that must not run, as one that replays a CUDA graph: it would call nothing."""
+
+    def __init__(self, plan: StagePlan):
+        self.plan = plan
+
+    def __call__(self, slots: Slots) -> Callable[[int], None]:
+        raise AssertionError(f"stage {self.plan.name} ran by its own runner")
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 10])
+def test_every_call_of_an_op_is_observed(focus: dict[str, Graph], step: Scene, chunk_rows: int | None) -> None:
+    program = lower(focus["step"], chunk_rows=chunk_rows, runner=Refused)
+    seen: list[tuple[Op, tuple[Any, ...], Any]] = []
+    with program.observed(lambda *call: seen.append(call)):
+        watched = program(step.copy().inputs, ROWS)
+    names = [op.name for op, _, _ in seen]
+    for name in ("kv_write", "paged_attention", "importance", "select_tokens", "lm_head"):
+        expected = len(focus["step"].find(name))
+        assert expected
+        assert names.count(name) == expected, name
+    for op, args, result in seen:
+        if op.name == "paged_attention":  # the caches are as they were read: nothing wrote to them since
+            assert torch.equal(op.overload(*args), result)
+    (kept,) = [result for op, _, result in seen if op.name == "list_kept"]
+    assert torch.equal(kept[0][: watched.rows[1]], watched.outputs["kept"])
+    with pytest.raises(AssertionError, match="ran by its own runner"):
+        program(step.copy().inputs, ROWS)
+
+
+def test_observing_changes_no_result_and_ends(focus: dict[str, Graph], step: Scene) -> None:
+    program = lower(focus["step"])
+    plain, seen = program(step.copy().inputs, ROWS), []
+
+    def fails(op: Op, args: tuple[Any, ...], result: Any) -> None:
+        seen.append(op.name)
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"), program.observed(fails):
+        program(step.copy().inputs, ROWS)
+    assert len(seen) == 1
+    with program.observed(lambda op, args, result: seen.append(op.name)):
+        watched = program(step.copy().inputs, ROWS)
+    length = len(seen)
+    again = program(step.copy().inputs, ROWS)
+    assert len(seen) == length > 1
+    for name, value in plain.outputs.items():
+        assert torch.equal(watched.outputs[name], value)
+        assert torch.equal(again.outputs[name], value)
+
+
+def test_a_call_does_not_go_through_the_dispatcher(focus: dict[str, Graph], step: Scene) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        lower(focus["step"])(step.copy().inputs, ROWS)
+    assert not [event.key for event in profile.key_averages() if event.key.startswith("dgraph::")]
 
 
 # -- padding -----------------------------------------------------------------------------------------------------
