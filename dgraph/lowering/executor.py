@@ -129,6 +129,10 @@ class LoweredProgram:
         with self.tuning.choices.in_use():
             return self._run(slots, live, padded)
 
+    def calls(self) -> tuple[Step, ...]:
+        """The steps that call an op, in order, those within chunks of rows included."""
+        return tuple(calls_of(step for plan in self.plans for step in (*plan.bridge, *plan.steps)))
+
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """While it is entered, `observer` sees every call of an op that the schedule left to itself.
@@ -141,9 +145,8 @@ class LoweredProgram:
         """
         runners = self._runners
         self._runners = [run_steps(plan) for plan in self.plans]
-        steps = calls_of(step for plan in self.plans for step in (*plan.bridge, *plan.steps))
         try:
-            with observing(steps, observer):
+            with observing(self.calls(), observer):
                 yield
         finally:
             self._runners = runners
