@@ -57,7 +57,7 @@ def reference(
         count = math.floor(share * len(among))
         chosen[among[similar[among].argsort(stable=True)[:count]]] = True
     written = (full | adapts)[rows]
-    v_cache[slots[0][written], slots[1][written]] = v[rows[written]]
+    v_cache[slots[0][written], slots[1][written]] = v[rows][written]
     return chosen
 
 

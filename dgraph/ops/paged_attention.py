@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.rows import attend, check_heads, groups, padded_length, sequence_of, take
+from dgraph.ops.rows import attend, check_heads, padded_length
 
 CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence; position p of sequence s lives at
@@ -35,46 +35,52 @@ def reference(
     scale: float,
 ) -> Tensor:
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
-    live = int(cu_rows[-1])
-    page = k_cache.shape[1]
-    longest = limit.new_zeros(cu_rows.shape[0] - 1).scatter_reduce_(0, sequence_of(cu_rows, live), limit[:live], "amax")
-    lengths = longest.tolist()
-    if max(lengths, default=0) > page_table.shape[1] * page:
-        raise InputError(
-            f"dgraph::paged_attention: a row sees {max(lengths)} positions, but the page table holds "
-            f"{page_table.shape[1]} pages of {page}. Pass a wider page table."
-        )
+    starts, limits, tables = cu_rows.tolist(), limit.tolist(), page_table.tolist()
     out = q.new_zeros(q.shape)
-    # Whole pages, and a number of them that depends on the sequence alone.
-    keys = [-(-padded_length(length, 64) // page) * page if length else 0 for length in lengths]
-    for group in groups(cu_rows, keys):
-        slot = torch.arange(group.keys, device=q.device)
-        length, end = longest[group.sequences], limit[group.rows]
-        if bool((end == length[:, None]).all()):
-            end = end[:, :1]  # the common case: a mask per sequence instead of one per row
-        k, v = _gather((k_cache, v_cache), page_table[group.sequences], length, slot)
-        hidden, blind = slot >= end[:, :, None], limit[group.rows] <= 0
-        group.scatter(out, attend(take(q, group.rows), k, v, hidden, blind, scale))
+    for s, table in enumerate(tables):
+        rows = slice(starts[s], starts[s + 1])
+        ends = limits[rows]
+        length = max(ends, default=0)
+        if length <= 0:
+            continue
+        pages = _pages(table, length, k_cache.shape[1])
+        keys, values = (_taken(cache, pages, length) for cache in (k_cache, v_cache))
+        # One mask for all rows where they see the same, which is the common case.
+        same = min(ends) == length
+        end = _filled_up(limit[rows])[:, None] if not same else length
+        hidden = (torch.arange(keys.shape[1], device=q.device) >= end).view(1, -1, keys.shape[1])
+        blind = None if same else end.view(1, -1) <= 0
+        out[rows] = attend(_filled_up(q[rows])[None], keys, values, hidden, blind, scale)[0, : len(ends)]
     return out
 
 
-def _gather(caches: Sequence[Tensor], table: Tensor, length: Tensor, slot: Tensor) -> list[Tensor]:
-    """[g, K, Hkv, D] of each cache: the positions of each sequence in order; zeros from its length on."""
-    first = slot[:: caches[0].shape[1]]
-    width = min(len(first), table.shape[1])
-    pages = table.new_zeros(len(table), len(first))
-    pages[:, :width] = table[:, :width]
-    pages.masked_fill_(first >= length[:, None], 0)
-    if bool((pages < 0).any()):
+def _pages(table: list[int], length: int, page: int) -> list[int]:
+    """The pages of a sequence's first `length` positions, filled up to a number that depends on the sequence alone."""
+    if length > len(table) * page:
+        raise InputError(
+            f"dgraph::paged_attention: a row sees {length} positions, but the page table holds "
+            f"{len(table)} pages of {page}. Pass a wider page table."
+        )
+    pages = table[: -(-length // page)]
+    if min(pages) < 0:
         raise InputError(
             "dgraph::paged_attention: a row sees a position in a page that its sequence does not have (its "
             "page_table entry is negative). Assign and write every page below the limit first."
         )
-    unseen = (slot >= length[:, None]).flatten().nonzero().squeeze(1)
-    found = [take(cache, pages).flatten(1, 2) for cache in caches]
-    for values in found:
-        values.flatten(0, 1).index_fill_(0, unseen, 0)  # unwritten slots may hold NaN, which no mask hides
-    return found
+    return pages + [0] * (-(-padded_length(length, 64) // page) - len(pages))
+
+
+def _taken(cache: Tensor, pages: list[int], length: int) -> Tensor:
+    """[1, K, Hkv, D]: the positions in those pages, in order; zeros from `length` on."""
+    values = cache.index_select(0, torch.tensor(pages, device=cache.device)).flatten(0, 1)
+    values[length:] = 0  # unwritten slots may hold NaN, which no mask hides
+    return values[None]
+
+
+def _filled_up(values: Tensor) -> Tensor:
+    """The rows of a sequence, and its first row again up to their padded number."""
+    more = padded_length(len(values)) - len(values)
+    return torch.cat([values, values[:1].expand(more, *values.shape[1:])]) if more else values
 
 
 def fake(q: Tensor, *rest: Any) -> Tensor:

@@ -57,26 +57,29 @@ def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pa
 
 def placed_rows(
     op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, cache: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The live rows whose position has a page: i64[r], ascending; and where they lie in `cache` [pages, page, ...]:
-    i64[r] pages, and i64[r] places within them.
+) -> tuple[Tensor | slice, tuple[Tensor, Tensor]]:
+    """The live rows whose position has a page, as an index: i64[r], ascending, or the slice of all of them; and where
+    they lie in `cache` [pages, page, ...]: r pages, and r places within them.
 
     Raises:
         InputError: a row's position or page lies after the last one that there is; the message names `op`.
     """
     (pages, page), live = cache.shape[:2], min(int(cu_rows[-1]), positions.shape[0])
-    at = positions[:live] // page
-    if bool((at >= page_table.shape[1]).any()):
+    positions = positions[:live]
+    at = positions // page
+    if live and int(positions.max()) >= page_table.shape[1] * page:
         raise InputError(
-            f"dgraph::{op}: a row has position {int(positions[:live].max())}, but the page table holds "
+            f"dgraph::{op}: a row has position {int(positions.max())}, but the page table holds "
             f"{page_table.shape[1]} pages of {page} positions. Widen it; -1 stands for a page that does not exist."
         )
-    found = page_table[sequence_of(cu_rows, live), at].long()
-    if bool((found >= pages).any()):
+    found = page_table[sequence_of(cu_rows, live), at]
+    if live and int(found.max()) >= pages:
         raise InputError(
             f"dgraph::{op}: a row's position lies on page {int(found.max())}, but the cache has {pages} pages. Pass "
             f"the caches as they are after the last allocation."
         )
+    if not live or int(found.min()) >= 0:
+        return slice(live), (found, positions % page)
     rows = (found >= 0).nonzero()[:, 0]
     return rows, (found[rows], positions[rows] % page)
 
@@ -140,12 +143,12 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
             yield Group(sequences, torch.where(live, first + column, first), live, width)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, blind: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, blind: Tensor | None, scale: float) -> Tensor:
     """Attention of padded sequences: q[g, R, Hq, D], k and v[g, K, Hkv, D] -> [g, R, Hq, D].
 
     Args:
         hidden: bool[g, R, K], or bool[g, 1, K] if all rows of a sequence see the same; True: not seen.
-        blind: bool[g, R], rows that see nothing; they give zeros.
+        blind: bool[g, R], rows that see nothing; they give zeros. None: there are none.
 
     Keys and values must be finite, also where nothing sees them.
     """
@@ -159,7 +162,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, blind: Tensor, scale
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
-    return out.masked_fill(blind[:, :, None, None], 0) if bool(blind.any()) else out
+    return out if blind is None or not bool(blind.any()) else out.masked_fill(blind[:, :, None, None], 0)
 
 
 def check_heads(op: str, q: Tensor, k: Tensor, dim: int) -> None:
