@@ -45,11 +45,12 @@ def reference(
             continue
         pages = _pages(table, length, k_cache.shape[1])
         keys, values = (_taken(cache, pages, length) for cache in (k_cache, v_cache))
-        # One mask for all rows where they see the same, which is the common case.
-        same = min(ends) == length
-        end = _filled_up(limit[rows])[:, None] if not same else length
-        hidden = (torch.arange(keys.shape[1], device=q.device) >= end).view(1, -1, keys.shape[1])
-        blind = None if same else end.view(1, -1) <= 0
+        slot = torch.arange(keys.shape[1], device=q.device)
+        if min(ends) == length:  # the common case: one mask for all rows
+            hidden, blind = (slot >= length)[None, None], None
+        else:
+            end = _filled_up(limit[rows])[None]
+            hidden, blind = slot >= end[:, :, None], end <= 0
         out[rows] = attend(_filled_up(q[rows])[None], keys, values, hidden, blind, scale)[0, : len(ends)]
     return out
 
