@@ -26,12 +26,16 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.passes.base import Report
+from dgraph.passes.manager import run_passes
+from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite
 from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.session import BlockSession, Progress, SequenceKV
+from dgraph.runtime.policies import Policy, statistics_of
+from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import trim
 from dgraph.settings import settings_of
@@ -221,8 +225,7 @@ class Optimized:
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
-        if chosen.sampling.needs_logits:
-            self._keep_logits()
+        self._prepare(chosen.rule, chosen.sampling)
         with self.kernels.remembered():
             generation = self._session.generate(
                 ids, chosen, max_batch=max_batch, keep_kv=keep_kv, observer=observer, progress=progress
@@ -233,14 +236,25 @@ class Optimized:
         cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
-    def _keep_logits(self) -> None:
-        """Lower the step once more, for samplers that need its logits, unless it keeps them anyway."""
-        if "logits" in self._session.programs or "logits" in self.programs["step"].output_names:
+    def _prepare(self, policy: Policy, sampler: Sampler) -> None:
+        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
+        for statistics that a policy asks for.
+        """
+        asked = statistics_of(policy)
+        variant = LOGITS if sampler.needs_logits else measuring(policy)
+        if not variant or variant in self._session.variants or "logits" in self.programs["step"].output_names:
             return
-        phases = rewrite(self.captured, self.recipe.keeping_logits())
-        self._session.programs["logits"] = self._lower(phases["step"].graph)
-        if "select" in phases:
-            self._session.programs["select_logits"] = self._lower(phases["select"].graph, captured=False)
+        if variant == LOGITS:
+            rewritten = rewrite(self.captured, self.recipe.keeping_logits())
+            graphs = {name: phase.graph for name, phase in rewritten.items()}
+        else:
+            graphs = {name: phase.graph.copy() for name, phase in self.phases.items()}
+        graphs = {name: graph for name, graph in graphs.items() if name in ("step", "select")}
+        if variant != LOGITS:
+            for graph in graphs.values():
+                run_passes(graph, [MeasureRows(asked)])
+        lowered = {name: self._lower(graph, name == "step") for name, graph in graphs.items()}
+        self._session.variants[variant] = lowered
 
     def warm_up(
         self,
@@ -271,8 +285,10 @@ class Optimized:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
+            chosen = Decoding.of(decoding, settings)
+            self._prepare(chosen.rule, chosen.sampling)
             positions = self.spec.max_positions if tokens is None else tokens
-            return self._session.warm_up(batch, positions, progress, Decoding.of(decoding, settings))
+            return self._session.warm_up(batch, positions, progress, chosen)
 
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:

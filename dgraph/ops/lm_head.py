@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,22 @@ def reference(
     suppress: int,
     packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed)
+
+
+def decode_candidates(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+    packed: bool,
+    measure: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dgraph::lm_head, which also gives each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     token = seed.new_full(candidate.shape, -1)
@@ -58,6 +74,8 @@ def reference(
             first += len(rows)
             found = decode_logits(logits, temperature[rows], seed[rows], suppress)
             token[rows], confidence[rows], margin[rows], entropy[rows] = found
+            if measure is not None:
+                measure(rows, logits, found.token)
             del logits  # or two chunks would be alive at once
     return token, confidence, margin, entropy
 

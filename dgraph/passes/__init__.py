@@ -14,6 +14,7 @@ from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.manager import run_passes
+from dgraph.passes.measure_rows import MeasureRows
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
@@ -59,6 +60,7 @@ __all__ = [
     "FuseGLU",
     "FuseProjections",
     "GateFFN",
+    "MeasureRows",
     "OnlyKV",
     "OnlyMasked",
     "PackRows",

@@ -21,16 +21,17 @@ from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
+from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import Moment, computed, initial_states
-from dgraph.runtime.policies import edits, needs_of
+from dgraph.runtime.policies import edits, needs_of, statistics_of
 from dgraph.runtime.rows import RowResults, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise, sequence_keys
 
-FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, "margin": -math.inf, "entropy": math.inf}
+FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, **{s.name: s.filler for s in GIVEN}, "measured": 0.0}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
 
 
@@ -78,6 +79,7 @@ class Advance:
     ):
         self.rule, self.state, self.capacity, self._pool, self._compiler = rule, state, capacity, pool, compiler
         state.keys = sequence_keys(rule.seed, state.prompt)
+        state.carry(rule.policy)
         self._editing = edits(rule.policy)
         self.rows = state.rows(capacity, self._editing)
         self.summary = state.summary()
@@ -95,6 +97,7 @@ class Advance:
     def load(self, state: DecodeState, seed: int) -> None:
         """Start over with another batch of the same shape, in the tensors that are there."""
         state.keys = sequence_keys(seed, state.prompt)
+        state.carry(self.rule.policy)
         _write(self._packed(state, self._initial(), fixed=True))
 
     def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:
@@ -152,7 +155,9 @@ class Advance:
                 continue
             value = outputs[name][: self.capacity] if name in FILLERS else outputs[name]
             if name not in self._given:
-                self._given[name] = value.new_empty(self.capacity if name in FILLERS else value.shape)
+                self._given[name] = value.new_empty(
+                    (self.capacity, *value.shape[1:]) if name in FILLERS else value.shape
+                )
             buffer = self._given[name]
             targets.append(buffer[: len(value)])
             sources.append(value)
@@ -168,8 +173,10 @@ class Advance:
     def _next(self) -> tuple[list[Assignment], Decision]:
         """What every tensor here becomes, and why; nothing is written."""
         rule, given = self.rule, self._given
-        optional = {name: given.get(name) for name in ("kept", "margin", "entropy")}
-        results = row_results(self.rows, given["token"], given["confidence"], **optional)
+        measured = {s: given[s.name] for s in GIVEN if s.name in given}
+        if "measured" in given:
+            measured |= zip(statistics_of(rule.policy), given["measured"].unbind(1), strict=True)
+        results = row_results(self.rows, given["token"], given["confidence"], given.get("kept"), measured)
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
         committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.recommit, self._noise())
         return self._packed(after, self._carried(after)), Decision(results, committed)
@@ -214,7 +221,7 @@ class Advance:
         held = self._held()
         given = tuple((name, value.dtype) for name, value in self._given.items())
         values = (getattr(self.state, field.name) for field in fields(self.state))
-        fixed = tuple(value for value in values if not isinstance(value, Tensor))
+        fixed = tuple(value for value in values if not isinstance(value, Tensor | dict))
         rule = replace(self.rule, temperature=float(self.rule.temperature > 0)).key
         shapes = tuple(value.shape for value in held)
         key = (rule, type(self.state), self.state.block, fixed, given, shapes)
@@ -280,13 +287,18 @@ def _where(sequences: Tensor, value: Tensor, other: Tensor) -> Tensor:
 
 
 def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
-    """The same dataclass with every field changed."""
-    return type(holder)(**{field.name: change(getattr(holder, field.name)) for field in fields(holder)})
+    """The same dataclass with every field changed, and every entry of one that is a dict."""
+
+    def changed(value: Any) -> Any:
+        return {name: change(one) for name, one in value.items()} if isinstance(value, dict) else change(value)
+
+    return type(holder)(**{field.name: changed(getattr(holder, field.name)) for field in fields(holder)})
 
 
 def _tensors(holder: Any) -> list[Tensor]:
     values = (getattr(holder, field.name) for field in fields(holder))
-    return [value for value in values if isinstance(value, Tensor)]
+    flat = (one for value in values for one in (value.values() if isinstance(value, dict) else (value,)))
+    return [value for value in flat if isinstance(value, Tensor)]
 
 
 def _pairs(target: Any, source: Any) -> list[Assignment]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from dgraph.errors import InputError, LoweringError, UnknownName, warn
 from dgraph.lowering.program import Program
+from dgraph.ops.statistics import GIVEN
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.offers import OFFERS, declared
-from dgraph.runtime.policies import Policy, check_needs, edits, foresees
+from dgraph.runtime.policies import Policy, check_needs, edits, foresees, statistics_of
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
 
@@ -131,7 +132,9 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
             f"cfg_scale={sampler.cfg_scale} compares logits with and without the prompt row by row, but this recipe "
             f"evicts rows, in the two not the same; use a recipe that evicts none, or leave cfg_scale at 0."
         )
-    statistics = {"margin", "entropy"} if logits else {"margin", "entropy"} & outputs
+    statistics = {s.name for s in GIVEN if logits or s.name in outputs}
+    if logits or "measured" in outputs:
+        statistics |= {s.name for s in statistics_of(policy)}
     check_needs(policy, {"noise", "order", "forwards", "editable", "passes"} | statistics)
     if not edits(policy):
         return

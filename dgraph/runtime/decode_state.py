@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
-from dgraph.runtime.policies import Candidates, Policy, edits, may_wait, needs_of, remasks
+from dgraph.ops.statistics import GIVEN
+from dgraph.runtime.policies import Candidates, Policy, carries_of, edits, may_wait, needs_of, remasks, statistics_of
 from dgraph.runtime.rows import RowResults, StepRows, inverse, read
 from dgraph.runtime.seeds import policy_order
 
@@ -46,7 +47,8 @@ class DecodeState(ABC):
     some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that
     reached the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to
     renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
-    left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; canvas i64[b, T]: prompts and what is
+    left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; carried: by name, what the policy keeps
+    from step to step (see `carry`); canvas i64[b, T]: prompts and what is
     decoded so far, mask tokens elsewhere.
 
     Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
@@ -66,6 +68,7 @@ class DecodeState(ABC):
     active: Tensor
     broken: Tensor
     keys: Tensor
+    carried: dict[str, Tensor]
     canvas: Tensor
     prompt: Tensor
     prompt_end: Tensor
@@ -74,7 +77,7 @@ class DecodeState(ABC):
     mask_id: int
 
     @staticmethod
-    def counters(start: Tensor, sequences: int | None) -> dict[str, Tensor]:
+    def counters(start: Tensor, sequences: int | None) -> dict[str, Any]:
         """The fields that begin alike in every state. Only the first `sequences` take part, default all."""
         b, device = len(start), start.device
 
@@ -88,6 +91,7 @@ class DecodeState(ABC):
             "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
             "broken": torch.zeros(b, dtype=torch.bool, device=device),
             "keys": zeros(2, b),
+            "carried": {},
         }
 
     @property
@@ -204,8 +208,15 @@ class DecodeState(ABC):
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, dict):
+                value = {name: one.clone() for name, one in value.items()}
             values[field.name] = value.clone() if isinstance(value, Tensor) else value
         return type(self)(**values)
+
+    def carry(self, policy: Policy) -> None:
+        """Begin with what a policy keeps from step to step."""
+        b, device = len(self.start), self.start.device
+        self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
 
     def summary(self) -> Tensor:
         """i64[5]: rows of the next step, active sequences, tokens decoded so far, broken sequences, and sequences
@@ -228,7 +239,8 @@ class DecodeState(ABC):
 
         noise f32[b, B]: uniform, for policies that draw.
         """
-        editing, masked = edits(policy), self.block_masked
+        editing, masked, start = edits(policy), self.block_masked, self.start
+        fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
         row = self._block_rows(rows)
         token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
         invalid = confidence.isnan().any(dim=1)
@@ -241,8 +253,8 @@ class DecodeState(ABC):
             decoded=self.decoded,
             start=self.start,
             prompt=self.prompt,
-            margin=None if results.margin is None else read(results.margin, row, -math.inf),
-            entropy=None if results.entropy is None else read(results.entropy, row, math.inf),
+            measured={name: read(values, row, fillers[name]) for name, values in results.measured.items()},
+            carried=self.carried,
             noise=noise,
             order=self.order if "order" in needs_of(policy) else None,
             forwards=self.forwards,
@@ -250,6 +262,8 @@ class DecodeState(ABC):
             passes=self.passes,
         )
         commit = self._chosen(candidates, policy)
+        carries = carries_of(policy)
+        kept = policy.carry(candidates, commit) if carries else {}  # type: ignore[attr-defined]
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
         progressed = candidates.committable if may_wait(policy) else commit & masked
         masks_left = masked.any(dim=1)
@@ -272,6 +286,8 @@ class DecodeState(ABC):
         self.total = self.total + count
         self._write(written, token, left)
         self._advance(masked, policy, block_cache, recommit, settled)
+        moved = self.start != start
+        self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
         return commit
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:

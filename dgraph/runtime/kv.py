@@ -34,12 +34,24 @@ class KVStore:
         if page_size < 1:
             raise InputError(f"KV store: a page holds at least 1 position, got page_size={page_size}.")
         self.page_size, self.device = page_size, torch.device(device)
-        self._specs = {spec.name: spec for spec in caches}
-        self._caches = {name: self._empty(name, 0) for name in self._specs}
+        self._specs: dict[str, InputSpec] = {}
+        self._caches: dict[str, Tensor] = {}
         self._pages = 0
+        self.declare(caches)
         self._free: list[int] = []  # the lowest page last: low pages are used first
         self._owned: dict[int, list[int]] = {}
         self._next = 0
+
+    def declare(self, caches: Iterable[InputSpec]) -> None:
+        """Make the caches that are not there yet, with as many pages as the others.
+
+        Raises:
+            InputError: a cache whose sizes are not numbers.
+        """
+        for spec in caches:
+            if spec.name not in self._specs:
+                self._specs[spec.name] = spec
+                self._caches[spec.name] = self._empty(spec.name, self._pages)
 
     @property
     def pages(self) -> int:

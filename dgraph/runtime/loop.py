@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dgraph.errors import DgraphError, LoweringError
 from dgraph.lowering.program import Program
+from dgraph.ops.row_slots import reference as row_slots
+from dgraph.ops.statistics import kept_rows, measure_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.runtime.advance import FILLERS, TWIN, Advance
@@ -23,6 +25,7 @@ from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import Moment, computed
+from dgraph.runtime.policies import statistics_of
 from dgraph.runtime.rows import StepRows, prefill_chunks, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.sampling import LogitsDecoder, RowContext
@@ -234,7 +237,7 @@ class BlockLoop:
             stats.count_stage(*stage)
         if "salient" in result.outputs:
             salient.append(result.outputs["salient"].clone())  # counts stay on the device until the end
-        outputs = self._decide(advance, result.outputs, other)
+        outputs = self._decide(advance, result.outputs, other, caches)
         if self.observer is None:
             advance(outputs)
             return
@@ -247,7 +250,11 @@ class BlockLoop:
         self.observer(StepRecord.of(number, before, rows, decision.results, decision.committed, said, states))
 
     def _decide(
-        self, advance: Advance, outputs: Mapping[str, Tensor], unconditional: Tensor | None
+        self,
+        advance: Advance,
+        outputs: Mapping[str, Tensor],
+        unconditional: Tensor | None,
+        caches: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Outputs with a token per row and how sure it is, which a program may leave to the runtime as logits."""
         if "token" in outputs and "confidence" in outputs:
@@ -281,6 +288,14 @@ class BlockLoop:
         for name, values in found.items():
             decided[name] = torch.full(row.shape, FILLERS[name], dtype=values.dtype, device=row.device)
             decided[name][entry] = values
+        if asked := statistics_of(self.rule.policy):
+            memory = caches[kept_rows(asked, self.spec.vocab).name]
+            slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
+            heat = torch.full(at.shape, self.rule.temperature, dtype=torch.float32, device=row.device)
+            live = torch.ones_like(at, dtype=torch.bool)
+            values = measure_rows(asked, logits[entry], found["token"], heat, self.spec.mask_id, slot, memory, live)
+            decided["measured"] = torch.zeros((len(row), len(asked)), dtype=torch.float32, device=row.device)
+            decided["measured"][entry] = values.float()
         return {**outputs, **decided}
 
     def _broken(self, state: DecodeState) -> DgraphError:

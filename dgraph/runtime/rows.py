@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dgraph.ops.statistics import Statistic
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class StepRows:
 
     def _each(self, change: Callable[[str, Tensor], Tensor]) -> StepRows:
         changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            changed[field.name] = None if value is None else change(field.name, value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            changed[each.name] = None if value is None else change(each.name, value)
         return StepRows(**changed)
 
 
@@ -68,15 +70,14 @@ class RowResults:
     """What a step program says about each of its N rows.
 
     token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows that cannot be committed (no candidate,
-    evicted or without a token); kept bool[N]: rows that reached the last stage. margin, entropy f32[N]: -inf
-    and inf on such rows; None if the program does not say.
+    evicted or without a token); kept bool[N]: rows that reached the last stage. measured: by name, f32[N]: the
+    statistics that the program computed, with their fillers on such rows.
     """
 
     token: Tensor
     confidence: Tensor
     kept: Tensor
-    margin: Tensor | None = None
-    entropy: Tensor | None = None
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def row_results(
@@ -84,13 +85,12 @@ def row_results(
     token: Tensor,
     confidence: Tensor,
     kept: Tensor | None = None,
-    margin: Tensor | None = None,
-    entropy: Tensor | None = None,
+    measured: Mapping[Statistic, Tensor] | None = None,
 ) -> RowResults:
     """Outputs of a step program (K entries, padding at the end) -> per row of the step.
 
-    token i64[K], confidence, margin and entropy f32[K]; kept i64[K]: the row of each entry, -1 for padding; None:
-    entry i is row i.
+    token i64[K], confidence and measured f32[K]; kept i64[K]: the row of each entry, -1 for padding; None: entry i is
+    row i.
     """
     n = len(rows.masked)
     entry = None if kept is None else inverse(kept, n)
@@ -102,11 +102,11 @@ def row_results(
     token = per_row(token, -1)
     committable = rows.candidate & survived & (token >= 0)
 
-    def decided(values: Tensor | None, filler: float) -> Tensor | None:
-        return None if values is None else torch.where(committable, per_row(values.float(), filler), filler)
+    def decided(values: Tensor, filler: float) -> Tensor:
+        return torch.where(committable, per_row(values.float(), filler), filler)
 
-    sure = torch.where(committable, per_row(confidence.float(), -math.inf), -math.inf)
-    return RowResults(token, sure, survived, decided(margin, -math.inf), decided(entropy, math.inf))
+    found = {s.name: decided(values, s.filler) for s, values in (measured or {}).items()}
+    return RowResults(token, decided(confidence, -math.inf), survived, found)
 
 
 def offsets_of(counts: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
+from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.checks import check_request, check_rule, check_session
@@ -25,7 +26,7 @@ from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.policies import Policy, statistics_of
 from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.sampling import Sampler
@@ -68,6 +69,15 @@ class Progress:
     decoded: int
 
 
+LOGITS = "logits"
+"""The variant of programs that end in logits."""
+
+
+def measuring(policy: Policy) -> str:
+    """The variant of programs that compute the statistics which a policy asks for; "" if it asks for none."""
+    return declare(statistics_of(policy))
+
+
 UNREAD_STEPS = 15
 """Where transitions are captured and nobody follows the progress, steps between host reads, if the plan allows it."""
 
@@ -83,8 +93,7 @@ class BlockSession:
     Args:
         spec: the model; a block-causal one has logit_shift 0.
         programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
-            entropy for policies that read them), or logits; and kept, reached and score if it evicts rows. "logits",
-            optional: the step for samplers that need logits, where "step" keeps none.
+            entropy for policies that read them), or logits; and kept, reached and score if it evicts rows.
         block_cache: which decoded rows of the current block are not recomputed: "off" (none is skipped), "dc"
             or "dc+" (see `ready_columns`).
         recommit: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
@@ -104,6 +113,10 @@ class BlockSession:
             op by op.
 
     Raises `InputError`, `UnknownName` or `LoweringError` for what cannot work.
+
+    Attributes:
+        variants: further programs "step" and "select", by what they are for: `LOGITS`, samplers that need logits where
+            the others keep none; `measuring` of a policy, statistics that it asks for.
     """
 
     def __init__(
@@ -126,6 +139,7 @@ class BlockSession:
         check_session(spec, programs, block_cache, select_noise, plan, kv)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
+        self.variants: dict[str, Mapping[str, Program]] = {}
         self.block_cache: BlockCache = block_cache
         self.recommit, self.select_noise = recommit, select_noise
         self.device = torch.device(device)
@@ -168,10 +182,7 @@ class BlockSession:
         policy, sampler, seed, max_new_tokens = chosen.rule, chosen.sampling, chosen.seed, chosen.max_new_tokens
         block = chosen.block_length or self.spec.block_length
         ids = check_request(self.spec, prompts, chosen, max_batch)
-        step, select = self.programs["step"], self.programs.get("select")
-        if sampler.needs_logits and "logits" not in step.output_names:
-            step = self.programs.get("logits", step)
-            select = self.programs.get("select_logits", select)
+        step, select = self._programs_for(policy, sampler)
         check_rule(policy, sampler, step, self.block_cache, self.plan)
         scripted = "script" in step.inputs
         check_script(policy, block, scripted)
@@ -257,7 +268,7 @@ class BlockSession:
             InputError: a size out of range, no pool to capture into, or buckets of kind "exact".
         """
         chosen = Decoding.of(decoding, settings)
-        block, step = self.spec.block_length, self.programs["step"]
+        block, (step, _) = self.spec.block_length, self._programs_for(chosen.rule, chosen.sampling)
         if self.pool is None:
             raise InputError("warm-up captures CUDA graphs, and this session runs without; use a GPU and graphs=True.")
         if batch < 1 or not 1 <= tokens <= self.spec.max_positions:
@@ -313,6 +324,21 @@ class BlockSession:
             )
         for handle in reversed(self.kv.allocate([tokens] * sequences)):
             self.kv.free(handle)
+
+    def _programs_for(self, policy: Policy, sampler: Sampler) -> tuple[Program, Program | None]:
+        """The programs "step" and "select" (None without one) that a policy and a sampler need, if there are such; what
+        they keep per position has room.
+        """
+        programs, asked = self.programs, statistics_of(policy)
+        if "logits" not in programs["step"].output_names:
+            variant = LOGITS if sampler.needs_logits else measuring(policy)
+            programs = {**programs, **self.variants.get(variant, {})}
+        step, select = programs["step"], programs.get("select")
+        inputs = declared({name: program.inputs for name, program in programs.items()}).values()
+        self.kv.declare(spec for spec in inputs if spec.per == "position")
+        if asked and "logits" in step.output_names:  # the loop keeps what a program would
+            self.kv.declare([kept_rows(asked, self.spec.vocab)])
+        return step, select
 
     def _keep_graphs(self) -> None:
         """Let go of CUDA graphs that read caches which have been replaced since."""

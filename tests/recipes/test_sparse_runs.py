@@ -121,8 +121,7 @@ def test_samplers_that_need_logits(family: str, case: str) -> None:
     greedy = run.generate(input_ids=prompts(), **SETTINGS)
     settings = {**SETTINGS, "temperature": 1.0, "seed": 3}
     found = run.generate(input_ids=prompts(), top_p=0.9, **settings)
-    assert {"logits", "select_logits"} <= set(run._session.programs)
-    assert "select_logits" not in run.programs
+    assert set(run._session.variants["logits"]) == {"step", "select"}
     assert found.token_ids != greedy.token_ids
     assert found.token_ids == run.generate(input_ids=prompts(), top_p=0.9, **settings).token_ids
     taken = run.generate(input_ids=prompts(), sampler=Sampler(processors=(lambda logits, context: logits,)), **SETTINGS)

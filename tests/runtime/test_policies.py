@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.ops.statistics import ENTROPY, MARGIN
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -254,12 +255,10 @@ def test_program_outputs_come_back_with_margin_and_entropy() -> None:
     rows = StepRows(zeros, zeros, zeros, zeros, zeros.int(), ~flags, flags, torch.tensor([0, 4]).int())
     token, kept = torch.tensor([7, 8, 9, -1]), torch.tensor([1, 2, 3, -1])
     value = torch.tensor([0.5, 0.25, 0.75, 0.0])
-    got = row_results(rows, token, value, kept, value, value)
+    got = row_results(rows, token, value, kept, {MARGIN: value, ENTROPY: value})
     assert got.confidence.tolist() == [NONE, NONE, 0.25, 0.75]
-    assert got.margin is not None
-    assert got.entropy is not None
-    assert got.margin.tolist() == [NONE, NONE, 0.25, 0.75]
-    assert got.entropy.tolist() == [math.inf, math.inf, 0.25, 0.75]
+    assert got.measured["margin"].tolist() == [NONE, NONE, 0.25, 0.75]
+    assert got.measured["entropy"].tolist() == [math.inf, math.inf, 0.25, 0.75]
     every = row_results(replace(rows, candidate=torch.ones(4).bool()), token, value, kept)
     assert every.confidence.tolist() == [NONE, 0.5, 0.25, 0.75]  # row 0 was evicted
-    assert every.margin is every.entropy is None
+    assert not every.measured

@@ -100,10 +100,11 @@ def together(sequences: list[Sequence]) -> Candidates:
 
     whole = {n: column(n, torch.int64) for n in ("token", "current", "step", "decoded", "forwards", "passes")}
     flags = {n: column(n, torch.bool) for n in ("masked", "editable")}
-    real = {n: column(n, torch.float32) for n in ("margin", "entropy", "noise", "order")}
+    real = {n: column(n, torch.float32) for n in ("noise", "order")}
+    measured = {n: column(n, torch.float32) for n in ("margin", "entropy")}
     zeros = torch.zeros(len(sequences), dtype=torch.int64)
     confidence = column("c", torch.float32)
-    return Candidates(confidence=confidence, start=zeros, prompt=zeros, **whole, **flags, **real)
+    return Candidates(confidence=confidence, start=zeros, prompt=zeros, measured=measured, **whole, **flags, **real)
 
 
 # -- the formulas: positions that a rule commits -----------------------------------------------------------------
@@ -325,7 +326,8 @@ def test_who_foresees() -> None:
 def test_no_sequences_are_no_decisions() -> None:
     rng = random.Random(0)
     whole = together([draw(rng, 4)])
-    none = Candidates(**{name: value[:0] for name, value in vars(whole).items()})
+    empty = {name: value[:0] for name, value in vars(whole).items() if isinstance(value, Tensor)}
+    none = Candidates(**empty, measured={name: value[:0] for name, value in whole.measured.items()})
     for name, _, options in CASES:
         assert policy_of(name, **options).choose(none).shape == (0, 4)
 
@@ -426,7 +428,8 @@ def test_a_temperature_on_the_order_draws_as_multinomial_does() -> None:
     noise = torch.randint(0, 2**24, (n, 4), generator=torch.Generator().manual_seed(3)) / 2**24
     sequence = _plain(score.tolist(), 1)
     rows = together([sequence])
-    many = {name: value.expand(n, *value.shape[1:]) for name, value in vars(rows).items()}
+    given = {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    many = {name: value.expand(n, *value.shape[1:]) for name, value in given.items()}
     policy = policy_of("dream", alg="maskgit_plus", alg_temp=0.4, steps=3)
     chosen = policy.choose(Candidates(**many | {"noise": noise}))
     assert chosen.sum(1).tolist() == [1] * n

@@ -12,6 +12,7 @@ exponentials and their mean distance to the maximum, and the token with its logi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,28 @@ def kernel(
     """dgraph::lm_head; see its contract. `listed` says whether candidates are listed; None: if there are many rows, or
     they are packed.
     """
+    return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, listed)
+
+
+Measure = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Takes a chunk: numbers of its rows i32 or i64[R], bool[R] which of them are candidates (all else may be anything),
+their logits [R, V], and the tokens i64[N] of all rows."""
+
+
+def decode_candidates(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+    packed: bool,
+    listed: bool | None = None,
+    measure: Measure | None = None,
+) -> Results:
+    """dgraph::lm_head, which also gives each chunk to `measure`; `listed` as for `kernel`."""
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     n = candidate.shape[0]
@@ -86,9 +109,9 @@ def kernel(
         per_row = candidate.contiguous(), temperature.contiguous(), seed.contiguous()
         chunk = min(n, max_num_logits)
         if packed or (n > FEW if listed is None else listed):
-            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found)
+            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found, measure)
         else:
-            _all_rows(h, weight, bias, *per_row, chunk, suppress, found)
+            _all_rows(h, weight, bias, *per_row, chunk, suppress, found, measure)
     return found
 
 
@@ -102,6 +125,7 @@ def _all_rows(
     chunk: int,
     suppress: int,
     found: Results,
+    measure: Measure | None,
 ) -> None:
     n = h.shape[0]
     buffer = torch.empty((chunk, weight.shape[0]), dtype=h.dtype, device=h.device)
@@ -115,6 +139,8 @@ def _all_rows(
         token, confidence, margin, entropy = (x[part] for x in found)
         rows = candidate[part], temperature[part], seed[part]
         reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy)
+        if measure is not None:
+            measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, found[0])
 
 
 def _listed_rows(
@@ -128,6 +154,7 @@ def _listed_rows(
     suppress: int,
     packed: bool,
     found: Results,
+    measure: Measure | None,
 ) -> None:
     h, weight = dense_rows(h), dense_rows(weight)
     rows = list_candidates(candidate, chunk, *found)
@@ -142,6 +169,9 @@ def _listed_rows(
             gather(h, part, some)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
         reduce_logits(logits, candidate, temperature, seed, suppress, *found, listed=part)
+        if measure is not None:
+            live = torch.arange(len(logits), device=h.device) < part.counts[-1]
+            measure(part.rows[: len(logits)], live, logits, found[0])
         del logits  # or two chunks would be alive at once
 
 

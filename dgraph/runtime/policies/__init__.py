@@ -15,8 +15,10 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.plugins import Table
 from dgraph.runtime.policies.base import (
     Candidates,
+    Carried,
     DecodeRule,
     Policy,
+    carries_of,
     check_needs,
     edits,
     foresees,
@@ -26,6 +28,7 @@ from dgraph.runtime.policies.base import (
     policy_key,
     policy_sampler,
     remasks,
+    statistics_of,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
@@ -180,6 +183,7 @@ __all__ = [
     "PRESETS",
     "THRESHOLD",
     "Candidates",
+    "Carried",
     "ConfidenceThreshold",
     "DecodeRule",
     "Dream",
@@ -194,6 +198,7 @@ __all__ = [
     "Policy",
     "RelativeThreshold",
     "Sequential",
+    "carries_of",
     "check_needs",
     "chosen_policy",
     "edits",
@@ -206,4 +211,5 @@ __all__ = [
     "policy_of",
     "policy_sampler",
     "remasks",
+    "statistics_of",
 ]

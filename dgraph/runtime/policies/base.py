@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
 from dgraph.runtime.sampling import Sampler
 
 ORIGINS = {
-    "margin": "a step program that outputs margin, or logits",
-    "entropy": "a step program that outputs entropy, or logits",
     "noise": "a uniform draw per position from the runtime",
     "order": "a uniform draw per position from the runtime that lasts",
     "forwards": "the number of steps that the block has had",
     "editable": "a runtime that offers decoded positions for editing",
     "passes": "a runtime that offers decoded positions for editing",
 }
-"""Optional fields of `Candidates`, and where each comes from."""
+"""Optional fields of `Candidates`, and where each comes from. A statistic comes from the step program."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,11 @@ class Candidates:
     tokens that they decoded; start i64[b]: position of the block's first row; prompt i64[b]: index of the
     sequence's prompt among all of the call.
 
-    What only some rules read (None where nobody gave it): margin f32: the two largest probabilities' difference,
-    -inf without a candidate; entropy f32: nats, inf without a candidate; noise f32: uniform in [0, 1), a
-    function of seed, prompt, position and step; order f32: uniform in [0, 1), a function of seed, prompt and
+    measured: by name, f32 statistics of each row's distribution that the rule needs (see `dgraph.ops.statistics`),
+    each with its filler where there is no candidate. carried: by name, what the rule carries from step to step.
+
+    What only some rules read (None where nobody gave it): noise f32: uniform in [0, 1), a function of seed, prompt,
+    position and step; order f32: uniform in [0, 1), a function of seed, prompt and
     position, hence the same in all steps; forwards i64[b]: steps of this block, those that decoded nothing included.
 
     For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
@@ -53,8 +54,8 @@ class Candidates:
     decoded: Tensor
     start: Tensor
     prompt: Tensor
-    margin: Tensor | None = None
-    entropy: Tensor | None = None
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
     noise: Tensor | None = None
     order: Tensor | None = None
     forwards: Tensor | None = None
@@ -77,8 +78,8 @@ class Candidates:
         return self.masked.sum(dim=1) + self.decoded
 
     def need(self, name: str, rule: object) -> Tensor:
-        """An optional field; `InputError` naming the rule if nobody gave it."""
-        value: Tensor | None = getattr(self, name)
+        """An optional field or a statistic; `InputError` naming the rule if nobody gave it."""
+        value: Tensor | None = getattr(self, name) if name in ORIGINS else self.measured.get(name)
         if value is None:
             raise _missing(name, rule)
         return value
@@ -86,9 +87,48 @@ class Candidates:
 
 def _missing(name: str, rule: object) -> InputError:
     return InputError(
-        f"{type(rule).__name__}: needs {name}, got none; it takes {ORIGINS[name]}. "
+        f"{type(rule).__name__}: needs {name}, got none; it takes "
+        f"{ORIGINS.get(name, f'a step program that outputs {name}, or logits')}. "
         f"Choose a rule that decides by confidence alone, or give it."
     )
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A tensor that a policy carries from step to step; the runtime makes, keeps and resets it.
+
+    Attributes:
+        name: under which `Candidates.carried` has it, and `carry` gives what it becomes.
+        dtype: of its values.
+        fill: what it begins with.
+        per: "position" [b, B] of the current block, or "sequence" [b].
+        lasts: "block": it begins anew with every block; "sequence": it does not, which only one per sequence can.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    fill: float = 0.0
+    per: str = "position"
+    lasts: str = "block"
+
+    def __post_init__(self) -> None:
+        allowed = {("position", "block"), ("sequence", "block"), ("sequence", "sequence")}
+        if (self.per, self.lasts) not in allowed:
+            raise InputError(
+                f"Carried: {self.name!r} is per 'position' and lasts a 'block', or per 'sequence' and lasts a 'block' "
+                f"or a 'sequence', got per={self.per!r} and lasts={self.lasts!r}."
+            )
+
+    def begin(self, sequences: int, block: int, device: torch.device) -> Tensor:
+        """[b, B] or [b]: what it begins with."""
+        shape = (sequences, block) if self.per == "position" else (sequences,)
+        return torch.full(shape, self.fill, dtype=self.dtype, device=device)
+
+    def next(self, value: Tensor, moved: Tensor) -> Tensor:
+        """What the policy made of it, begun anew for the sequences bool[b] that moved on to another block."""
+        if self.lasts == "sequence":
+            return value
+        return torch.where(moved[:, None] if value.dim() == 2 else moved, self.fill, value).to(self.dtype)
 
 
 class Policy(Protocol):
@@ -120,9 +160,16 @@ class DecodeRule:
     sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The optional fields of `Candidates` that the rule reads."""
+    def needs(self) -> frozenset[str | Statistic]:
+        """What the rule reads beyond the fields that `Candidates` always has: names of its optional fields and of
+        statistics, or statistics themselves.
+        """
         return frozenset()
+
+    @property
+    def carries(self) -> tuple[Carried, ...]:
+        """What the rule keeps from step to step; it then has `carry`. A captured step knows of no other state."""
+        return ()
 
     def to_json(self) -> dict[str, Any]:
         """Its name under "rule" and its fields; `policy_of(**value)` gives an equal policy."""
@@ -137,6 +184,10 @@ class DecodeRule:
 
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""
+        raise NotImplementedError
+
+    def carry(self, candidates: Candidates, chosen: Tensor) -> Mapping[str, Tensor]:
+        """What each of `carries` becomes, by name, once `chosen` bool[b, B] is committed; in new tensors."""
         raise NotImplementedError
 
     def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
@@ -217,8 +268,8 @@ def _is_value(value: object) -> bool:
     settings = getattr(type(value), "__dataclass_params__", None)
     if settings is None or isinstance(value, type) or not (settings.frozen and settings.eq):
         return False
-    compared = {field.name for field in fields(value) if field.compare}  # type: ignore[arg-type]
-    held = {*getattr(value, "__dict__", {}), *(field.name for field in fields(value))}  # type: ignore[arg-type]
+    compared = {f.name for f in fields(value) if f.compare}  # type: ignore[arg-type]
+    held = {*getattr(value, "__dict__", {}), *(f.name for f in fields(value))}  # type: ignore[arg-type]
     return held == compared and all(_is_value(getattr(value, name)) for name in compared)
 
 
@@ -228,8 +279,24 @@ def policy_sampler(policy: Policy) -> Sampler:
 
 
 def needs_of(policy: Policy) -> frozenset[str]:
-    """The optional fields of `Candidates` that a policy reads."""
-    return getattr(policy, "needs", frozenset())
+    """Names of what a policy reads: optional fields of `Candidates`, and statistics."""
+    return frozenset(need.name if isinstance(need, Statistic) else need for need in getattr(policy, "needs", ()))
+
+
+def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
+    """The statistics that a policy reads beside those that dgraph::lm_head gives, by name.
+
+    Raises `InputError` for two of one name.
+    """
+    needs = (BY_NAME.get(need) if isinstance(need, str) else need for need in getattr(policy, "needs", ()))
+    found = sorted((s for s in needs if isinstance(s, Statistic) and s not in GIVEN), key=lambda s: (s.name, repr(s)))
+    declare(found)
+    return tuple(found)
+
+
+def carries_of(policy: Policy) -> tuple[Carried, ...]:
+    """What a policy carries from step to step."""
+    return tuple(getattr(policy, "carries", ()))
 
 
 def may_wait(policy: Policy) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dgraph.ops.statistics import declare, declared
+
 
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,7 +36,9 @@ def _unpack(data: bytes) -> Any:
 
 
 def _run(module: str, function: str, data: bytes) -> bytes:
-    args, options = _unpack(data)
+    args, options, statistics = _unpack(data)
+    for each in statistics:
+        declare(each)
     result = getattr(import_module(f"dgraph.ops.triton.{module}"), function)(*args, **options)
     return _pack((result, args))
 
@@ -47,7 +51,9 @@ class Interpreter:
 
     def __call__(self, module: str, args: Sequence[Any], function: str = "kernel", **options: Any) -> tuple[Any, Any]:
         """The result, and the arguments as the call left them."""
-        return _unpack(self._pool.submit(_run, module, function, _pack((tuple(args), options))).result())
+        statistics = [declared(args[-1])] if module == "lm_head_measured" else []
+        data = _pack((tuple(args), options, statistics))
+        return _unpack(self._pool.submit(_run, module, function, data).result())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dgraph.ops import OPS, paged_attention
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.drift import nearby
 from dgraph.ops.rows import sequence_of, slots_of
+from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, kept_rows
 
 Call = tuple[Any, ...]
 
@@ -255,6 +256,20 @@ def heading(
     return h, weight, offset, masked, temperature, seeds, chunk, vocab // 3 if bias else -1
 
 
+def measuring(rows: int, **options: Any) -> Call:
+    """As `heading`, with statistics; every other row was seen before."""
+    call = heading(rows, **options)
+    chosen = (KL(top=3), MARGIN, ENTROPY)
+    width = kept_rows(chosen, len(call[1])).element[-1]
+    generator = torch.Generator().manual_seed(1)
+    state = torch.rand(rows + 3, 1, width, generator=generator).neg() - 2  # log-probabilities
+    state[:, :, 0] = torch.arange(rows + 3)[:, None] % 2
+    state[:, :, 1:4] = torch.arange(3.0)  # ids
+    slot = torch.randperm(rows + 3, generator=generator)[:rows]
+    slot[::7] = -1
+    return (*call, False, slot, state, declare(chosen))
+
+
 def product(
     rows: int, capacity: int, d_in: int, d_out: int, *, bias: bool = False, index: torch.dtype = torch.int32
 ) -> Call:
@@ -347,5 +362,7 @@ LARGER: list[tuple[str, str, Call]] = [
     ("lm_head", "drawn and greedy", heading(21)),
     ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
     ("lm_head", "so many rows that they are listed", heading(270, vocab=90, chunk=100, share=0.3)),
+    ("lm_head_measured", "drawn and greedy, in chunks", measuring(21)),
+    ("lm_head_measured", "so many rows that they are listed", measuring(270, vocab=90, chunk=100, share=0.3)),
 ]
 """Op, what is special, arguments."""

@@ -1,0 +1,69 @@
+"""MeasureRows: the LM head computes what a decoding rule asks of each row's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of
+from dgraph.ops import OPS
+from dgraph.ops.statistics import Statistic, declare, kept_rows
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.cache_kv import PAGE_TABLE
+
+MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class MeasureRows(Pass):
+    """Let the chunked LM head also compute statistics of the rows whose logits it has.
+
+    The graph's new output `measured` f32[K, S] has a column for each statistic. What these keep of a row from one step
+    to the next lies in a paged cache `statistics_W` f32[pages, page, W], at the row's position (see
+    `dgraph.ops.statistics.kept_rows`).
+
+        before  %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3)
+                return token=%4, confidence=%5, margin=%6, entropy=%7
+        after   %1 = dgraph.row_slots(positions, page_table, cu_rows, statistics_129)
+                %3 = dgraph.lm_head_measured(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3, False,
+                                             %1, statistics_129, 'KL(top=64)')
+                return token=%4, confidence=%5, margin=%6, entropy=%7, measured=%8
+
+    It comes last. `Optimized.generate` applies it where a policy asks for more than dgraph::lm_head gives.
+
+    Attributes:
+        statistics: in the order of the columns.
+    """
+
+    statistics: tuple[Statistic, ...] = ()
+
+    effect: ClassVar[Effect] = Effect.EXACT
+    summary: ClassVar[str] = "statistics of each row's distribution that a decoding rule asks for, without logits"
+    signature: ClassVar[frozenset[str]] = frozenset({"page_table", "statistics_*", MEASURED})
+
+    def run(self, graph: Graph, report: Report) -> None:
+        heads = graph.find("lm_head")
+        if not heads:
+            report.skip("no lm_head has the logits of a chunk; run ChunkLMHead first", graph.output)
+            return
+        head = heads[0]
+        _, weight, _, candidate, *rest = args_of(head)
+        state = graph.add_input(kept_rows(self.statistics, weight.meta["val"].shape[0]))
+        rows = graph.input("positions"), graph.add_input(PAGE_TABLE), graph.input("cu_rows")
+        # Before the layers, where the rows of the step are all there.
+        slots = graph.call(OPS["row_slots"], (*rows, state), before=graph.calls[0], by=report.name, like=graph.output)
+        slot = graph.on_rows_of(slots, candidate, report.name)
+        packed = rest[4] if len(rest) > 4 else False
+        args = (*args_of(head)[:8], packed, slot, state, declare(self.statistics))
+        measured = graph.call(OPS["lm_head_measured"], args, before=head, by=report.name, like=head)
+        *old, new = graph.parts(measured, 5, report.name)
+        for part in list(head.users):
+            graph.replace(part, old[args_of(part)[1]])
+        graph.set_outputs({**graph.results(), MEASURED: new})
+        graph.sweep()
+        report.did(", ".join(s.name for s in self.statistics))
+
+    def to_json(self) -> dict[str, Any]:
+        """See `Pass.to_json`; a statistic stands there as its repr."""
+        return {"pass": self.name, "statistics": [repr(s) for s in self.statistics]}
