@@ -102,15 +102,7 @@ def runner(request: pytest.FixtureRequest, interpret: bool) -> Interpreter | Non
     if not interpret:
         return None
     pytest.importorskip("triton", minversion="3.7")
-    return request.getfixturevalue("interpreted_kernels")
-
-
-@pytest.fixture(scope="module")
-def interpreted_kernels() -> object:
-    from tests.ops.triton.interpreter import interpreter
-
-    with interpreter() as running:
-        yield running
+    return request.getfixturevalue("interpreted")
 
 
 @BOTH
@@ -311,12 +303,13 @@ def test_positions_need_not_be_kept(runner: Interpreter | None) -> None:
     assert args[9].tolist() == [[3] * 3, [0] * 3]
 
 
-@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(("tile", "n"), [(16, 100), (64, 300)], ids=["16", "64"])
 @pytest.mark.parametrize("heads", ["uniform", "mass", "adaptive"])
-def test_long_sequences_in_many_tiles(request: pytest.FixtureRequest, heads: str, tile: int) -> None:
+def test_long_sequences_in_many_tiles(request: pytest.FixtureRequest, heads: str, tile: int, n: int) -> None:
+    """More candidates than a tile of counts; with 300 rows, than a tile of ranks too."""
     pytest.importorskip("triton", minversion="3.7")
-    run: Interpreter = request.getfixturevalue("interpreted_kernels")
-    counts, windows = [300, 0, 170], [(120, 150), (0, 3), (160, 170)]
+    run: Interpreter = request.getfixturevalue("interpreted")
+    counts, windows = [n, 0, n // 2 + 20], [(n // 3 + 20, n // 2), (0, 3), (n // 2 + 10, n // 2 + 20)]
     score = (draw(*counts, heads=2, seed=tile) * 30).round() - 3
     m, b = sum(counts), 3
     k, v = torch.randn(2, m, 2, D)

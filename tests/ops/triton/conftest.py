@@ -1,15 +1,12 @@
-"""The interpreter of this test process, and skipping with a reason where a kernel cannot run."""
+"""Skipping with a reason where a kernel cannot run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
-
-from tests.ops.triton.interpreter import Interpreter, interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +22,3 @@ def can_run(request: pytest.FixtureRequest) -> None:
 
 def _version(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> Iterator[Interpreter]:
-    with interpreter() as running:
-        yield running
