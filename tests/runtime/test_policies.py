@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -123,6 +123,22 @@ def test_a_policy_comes_back_from_json(policy: DecodeRule) -> None:
     assert policy_of(**value) == policy
     assert POLICIES[value["rule"]] is type(policy)
     assert set(value) - {"sampler"} == {"rule", *options_of(value["rule"])}
+
+
+def test_what_a_rule_works_out_for_itself_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Twice(ConfidenceThreshold):
+        name = "twice"
+        squared: float = field(init=False, default=0.0)
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "squared", self.threshold**2)
+
+    monkeypatch.setitem(POLICIES.own, "twice", Twice)
+    made = policy_of("twice", threshold=0.5)
+    assert (options_of("twice").keys(), made.squared) == ({"threshold"}, 0.25)
+    assert made.to_json() == {"rule": "twice", "threshold": 0.5}
+    assert policy_of(**made.to_json()) == made
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=repr)

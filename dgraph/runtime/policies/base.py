@@ -172,9 +172,9 @@ class DecodeRule:
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """Its name under "rule" and its fields; `policy_of(**value)` gives an equal policy."""
-        found = {"rule": self.name, **asdict(replace(self, sampler=None))}
-        del found["sampler"]
+        """Its name under "rule" and its settings; `policy_of(**value)` gives an equal policy."""
+        values = asdict(replace(self, sampler=None))
+        found = {"rule": self.name, **{f.name: values[f.name] for f in fields(self) if f.init and f.name != "sampler"}}
         return found if self.sampler is None else {**found, "sampler": self.sampler.to_json()}
 
     @property
