@@ -39,7 +39,7 @@ TRACE = synthesise(BLOCK, 5.0, 3.0, histories=7)
 def arms_share_a_capture() -> Iterator[None]:
     """It is most of their time here, and passes leave it as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "captured", functools.cache(api.captured))
+        patch.setattr(api, "capture_or_load", functools.cache(api.capture_or_load))
         yield
 
 

@@ -32,7 +32,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def arms_share_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is most of their time here, and passes leave it as it is."""
-    monkeypatch.setattr(api, "captured", functools.cache(api.captured))
+    monkeypatch.setattr(api, "capture_or_load", functools.cache(api.capture_or_load))
 
 
 @pytest.fixture

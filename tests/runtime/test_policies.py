@@ -136,8 +136,8 @@ def test_what_a_rule_works_out_for_itself_is_no_setting(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(POLICIES.own, "twice", Twice)
     made = policy_of("twice", threshold=0.5)
-    assert (options_of("twice").keys(), made.squared) == ({"threshold"}, 0.25)
-    assert made.to_json() == {"rule": "twice", "threshold": 0.5}
+    assert (options_of("twice").keys(), made.squared) == ({"threshold", "inclusive"}, 0.25)
+    assert made.to_json() == {"rule": "twice", "threshold": 0.5, "inclusive": made.inclusive}
     assert policy_of(**made.to_json()) == made
 
 
