@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,21 +54,8 @@ def reference(
     return (*found, measured)
 
 
-def fake(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    candidate: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    max_num_logits: int,
-    suppress: int,
-    packed: bool,
-    slot: Tensor,
-    state: Tensor,
-    statistics: str,
-) -> Results:
-    found = lm_head.fake(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed)
+def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any) -> Results:
+    found, statistics = lm_head.fake(h, weight, bias, candidate, *rest), rest[-1]
     return (*found, h.new_empty((*candidate.shape, len(declared(statistics))), dtype=numeric(h.dtype)))
 
 
