@@ -1,11 +1,11 @@
 """Times of the kernels of DyLLM at the shape of LLaDA-8B: 16 sequences of 1024 + 256 positions.
 
-    python -m benchmarks.dyllm_kernels [--page 128] [--plans] [--json FILE] [--markdown FILE]
+    python -m benchmarks.dyllm_kernels [--page 128] [--tilings] [--json FILE] [--markdown FILE]
 
 First every kernel is checked against its reference, in fp32 and in bf16. Then, each as a call inside a CUDA graph on
 data that no L2 cache holds: partial_attention with a share of the rows changed, next to paged_attention of all rows
 and to what its bytes and its products take at the rates of a copy and of a large product measured in the same run;
-and the kernels that only move rows. `--plans` times other sizes of partial_attention as well.
+and the kernels that only move rows. `--tilings` times other sizes of partial_attention as well.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Step:
         where = (self.full, self.positions, self.table, self.cu_rows, self.limit)
         return self.q, self.k, self.v, self.dv, self.index, self.cu_changed, self.c, *where, D**-0.5, tau
 
-    def partial(self, plan: Any = None) -> tuple[Tensor, Tensor]:
-        if plan is None:
+    def partial(self, tiling: Any = None) -> tuple[Tensor, Tensor]:
+        if tiling is None:
             return OPS["partial_attention"].overload(*self.args())
         from dgraph.ops.triton.partial_attention import kernel
 
-        return kernel(*self.args(), plan=plan)
+        return kernel(*self.args(), tiling=tiling)
 
     def dense(self) -> Tensor:
         return OPS["paged_attention"].overload(
@@ -181,13 +181,13 @@ def moving(report: Report, page: int, bandwidth: float) -> None:
     report.table("kernels that move rows", ["op", "rows", "us", "floor us", "/ floor"], lines, note)
 
 
-def plans(report: Report, page: int) -> None:
+def tilings(report: Report, page: int) -> None:
     """Other sizes of partial_attention, with a twelfth of the rows changed."""
-    from dgraph.ops.triton.attention_plan import multiprocessors
-    from dgraph.ops.triton.partial_attention import plan_for
+    from dgraph.ops.triton.attention_tiling import multiprocessors
+    from dgraph.ops.triton.partial_attention import tiling_for
 
     device = torch.device("cuda", torch.cuda.current_device())
-    base = plan_for(SEQUENCES * RESPONSE, SEQUENCES, (HEADS, HEADS), D, page, KEYS, 2, multiprocessors(device))
+    base = tiling_for(SEQUENCES * RESPONSE, SEQUENCES, (HEADS, HEADS), D, page, KEYS, 2, multiprocessors(device))
     cases = [[Step(SEQUENCES, rows, rows // 12, page) for _ in range(SETS)] for rows in (RESPONSE, KEYS)]
     small = dataclasses.replace(base.exact, block_m=64, warps=4)
     changes: list[dict[str, Any]] = [
@@ -202,21 +202,23 @@ def plans(report: Report, page: int) -> None:
     ]
     lines: list[list[Cell]] = []
     for change in changes:
-        line: list[Cell] = [", ".join(f"{k} {v}" for k, v in change.items()) or "the plan in use"]
+        line: list[Cell] = [", ".join(f"{k} {v}" for k, v in change.items()) or "the tiling in use"]
         for sets in cases:
             try:
                 line.append(milliseconds([partial(s.partial, dataclasses.replace(base, **change)) for s in sets], 7))
-            except Exception as error:  # too much shared memory, say: not a plan for this device
+            except Exception as error:  # too much shared memory, say: not a tiling for this device
                 line.append(str(error).partition("\n")[0][:40])
         lines.append(line)
-    report.table(f"plans, ms; {base}", ["change", *(f"{SEQUENCES} x {rows} rows" for rows in (RESPONSE, KEYS))], lines)
+    report.table(
+        f"tilings, ms; {base}", ["change", *(f"{SEQUENCES} x {rows} rows" for rows in (RESPONSE, KEYS))], lines
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=int, default=128, help="positions of a page; it must divide 1280")
-    parser.add_argument("--plans", action="store_true", help="time other sizes of partial_attention as well")
+    parser.add_argument("--tilings", action="store_true", help="time other sizes of partial_attention as well")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     options = parser.parse_args(argv)
@@ -232,8 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check(report, options.page)
     attention(report, options.page, bandwidth, rate)
     moving(report, options.page, bandwidth)
-    if options.plans:
-        plans(report, options.page)
+    if options.tilings:
+        tilings(report, options.page)
     report.write(options.markdown, options.json)
 
 

@@ -109,7 +109,7 @@ def main() -> None:
             stats = runs[-1][1]
             if args.profile:
                 profile(program, prompts, args.tokens, args.steps)
-            captured = len(program.graph_pool.captured) if program.graph_pool is not None else 0
+            captured = len(program.graph_pool.recorded) if program.graph_pool is not None else 0
             rows.append(
                 [
                     label,

@@ -1,6 +1,6 @@
 """Times of the Triton kernels at the shapes of SDAR-8B, next to library kernels and to the bytes they must move.
 
-    python -m benchmarks.kernels [--only attention focus head] [--plans] [--json FILE]
+    python -m benchmarks.kernels [--only attention focus head] [--tilings] [--json FILE]
 
 Every time is a call inside a CUDA graph: the median over replays of a graph that holds many calls on different
 data, so that nothing is found in the L2 cache that a model would not find there. A floor is the bytes that the
@@ -68,13 +68,13 @@ class Attention:
         cache[self.table.flatten().long()] = x.transpose(1, 2).reshape(-1, self.page, KV_HEADS, D)
         return cache
 
-    def paged(self, plan: Any = None) -> Tensor:
+    def paged(self, tiling: Any = None) -> Tensor:
         args = (self.q, *self.caches, self.table, self.cu_rows, self.limit, D**-0.5)
-        if plan is None:
+        if tiling is None:
             return OPS["paged_attention"].overload(*args)
         from dgraph.ops.triton.paged_attention import kernel
 
-        return kernel(*args, plan=plan)
+        return kernel(*args, tiling=tiling)
 
     def dense(self) -> Tensor:
         q = self.q.unflatten(0, (-1, self.rows)).transpose(1, 2)
@@ -87,7 +87,7 @@ class Attention:
         return float((self.paged()[: len(want)].double() - want).norm() / want.norm())
 
 
-def attention(report: Report, bandwidth: float, plans: bool) -> None:
+def attention(report: Report, bandwidth: float, tilings: bool) -> None:
     """paged_attention against SDPA and the floor."""
     lines: list[list[Cell]] = []
     for b, rows, keys in ATTENTION:
@@ -99,14 +99,14 @@ def attention(report: Report, bandwidth: float, plans: bool) -> None:
             library = library or milliseconds([s.dense for s in sets])
             ratios = [ours / floor, library / floor]
             lines.append([f"{b}, {rows}, {keys}", page, ours, library, floor, *ratios, f"{error:.1e}"])
-            if plans:
-                _plans(report, sets, floor, f"{b}, {rows}, {keys}; page {page}", rows)
+            if tilings:
+                _tilings(report, sets, floor, f"{b}, {rows}, {keys}; page {page}", rows)
     columns = ["b, rows, keys", "page", "ours ms", "SDPA ms", "floor ms", "ours / floor", "SDPA / floor", "error"]
     report.table("paged_attention", columns, lines, "SDPA: enable_gqa on dense K and V. Error: relative, to float64.")
 
 
-def _plans(report: Report, sets: Sequence[Attention], floor: float, title: str, rows: int) -> None:
-    from dgraph.ops.triton.attention_plan import Plan
+def _tilings(report: Report, sets: Sequence[Attention], floor: float, title: str, rows: int) -> None:
+    from dgraph.ops.triton.attention_tiling import Tiling
 
     m = min(128, max(16, 1 << (rows * HEADS // KV_HEADS - 1).bit_length()))
     sizes = [(m, n, warps, stages) for n in (32, 64, 128) for warps, stages in ((4, 3), (4, 5), (8, 5))]
@@ -115,15 +115,15 @@ def _plans(report: Report, sets: Sequence[Attention], floor: float, title: str, 
     lines: list[list[Cell]] = []
     for block_m, block_n, warps, stages in sizes:
         for splits in (1, 2) if first == 1 else (first // 2, first, 2 * first):
-            plan = Plan(block_m, block_n, splits, warps, stages)
+            tiling = Tiling(block_m, block_n, splits, warps, stages)
             try:
-                took = milliseconds([partial(s.paged, plan) for s in sets], 7)
-            except Exception as error:  # too much shared memory, say: not a plan for this device
-                print(plan, str(error).partition("\n")[0])
+                took = milliseconds([partial(s.paged, tiling) for s in sets], 7)
+            except Exception as error:  # too much shared memory, say: not a tiling for this device
+                print(tiling, str(error).partition("\n")[0])
                 continue
-            lines.append([str(plan), took, took / floor])
+            lines.append([str(tiling), took, took / floor])
     lines.sort(key=lambda line: line[1])
-    report.table(f"plans for {title}", ["plan", "ms", "/ floor"], lines[:10])
+    report.table(f"tilings for {title}", ["tiling", "ms", "/ floor"], lines[:10])
 
 
 def focus(report: Report, bandwidth: float) -> None:
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = ("attention", "focus", "head")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
-    parser.add_argument("--plans", action="store_true", help="time other block sizes of paged_attention as well")
+    parser.add_argument("--tilings", action="store_true", help="time other block sizes of paged_attention as well")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     options = parser.parse_args(argv)
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.data["copy_bytes_per_ms"] = bandwidth
     report.table("device", ["measure", "value"], [["copy, read + written, TB/s", bandwidth / 1e9]])
     if "attention" in options.only:
-        attention(report, bandwidth, options.plans)
+        attention(report, bandwidth, options.tilings)
     if "focus" in options.only:
         focus(report, bandwidth)
     if "head" in options.only:

@@ -1,12 +1,12 @@
 """Times of rows_linear, whose number of rows is on the device, next to a linear layer of exactly so many rows.
 
-    python -m benchmarks.rows_linear [--plans | --glu] [--json FILE] [--markdown FILE]
+    python -m benchmarks.rows_linear [--tilings | --glu] [--json FILE] [--markdown FILE]
 
 The shapes are those of SDAR-8B and LLaDA-8B, with room for 4096 rows. Every time is a call inside a CUDA graph; calls
-in a row take different weights, so that none is found in the L2 cache. `--plans` compiles many plans side by side in
-processes of their own, checks each there against float64, times those that are right, and ranks them by number of
-rows: few, some and many. A plan that does not compile, is wrong or does not end is reported and left out. `--glu` times
-rows_glu instead: gate and up of LLaDA-8B and Dream-7B with their activation.
+in a row take different weights, so that none is found in the L2 cache. `--tilings` compiles many tilings side by side
+in processes of their own, checks each there against float64, times those that are right, and ranks them by number of
+rows: few, some and many. A tiling that does not compile, is wrong or does not end is reported and left out. `--glu`
+times rows_glu instead: gate and up of LLaDA-8B and Dream-7B with their activation.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ COUNTS = (16, 32, 64, 65, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 12288))
 """d_in, d_out: q|k|v, out, gate|up and down of SDAR-8B; q|k|v of LLaDA-8B, whose others are the same."""
 FEW, SOME, MANY = (16, 64, 128), (65, 128, 256, 512, 768), (768, 1024, 2048, 4096)
-"""Counts at which plans for few rows, for some and for many are timed."""
+"""Counts at which tilings for few rows, for some and for many are timed."""
 COLD = 250e6
 PROCESSES, PATIENCE = 10, 100
-"""Processes that compile plans, and seconds that one may take for all of its plans."""
+"""Processes that compile tilings, and seconds that one may take for all of its tilings."""
 
 
-def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Plans by name, and the counts at which each is timed: the default, where warps have no roles, and tiles alone."""
-    from dgraph.ops.triton.rows_linear import Plan, Tiles, plan_for
+def tilings() -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Tilings by name, and the counts at which each is timed: the default, and one where warps have no roles."""
+    from dgraph.ops.triton.rows_linear import Tiles, Tiling, tiling_for
 
-    found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (plan_for(2), COUNTS), "tiles": (Plan(), COUNTS)}
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (tiling_for(2), COUNTS), "tiles": (Tiling(), COUNTS)}
     for sizes, options in (
         ((64, 128, 128, 4), {}),
         ((64, 128, 128, 4), {"splits": 4}),
@@ -55,7 +55,7 @@ def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
         ((64, 64, 64, 6), {"warps": 4, "programs": 2}),
         ((64, 64, 128, 3), {"warps": 4, "programs": 2}),
     ):
-        found[_name("few", sizes, options)] = (Plan((Tiles(*sizes, weight_first=True),), **options), FEW)
+        found[_name("few", sizes, options)] = (Tiling((Tiles(*sizes, weight_first=True),), **options), FEW)
     for sizes, options in (
         ((128, 128, 64, 6), {}),
         ((128, 128, 64, 6), {"splits": 1}),
@@ -71,7 +71,7 @@ def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
         ((128, 256, 64, 4), {"splits": 4}),
         ((256, 128, 64, 4), {}),
     ):
-        found[_name("some", sizes, options)] = (Plan((Tiles(*sizes),), **options), SOME)
+        found[_name("some", sizes, options)] = (Tiling((Tiles(*sizes),), **options), SOME)
     for sizes, options in (
         ((128, 256, 64, 4), {}),
         ((128, 256, 64, 4), {"splits": 1}),
@@ -80,7 +80,7 @@ def plans() -> dict[str, tuple[Any, tuple[int, ...]]]:
         ((128, 128, 64, 6), {}),
         ((128, 256, 64, 3), {"bulk": False}),
     ):
-        found[_name("many", sizes, options)] = (Plan((Tiles(*sizes),), **options), MANY)
+        found[_name("many", sizes, options)] = (Tiling((Tiles(*sizes),), **options), MANY)
     return found
 
 
@@ -88,18 +88,18 @@ def _name(kind: str, sizes: Sequence[int], options: dict[str, Any]) -> str:
     return " ".join([kind, "x".join(map(str, sizes)), *(f"{k}={v}" for k, v in options.items())])
 
 
-def run(plan: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
-    """The kernel under a plan."""
+def run(tiling: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+    """The kernel under a tiling."""
     from dgraph.ops.triton.rows_linear import kernel
 
-    return kernel(x, weight, None, count, plan)
+    return kernel(x, weight, None, count, tiling)
 
 
-def error(plan: Any, x: Tensor, weight: Tensor, rows: int) -> float:
+def error(tiling: Any, x: Tensor, weight: Tensor, rows: int) -> float:
     """Relative error of `rows` live rows to float64; the other rows of x are NaN."""
     given = x.clone()
     given[rows:] = torch.nan
-    got = run(plan, given, weight, _count(rows))[:rows]
+    got = run(tiling, given, weight, _count(rows))[:rows]
     want = x[:rows].double() @ weight.double().t()
     return float((got.double() - want).norm() / want.norm()) if rows else 0.0
 
@@ -109,21 +109,21 @@ def _count(rows: int) -> Tensor:
 
 
 def check_in_this_process(names: Sequence[str]) -> None:
-    """Compile plans and check them; one line of JSON each."""
-    known = plans()
+    """Compile tilings and check them; one line of JSON each."""
+    known = tilings()
     torch.manual_seed(0)
     x, weight = random(CAPACITY, 1024), random(1536, 1024) / 32
     for name in names:
         try:
             worst = max(error(known[name][0], x, weight, rows) for rows in (0, 1, 16, 33, 100, 129, 700, CAPACITY))
             fault = "" if worst < 5e-3 else f"wrong: relative error {worst:.1e}"
-        except Exception as failure:  # too much shared memory, say: not a plan for this device
+        except Exception as failure:  # too much shared memory, say: not a tiling for this device
             fault = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
         print(json.dumps([name, fault]), flush=True)
 
 
 def check_apart(names: Sequence[str]) -> dict[str, str]:
-    """Faults of plans by name ("" for none); compiled and checked in several processes at a time."""
+    """Faults of tilings by name ("" for none); compiled and checked in several processes at a time."""
 
     def start(mine: Sequence[str]) -> Iterator[tuple[str, str]]:
         command = [sys.executable, "-m", "benchmarks.rows_linear", "--check", *mine]
@@ -159,10 +159,10 @@ class Product:
         calls = [partial(product, self.x, w.t()[None], offs=_count(rows)) for w in self.weights]
         return milliseconds(calls, 9)
 
-    def ours(self, rows: int, plan: Any = None) -> float:
+    def ours(self, rows: int, tiling: Any = None) -> float:
         """Milliseconds of rows_linear."""
         count = _count(rows)
-        return milliseconds([partial(run, plan, self.x, w, count) for w in self.weights], 9)
+        return milliseconds([partial(run, tiling, self.x, w, count) for w in self.weights], 9)
 
     def floor(self, rows: int, bandwidth: float) -> float:
         """Milliseconds that the bytes take."""
@@ -194,13 +194,13 @@ def compare(report: Report, bandwidth: float) -> None:
 
 
 def search(report: Report, bandwidth: float, until: float) -> None:
-    """Every plan at its counts; the best of each."""
-    faults = check_apart(list(plans()))
+    """Every tiling at its counts; the best of each."""
+    faults = check_apart(list(tilings()))
     report.data["faults"] = {name: fault for name, fault in faults.items() if fault}
     for name, fault in report.data["faults"].items():
         print(f"left out: {name}: {fault}", flush=True)
-    print(f"{sum(not f for f in faults.values())} plans of {len(faults)} are right", flush=True)
-    known = {name: entry for name, entry in plans().items() if not faults[name]}
+    print(f"{sum(not f for f in faults.values())} tilings of {len(faults)} are right", flush=True)
+    known = {name: entry for name, entry in tilings().items() if not faults[name]}
     times: dict[tuple[str, int, str], float] = {}
     base: dict[tuple[str, int], float] = {}
     lines: list[list[Cell]] = []
@@ -212,15 +212,15 @@ def search(report: Report, bandwidth: float, until: float) -> None:
                 break
             base[at, rows] = attempt(partial(product.exact, rows))
             grouped, best = attempt(partial(product.grouped, rows)), (math.inf, "none")
-            for name, (plan, counts) in known.items():
+            for name, (tiling, counts) in known.items():
                 if rows in counts:
-                    took = times[at, rows, name] = attempt(partial(product.ours, rows, plan))
+                    took = times[at, rows, name] = attempt(partial(product.ours, rows, tiling))
                     best = min(best, (took, name)) if took == took else best
             floor = product.floor(rows, bandwidth)
             line: list[Cell] = [at, rows, base[at, rows], grouped, times.get((at, rows, "default"), math.nan), best[0]]
             lines.append([*line, floor, best[0] / base[at, rows], best[1]])
     columns = ["shape", "rows", "linear ms", "grouped_mm ms", "default ms", "best ms", "floor ms", "best / linear"]
-    report.table("the best plan of each", [*columns, "plan"], lines)
+    report.table("the best tiling of each", [*columns, "tiling"], lines)
     report.data["times"] = [[*key, took] for key, took in times.items()]
     report.data["linear"] = [[*key, took] for key, took in base.items()]
     for title, counts in (("up to 64 rows", (16, 64)), ("65", (65,)), ("128", (128,)), ("256", (256,)), ("512", (512,)),
@@ -235,17 +235,17 @@ def _rank(
     times: dict[tuple[str, int, str], float],
     base: dict[tuple[str, int], float],
 ) -> None:
-    """Plans by their time over that of a linear layer: the mean of all shapes, and each."""
+    """Tilings by their time over that of a linear layer: the mean of all shapes, and each."""
     shapes = [f"{a} -> {b}" for a, b in SHAPES]
     lines: list[list[Cell]] = []
-    for name in plans():
+    for name in tilings():
         ratios = [
             _mean([times[s, c, name] / base[s, c] for c in counts if (s, c, name) in times]) for s in shapes
         ]  # fmt: skip
         if any(r == r for r in ratios):
             lines.append([name, _mean([r for r in ratios if r == r]), *ratios])
     lines.sort(key=lambda line: line[1])
-    report.table(f"time over linear, {title}", ["plan", "mean", *shapes], lines[:9])
+    report.table(f"time over linear, {title}", ["tiling", "mean", *shapes], lines[:9])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -256,10 +256,10 @@ def _mean(values: Sequence[float]) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", action="store_true", help="time many plans instead of the one in use")
+    parser.add_argument("--tilings", action="store_true", help="time many tilings instead of the one in use")
     parser.add_argument("--glu", action="store_true", help="time rows_glu instead")
-    parser.add_argument("--seconds", type=float, default=150, help="stop measuring plans after so long")
-    parser.add_argument("--check", nargs="+", metavar="PLAN", help="only compile these plans and check them")
+    parser.add_argument("--seconds", type=float, default=150, help="stop measuring tilings after so long")
+    parser.add_argument("--check", nargs="+", metavar="TILING", help="only compile these tilings and check them")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     options = parser.parse_args(argv)
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from benchmarks.rows_glu import compare as compare_units  # which takes its inputs' sizes from this file
 
         compare_units(report, bandwidth)
-    elif options.plans:
+    elif options.tilings:
         search(report, bandwidth, until)
     else:
         compare(report, bandwidth)

@@ -1,9 +1,9 @@
 """Times of sparse attention and of its selection, next to attention over all keys.
 
-    python -m benchmarks.sparse_attention [--only kept few dense select] [--plans] [--seconds 140] [--json FILE]
+    python -m benchmarks.sparse_attention [--only kept few dense select] [--tilings] [--seconds 140] [--json FILE]
 
 Every time is a call inside a CUDA graph on data that no L2 cache holds. A floor is the bytes that the call must move
-over the copy bandwidth measured in the same run. `--plans` times other sizes for few rows and for dense sequences.
+over the copy bandwidth measured in the same run. `--tilings` times other sizes for few rows and for dense sequences.
 What has not begun after `--seconds` is left out.
 """
 
@@ -69,20 +69,20 @@ class Step:
         count = ints([list(counts)] * b)
         self.args = self.q, self.k, self.v, *caches, table, *packs, count, start, *where, D**-0.5, 0, dense
 
-    def sparse(self, plan: Any = None) -> Tensor:
-        if plan is None:
+    def sparse(self, tiling: Any = None) -> Tensor:
+        if tiling is None:
             return OPS["sparse_attention"].overload(*self.args)
         from dgraph.ops.triton.sparse_attention import kernel
 
-        return kernel(*self.args, plan=plan)
+        return kernel(*self.args, tiling=tiling)
 
-    def plan(self) -> Any:
-        from dgraph.ops.triton.attention_plan import multiprocessors
-        from dgraph.ops.triton.sparse_attention import plan_for
+    def tiling(self) -> Any:
+        from dgraph.ops.triton.attention_tiling import multiprocessors
+        from dgraph.ops.triton.sparse_attention import tiling_for
 
         cores = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
         heads, entries = (HEADS, self.kv_heads), self.args[6].shape[0]
-        return plan_for(len(self.q), self.b, heads, D, entries, 2, cores, self.counts is None)
+        return tiling_for(len(self.q), self.b, heads, D, entries, 2, cores, self.counts is None)
 
     def sdpa(self) -> Tensor:
         q, k, v = (x.unflatten(0, (self.b, -1)).transpose(1, 2) for x in (self.q, self.k, self.v))
@@ -137,7 +137,7 @@ def kept(report: Report, bandwidth: float, late: Callable[[], bool]) -> None:
                 sets = cold(make, make().bytes())
                 error, took = sets[0].error(), milliseconds([s.sparse for s in sets], 9)
                 floor = sets[0].bytes() / bandwidth
-                case: list[Cell] = [f"{context}, {HEADS}/{kv_heads}", ratio, sets[0].plan().kept.splits]
+                case: list[Cell] = [f"{context}, {HEADS}/{kv_heads}", ratio, sets[0].tiling().kept.splits]
                 lines.append([*case, whole, took, took / whole, floor, took / floor, f"{error:.1e}"])
     columns = ["context, heads", "kept", "shares", "all keys ms", "sparse ms", "ratio", "floor ms", "/ floor", "error"]
     report.table("16 sequences of 32 rows", columns, lines, "All keys: paged_attention. Floor: of the keys kept.")
@@ -152,7 +152,7 @@ def ragged(kv_heads: int, pairs: int = 256) -> list[int]:
     return [counts[i] for i in order]
 
 
-def few(report: Report, bandwidth: float, late: Callable[[], bool], plans: bool) -> None:
+def few(report: Report, bandwidth: float, late: Callable[[], bool], tilings: bool) -> None:
     """One sequence whose heads keep few entries."""
     lines: list[list[Cell]] = []
     for kv_heads in (32, 8):
@@ -162,27 +162,33 @@ def few(report: Report, bandwidth: float, late: Callable[[], bool], plans: bool)
             make = partial(Step, 1, rows, LONG, kv_heads, ragged(kv_heads))
             sets = cold(make, make().bytes())
             whole = milliseconds([Whole(1, rows, LONG, kv_heads)] * 2, 7)
-            took, floor, plan = milliseconds([s.sparse for s in sets], 9), sets[0].bytes() / bandwidth, sets[0].plan()
+            took, floor, tiling = (
+                milliseconds([s.sparse for s in sets], 9),
+                sets[0].bytes() / bandwidth,
+                sets[0].tiling(),
+            )
             ratios: list[Cell] = [1e3 * whole, 1e3 * took, took / whole, 1e3 * floor, took / floor]
-            lines.append([f"{rows}, {HEADS}/{kv_heads}", plan.kept.splits, *ratios, f"{sets[0].error():.1e}"])
-            if plans:
-                m, (n, splits) = plan.kept.block_m, (plan.kept.block_n, plan.kept.splits)
+            lines.append([f"{rows}, {HEADS}/{kv_heads}", tiling.kept.splits, *ratios, f"{sets[0].error():.1e}"])
+            if tilings:
+                m, (n, splits) = tiling.kept.block_m, (tiling.kept.block_n, tiling.kept.splits)
                 least = HEADS // kv_heads
                 changes = [{"splits": x} for x in (1, 2, 4, 8) if x != splits]
                 changes += [
                     {"block_m": x, "warps": 8 if x == 128 else 4} for x in (m // 2, 2 * m) if max(16, least) <= x <= 128
                 ]
                 changes += [{"block_n": x, "splits": y} for x in (n // 2, 2 * n) if 16 <= x <= 128 for y in {1, splits}]
-                changes += [{"bulk": False}, {"warps": 12 - plan.kept.warps}]
-                sizes = [dataclasses.replace(plan, kept=dataclasses.replace(plan.kept, **c)) for c in [{}, *changes]]
-                sizes += [dataclasses.replace(plan, kept_stages=x) for x in (2, 3, 5)]
-                try_plans(report, f"{rows} rows, {HEADS}/{kv_heads} heads", sets, sizes, late)
+                changes += [{"bulk": False}, {"warps": 12 - tiling.kept.warps}]
+                sizes = [
+                    dataclasses.replace(tiling, kept=dataclasses.replace(tiling.kept, **c)) for c in [{}, *changes]
+                ]
+                sizes += [dataclasses.replace(tiling, kept_stages=x) for x in (2, 3, 5)]
+                try_tilings(report, f"{rows} rows, {HEADS}/{kv_heads} heads", sets, sizes, late)
     columns = ["rows, heads", "shares", "all keys us", "sparse us", "ratio", "floor us", "/ floor", "error"]
     note = f"256 entries a head on average: a quarter of the heads 0, an eighth 1024. All keys: {LONG} positions."
     report.table("one sequence", columns, lines, note)
 
 
-def dense(report: Report, late: Callable[[], bool], plans: bool) -> None:
+def dense(report: Report, late: Callable[[], bool], tilings: bool) -> None:
     """Rows among each other."""
     lines: list[list[Cell]] = []
     for b, rows in ((16, 1280), (1, LONG)):
@@ -193,8 +199,8 @@ def dense(report: Report, late: Callable[[], bool], plans: bool) -> None:
         took = milliseconds([step.sparse] * 2, 7)
         speeds: list[Cell] = [library, took, took / library, work / library, work / took]
         lines.append([f"{b} x {rows}", *speeds, f"{step.error():.1e}"])
-        if plans:
-            plan = step.plan()
+        if tilings:
+            tiling = step.tiling()
             names = ("block_m", "block_n", "warps", "stages", "bulk")
             shapes = [
                 (128, 128, 8, 3),
@@ -205,27 +211,29 @@ def dense(report: Report, late: Callable[[], bool], plans: bool) -> None:
                 (64, 128, 4, 2),
             ]
             options = [dict(zip(names, (*x, bulk), strict=True)) for bulk in (True, False) for x in shapes]
-            sizes = [dataclasses.replace(plan, dense=dataclasses.replace(plan.dense, **o)) for o in options]
-            try_plans(report, f"{b} x {rows} rows among each other", [step] * 2, sizes, late)
+            sizes = [dataclasses.replace(tiling, dense=dataclasses.replace(tiling.dense, **o)) for o in options]
+            try_tilings(report, f"{b} x {rows} rows among each other", [step] * 2, sizes, late)
     columns = ["sequences x rows", "SDPA ms", "sparse ms", "ratio", "SDPA TFLOP/s", "sparse TFLOP/s", "difference"]
     report.table("dense sequences, 32 heads", columns, lines, "SDPA: the flash backend of torch, in bf16.")
 
 
-def try_plans(report: Report, title: str, sets: Sequence[Step], sizes: Sequence[Any], late: Callable[[], bool]) -> None:
-    """The ten best of the given plans."""
+def try_tilings(
+    report: Report, title: str, sets: Sequence[Step], sizes: Sequence[Any], late: Callable[[], bool]
+) -> None:
+    """The ten best of the given tilings."""
     lines: list[list[Cell]] = []
-    for i, plan in enumerate(sizes):
+    for i, tiling in enumerate(sizes):
         if late():
-            print(f"{title}: {len(sizes) - i} plans were left out.")
+            print(f"{title}: {len(sizes) - i} tilings were left out.")
             break
         try:
-            took = milliseconds([partial(s.sparse, plan) for s in sets], 5)
-            sizes_of = [str(plan.dense)] if sets[0].counts is None else [str(plan.kept), plan.kept_stages]
+            took = milliseconds([partial(s.sparse, tiling) for s in sets], 5)
+            sizes_of = [str(tiling.dense)] if sets[0].counts is None else [str(tiling.kept), tiling.kept_stages]
             lines.append([", ".join(map(str, sizes_of)), 1e3 * took])
-        except Exception as error:  # too much shared memory, say: not a plan for this device
-            print(plan, str(error).partition("\n")[0])
+        except Exception as error:  # too much shared memory, say: not a tiling for this device
+            print(tiling, str(error).partition("\n")[0])
     lines.sort(key=lambda line: line[1])
-    report.table(f"plans for {title}", ["plan", "us"], lines[:10])
+    report.table(f"tilings for {title}", ["tiling", "us"], lines[:10])
 
 
 def select(report: Report, late: Callable[[], bool]) -> None:
@@ -264,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sections = ("kept", "few", "dense", "select")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument(
-        "--plans", action="store_true", help="time other sizes for few rows and dense sequences as well"
+        "--tilings", action="store_true", help="time other sizes for few rows and dense sequences as well"
     )
     parser.add_argument("--seconds", type=float, default=140.0, help="begin nothing after so many seconds")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
@@ -284,8 +292,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.table("device", ["measure", "value"], [["copy, read + written, TB/s", bandwidth / 1e9]])
     run: dict[str, Callable[[], None]] = {
         "kept": partial(kept, report, bandwidth, late),
-        "few": partial(few, report, bandwidth, late, options.plans),
-        "dense": partial(dense, report, late, options.plans),
+        "few": partial(few, report, bandwidth, late, options.tilings),
+        "dense": partial(dense, report, late, options.tilings),
         "select": partial(select, report, late),
     }
     for name in options.only:

@@ -1,11 +1,11 @@
-"""What tuning gains: kernels under their default plans and under the plans that timing chose.
+"""What tuning gains: kernels under their default tilings and under the tilings that timing chose.
 
     python -m benchmarks.tuning [--only paged_attention rows_linear lm_head] [--seconds 110] [--json FILE]
 
 The shapes are those of FOCUS on SDAR-8B (32 heads, 8 KV heads, D = 128) with 64 and 128 sequences, by bucket of rows,
 and the products of SDAR-8B and LLaDA-8B. Every time is that by which `optimize(..., warmup=...)` chooses: a call
-inside a CUDA graph on random values, the median over replays (`dgraph.lowering.timing`). Plans are compiled as they are
-met, which is most of the run; ops take turns, and what `--seconds` does not suffice for is left out and counted.
+inside a CUDA graph on random values, the median over replays (`dgraph.lowering.timing`). Tilings are compiled as they
+are met, which is most of the run; ops take turns, and what `--seconds` does not suffice for is left out and counted.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def shapes() -> dict[str, list[Shape]]:
 
 
 def line(choice: Choice) -> list[Cell]:
-    """One shape: milliseconds of both plans and their ratio, plans that were timed and that failed, the plan."""
+    """One shape: milliseconds of both tilings and their ratio, tilings that were timed and that failed, the tiling."""
     default, took = choice.default_seconds, choice.seconds
     times: list[Cell] = ["-" if s is None else 1e3 * s for s in (default, took)]
     ratio: Cell = default / took if default and took else "-"
-    shown = "default" if ratio == 1.0 else text_of(choice.plan)
+    shown = "default" if ratio == 1.0 else text_of(choice.tiling)
     return [text_of(choice.shape), *times, ratio, choice.tried, len(choice.failed), shown]
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device.")
     start, device = time.perf_counter(), torch.device("cuda", torch.cuda.current_device())
-    report = Report("Plans of kernels: chosen by timing, and by default")
+    report = Report("Tilings of kernels: chosen by timing, and by default")
     wanted = {op: found for op, found in shapes().items() if op in options.only}
     turns = itertools.zip_longest(*([(op, shape) for shape in found] for op, found in wanted.items()))
     spent, left = dict.fromkeys(wanted, 0.0), 0
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = [line(choice) for _, choice in sorted(found.items(), key=lambda item: text_of(item[0]))]
         ratios = [ratio for *_, ratio, _, _, _ in lines if isinstance(ratio, float)]
         mean = statistics.geometric_mean(ratios) if ratios else 1.0
-        columns = ["shape", "default ms", "tuned ms", "default / tuned", "timed", "failed", "plan"]
+        columns = ["shape", "default ms", "tuned ms", "default / tuned", "timed", "failed", "tiling"]
         report.table(op, columns, lines, f"geometric mean {mean:.3f}; {spent[op]:.0f} s for {len(lines)} shapes")
         report.data[op] = [choice.to_json() for choice in found.values()]
     known = sum(map(len, tuning.found.values()))

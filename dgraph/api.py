@@ -21,8 +21,8 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.kernels import Kernels
-from dgraph.lowering.plan import run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import run_steps
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.passes.base import Report
@@ -127,8 +127,8 @@ class Optimized:
         recipe: the recipe as a value.
         phases: per phase its graphs and reports.
         compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
-        graph_pool: the CUDA graphs of the stages, captured as their buckets are met; None where there are none.
-        tuning: plans of kernels that were chosen by timing them; None where kernels take their own.
+        graph_pool: the CUDA graphs of the stages, recorded as their buckets are met; None where there are none.
+        tuning: tilings of kernels that were chosen by timing them; None where kernels take their own.
         kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
         transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
         programs: the lowered program of each phase.
@@ -165,10 +165,10 @@ class Optimized:
             compiler=transitions,
         )
 
-    def _lower(self, graph: Graph, captured: bool = True) -> LoweredProgram:
-        if not captured or self.graph_pool is None:
+    def _lower(self, graph: Graph, graphs: bool = True) -> LoweredProgram:
+        if not graphs or self.graph_pool is None:
             return LoweredProgram(graph, self.compiler, self._buckets, run_steps, self.tuning)
-        # The steps of a block-causal model forward blocks, of whatever number of sequences: all of them are captured.
+        # The steps of a block-causal model forward blocks, of whatever number of sequences: all run as CUDA graphs.
         chunk_rows = None if self.spec.attention == "block_causal" else CHUNK_ROWS
         return LoweredProgram(graph, self.compiler, self._buckets, self.graph_pool.runner, self.tuning, chunk_rows)
 
@@ -266,7 +266,7 @@ class Optimized:
     ) -> int:
         """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
 
-        Plans of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
+        Tilings of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
         The transition between steps is compiled for one decoding rule.
 
         Args:
@@ -355,8 +355,8 @@ def optimize(
     check_recipe(RECIPES, recipe, options)
     store = open_store(how.artifacts)
     compiled = how.backend == "inductor"
-    kept = store if compiled else None  # run op by op, nothing but the captured graph is worth keeping
-    compiler = RegionCompiler(how.backend, tell, kept)
+    code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
+    compiler = RegionCompiler(how.backend, tell, code_store)
     tell("loading")
     found = resolve(model, dtype, device, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
@@ -364,11 +364,11 @@ def optimize(
     graph, _ = capture_or_load(found.module, found.spec, found.prefix, store)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
-    tuning = Tuning(graph.device, kept, tell) if how.tune and kept is not None and on_gpu else None
-    kernels = Kernels(target_of(graph.device), kept, tell)
+    tuning = Tuning(graph.device, code_store, tell) if how.tune and code_store is not None and on_gpu else None
+    kernels = Kernels(target_of(graph.device), code_store, tell)
     kernels.prepare()
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
-    transitions = TraceCompiler(kept, tell) if compiled and on_gpu else None
+    transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
     made = Optimized(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
     kernels.restore()
     if how.warmup is not None:

@@ -36,13 +36,13 @@ class Compilation:
         buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
             and "hybrid" on a GPU.
         graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
-        warmup: None captures a CUDA graph when its bucket is first met; a `WarmUp` captures all of them now.
-        artifacts: where compiled code and captured graphs are kept for later processes: True for the user's artifact
+        warmup: None records a CUDA graph when its bucket is first met; a `WarmUp` records all of them now.
+        artifacts: where compiled code and captured graphs are stored for later processes: True for the user's artifact
             cache (see `dgraph cache path`), False for nowhere, or a folder.
-        tune: on a GPU, let kernels take the plans (sizes of launches) that were the fastest on this kind of device: a
+        tune: on a GPU, let kernels take the tilings (sizes of launches) that were the fastest on this kind of device: a
             warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a cache
-            none is timed. A plan changes the order of sums, so results may differ in the last bits from those of
-            another plan. False for the plans that kernels derive from shapes.
+            none is timed. A tiling changes the order of sums, so results may differ in the last bits from those of
+            another tiling. False for the tilings that kernels derive from shapes.
 
     Raises:
         InputError: a value out of range, or two that exclude each other.

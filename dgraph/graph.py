@@ -319,8 +319,8 @@ class Graph:
         """What a `list_kept` or `keep_index` makes, as nodes: those that are there, or new ones."""
         parts = {args_of(part)[1]: part for part in call.users}
         for i in sorted({0, 1} - parts.keys()):  # nobody has read it yet
-            behind = parts[0] if i else call
-            parts[i] = self.call(operator.getitem, (call, i), before=behind.next, by=by, like=call)
+            previous = parts[0] if i else call
+            parts[i] = self.call(operator.getitem, (call, i), before=previous.next, by=by, like=call)
         return Listed(parts[0], parts[1])
 
     def cut_of(self, rows: str) -> Node:

@@ -239,7 +239,7 @@ class Bench:
             tuple(counter.counts),
             tuple(counter.committed),
             built,
-            len(optimized.graph_pool.captured) if optimized.graph_pool is not None else None,
+            len(optimized.graph_pool.recorded) if optimized.graph_pool is not None else None,
             floor_of(work, counter.counts, self.device),
             memory,
             profile,

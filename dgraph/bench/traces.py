@@ -81,8 +81,8 @@ class Trace:
         if not self.keeps:
             return Redundancy(float(dense), None, None)
         counts = [kept_rows(history, self.block) for history in self.histories]
-        behind, late = (sum(part) for part in zip(*counts, strict=True))
-        return Redundancy(float(dense), float(Fraction(behind + late, tokens)), float(Fraction(behind, tokens) + 1))
+        early, late = (sum(part) for part in zip(*counts, strict=True))
+        return Redundancy(float(dense), float(Fraction(early + late, tokens)), float(Fraction(early, tokens) + 1))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as they stand in a file."""

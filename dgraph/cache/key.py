@@ -2,8 +2,8 @@
 
 The text is stored beside the artifact, so that `dgraph cache why` can say what differs between two of them. A weight's
 value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
-one artifact serves every model, phase and bucket in which the same region occurs. So do plans of kernels, by shape, and
-compiled kernels, by what Triton's own hash covers.
+one artifact serves every model, phase and bucket in which the same region occurs. So do tilings of kernels, by shape,
+and compiled kernels, by what Triton's own hash covers.
 
 Keys that are made need torch, keys that are read do not: torch is imported where one is made.
 """
@@ -34,7 +34,7 @@ MAKER = "dgraph.lowering.regions"
 CAPTURER = "dgraph.frontend.frozen"
 """Turns a module into a captured graph."""
 TUNER = "dgraph.lowering.tuning"
-"""Says, besides the kernels, which plans are timed and how."""
+"""Says, besides the kernels, which tilings are timed and how."""
 LAUNCHERS = "launchers"
 """Name of the entry with the libraries that launch kernels."""
 SETTINGS = "inductor settings"
@@ -158,12 +158,12 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
 
 
 def tuning_key(op: str, device: torch.device, modules: Iterable[str]) -> Key:
-    """The key of the plans that were chosen for an op's kernel on a kind of device, for all shapes together.
+    """The key of the tilings that were chosen for an op's kernel on a kind of device, for all shapes together.
 
     Args:
         op: its name.
         device: any of that kind; its index is left out.
-        modules: of the kernel and its plans.
+        modules: of the kernel and its tilings.
     """
     return Key(
         {

@@ -216,7 +216,7 @@ def _content(found: Entry, file: str, read: Callable[[bytes], T]) -> T:
 
 
 def _print_choices(choices: list[dict[str, Any]]) -> None:
-    """Per shape the plan, its time and the default's; then the plans that could not be timed, and why."""
+    """Per shape the tiling, its time and the default's; then the tilings that could not be timed, and why."""
     from dgraph.ops.tuning import text_of
 
     def micro(seconds: float | None) -> str:
@@ -227,10 +227,19 @@ def _print_choices(choices: list[dict[str, Any]]) -> None:
         took, default = choice["seconds"], choice["default_seconds"]
         gain = f"{default / took:.2f}" if took and default else "-"
         rows.append(
-            (text_of(choice["shape"]), micro(took), micro(default), gain, str(choice["tried"]), text_of(choice["plan"]))
+            (
+                text_of(choice["shape"]),
+                micro(took),
+                micro(default),
+                gain,
+                str(choice["tried"]),
+                text_of(choice["tiling"]),
+            )
         )
-    print_table(("shape", "us", "default us", "gain", "timed", "plan"), rows)
-    failed = dict.fromkeys(f"not timed: {plan}: {reason}" for choice in choices for plan, reason in choice["failed"])
+    print_table(("shape", "us", "default us", "gain", "timed", "tiling"), rows)
+    failed = dict.fromkeys(
+        f"not timed: {tiling}: {reason}" for choice in choices for tiling, reason in choice["failed"]
+    )
     if failed:
         print_text("\n" + "\n".join(failed))
 

@@ -72,5 +72,5 @@ def compile_(
         print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
     else:
         there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} were there already"
-        plans = f", plans timed for {timed} shapes, {kernels} kernels compiled" if batch is not None else ""
-        print_text(f"{made.model.name} under {recipe}: {there}{plans} ({seconds:.1f} s)")
+        tilings = f", tilings timed for {timed} shapes, {kernels} kernels compiled" if batch is not None else ""
+        print_text(f"{made.model.name} under {recipe}: {there}{tilings} ({seconds:.1f} s)")

@@ -16,10 +16,10 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
 from dgraph.lowering.fused import Fused
-from dgraph.lowering.plan import Cut, Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
+from dgraph.lowering.stage import Cut, LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import (
     AnyStep,
     Observer,
@@ -45,8 +45,8 @@ class LoweredProgram:
         graph: the phase's graph, verified; it is kept for dumps.
         compiler: makes the region functions; share it among the phases of a model.
         buckets: rounds the row count of every stage.
-        runner: makes what runs a stage from its plan.
-        tuning: plans of kernels that its launches take where they were chosen; None for the kernels' own.
+        runner: makes what runs a stage.
+        tuning: tilings of kernels that its launches take where they were chosen; None for the kernels' own.
         chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
             stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
             of another number of rows.
@@ -61,7 +61,7 @@ class LoweredProgram:
         graph: Graph,
         compiler: RegionCompiler,
         buckets: Buckets,
-        runner: Callable[[StagePlan], Runner] = run_steps,
+        runner: Callable[[LoweredStage], Runner] = run_steps,
         tuning: Tuning | None = None,
         chunk_rows: int | None = CHUNK_ROWS,
         fused: bool | None = None,
@@ -88,10 +88,10 @@ class LoweredProgram:
             steps.append([self._lower(step, compiler) for step in stage.steps])
             self._cuts.append(None if stage.cut is None else self._lower_cut(stage.cut))
         self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
-        self.plans = self._plan(steps)
-        self._plan_frees()
+        self.lowered = self._lower_stages(steps)
+        self._place_frees()
         self._template += [None] * (self._count - len(self._template))
-        self._runners = [runner(plan) for plan in self.plans]
+        self._runners = [runner(stage) for stage in self.lowered]
 
     @property
     def inputs(self) -> Mapping[str, InputSpec]:
@@ -131,7 +131,7 @@ class LoweredProgram:
 
     def calls(self) -> tuple[Step, ...]:
         """The steps that call an op, in order, those within chunks of rows included."""
-        return tuple(calls_of(step for plan in self.plans for step in (*plan.bridge, *plan.steps)))
+        return tuple(calls_of(step for stage in self.lowered for step in (*stage.bridge, *stage.steps)))
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -144,7 +144,7 @@ class LoweredProgram:
         a call that takes another along (`dgraph.lowering.fused`).
         """
         runners = self._runners
-        self._runners = [run_steps(plan) for plan in self.plans]
+        self._runners = [run_steps(stage) for stage in self.lowered]
         try:
             with observing(self.calls(), observer):
                 yield
@@ -224,11 +224,11 @@ class LoweredProgram:
         function = launcher(op, self.graph.device)
         return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets)), op), index, offsets)
 
-    def _plan(self, steps: list[list[Step]]) -> tuple[StagePlan, ...]:
+    def _lower_stages(self, steps: list[list[Step]]) -> tuple[LoweredStage, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
         caches = {slot for slot, spec in self._inputs.values() if spec.in_place}
         given = {slot for slot, _ in self._inputs.values()} - caches
-        plans: list[StagePlan] = []
+        lowered: list[LoweredStage] = []
         for i, (stage, mine, cut) in enumerate(zip(self.stages, steps, self._cuts, strict=True)):
             later = {slot for part in steps[i + 1 :] for slot in read_by(part)}
             later |= {slot for c in self._cuts[i + 1 :] if c is not None for slot in c.step.reads()}
@@ -237,8 +237,8 @@ class LoweredProgram:
             bridge, own = tuple(mine[:length]), mine[length:]
             body: tuple[AnyStep, ...] = tuple(own)
             if self.chunk_rows is not None:
-                read_behind = outside | (cut.step.reads() if cut else set())
-                body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_behind, self.chunk_rows)
+                read_outside = outside | (cut.step.reads() if cut else set())
+                body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_outside, self.chunk_rows)
             body += (cut.step,) if cut else ()
             everything = (*bridge, *body)
             written, read = written_by(everything), read_by(everything)
@@ -247,8 +247,8 @@ class LoweredProgram:
             gathered = {slot for gather in bridge for slot in gather.args[0]}
             numbers = {gather.args[1] for gather in bridge}
             before = self._cuts[i - 1] if i else None
-            plans.append(
-                StagePlan(
+            lowered.append(
+                LoweredStage(
                     name=stage.name,
                     bridge=bridge,
                     steps=body,
@@ -262,16 +262,16 @@ class LoweredProgram:
                     chunk_rows=self.chunk_rows if any(isinstance(s, RowChunks) for s in body) else None,
                 )
             )
-        return tuple(plans)
+        return tuple(lowered)
 
-    def _plan_frees(self) -> None:
+    def _place_frees(self) -> None:
         """Free each slot after its last reader; weights, inputs, outputs and what the host reads stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
         for cut in self._cuts:
             keep.update((cut.index, cut.offsets) if cut else ())
         last: dict[int, AnyStep] = {}
-        for plan in self.plans:
-            for step in (*plan.bridge, *plan.steps):
+        for stage in self.lowered:
+            for step in (*stage.bridge, *stage.steps):
                 last.update(dict.fromkeys(step.reads() | step.writes(), step))
         frees: dict[AnyStep, list[int]] = {}
         for slot, step in last.items():

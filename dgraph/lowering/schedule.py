@@ -197,8 +197,8 @@ def _levels(units: _Units) -> dict[Node, int]:
         opaque, level = units.is_opaque(node), 0
         for arg in units.inputs(node):
             if arg in levels:
-                behind_call = units.is_opaque(arg) or _is_part(arg)
-                level = max(level, levels[arg] + (1 if behind_call and not opaque else 0))
+                after_call = units.is_opaque(arg) or _is_part(arg)
+                level = max(level, levels[arg] + (1 if after_call and not opaque else 0))
             elif arg in written and not opaque:
                 level = max(level, written[arg] + 1)
         if opaque:

@@ -1,4 +1,4 @@
-"""Seconds of calls on a GPU, and of a kernel under a plan."""
+"""Seconds of calls on a GPU, and of a kernel under a tiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dgraph.ops.tuning import Shape
 WARM_REPLAYS = 3
 """Replays before those that count."""
 RUNS = 9
-"""Replays that count, of a kernel under a plan."""
+"""Replays that count, of a kernel under a tiling."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float = 0.0) -> float:
@@ -53,35 +53,35 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph, runs: int) -> list[float]:
     return [1e-3 * begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
-def plan_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any], float]:
-    """A function that times plans of a kernel on random values of a shape.
+def tiling_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any], float]:
+    """A function that times tilings of a kernel on random values of a shape.
 
-    It takes a plan and returns the seconds of a call: the geometric mean over amounts of live data. What the first plan
-    computes the others must compute too, up to rounding.
+    It takes a tiling and returns the seconds of a call: the geometric mean over amounts of live data. What the first
+    tiling computes the others must compute too, up to rounding.
 
     Raises, when called:
-        LoweringError: a plan computes something else.
-        Exception: whatever the compiler or the device say of a plan that does not fit.
+        LoweringError: a tiling computes something else.
+        Exception: whatever the compiler or the device say of a tiling that does not fit.
     """
     trial = OPS[op].tunable.trial(shape, device)
     expected: list[Tensor] = []
 
-    def seconds(plan: Any) -> float:
+    def seconds(tiling: Any) -> float:
         with torch.cuda.device(device):
             trial.reset()
-            found = [value.clone() for load in trial.loads for value in _flat(load[0](plan))]
+            found = [value.clone() for load in trial.loads for value in _flat(load[0](tiling))]
             if expected:
                 check_equal(found, expected)
             else:
                 expected.extend(found)
-            times = [graph_seconds([partial(call, plan) for call in load], RUNS) for load in trial.loads]
+            times = [graph_seconds([partial(call, tiling) for call in load], RUNS) for load in trial.loads]
         return statistics.geometric_mean(times)
 
     return seconds
 
 
 def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Results under two plans must agree up to rounding.
+    """Results under two tilings must agree up to rounding.
 
     Raises:
         LoweringError: floats are apart by more than 2 % (fp32: 0.1 %) of their norm, or more than 1 % of the integers
@@ -94,7 +94,7 @@ def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         else:
             apart, most = float((got != want).float().mean()), 1e-2
         if not apart <= most:  # NaN is no agreement either
-            raise LoweringError(f"its result is {apart:.1e} away from that of the default plan, expected {most:.0e}.")
+            raise LoweringError(f"its result is {apart:.1e} away from that of the default tiling, expected {most:.0e}.")
 
 
 def _flat(value: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Plans of kernels, timed once for the shapes that a program will meet, and kept for later processes.
+"""Tilings of kernels, timed once for the shapes that a program will meet, and kept for later processes.
 
 A store holds one entry per op and device (`dgraph.cache.key.tuning_key`), with every shape that was ever tuned there. A
 program takes its choices from the entry when it is lowered. Only while tuning is open (a warm-up) are shapes timed that
@@ -18,17 +18,17 @@ from torch import Tensor
 from dgraph.cache.key import Key, tuning_key
 from dgraph.cache.store import Store
 from dgraph.graph import Graph
-from dgraph.lowering.timing import plan_seconds
+from dgraph.lowering.timing import tiling_seconds
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, op_of
 from dgraph.ops.tuning import Choice, Choices, Shape, text_of
 
 FILE = "choices.json"
 MARGIN = 0.98
-"""A plan takes the place of the default if its time is below this share of the default's: less is noise."""
+"""A tiling takes the place of the default if its time is below this share of the default's: less is noise."""
 
 Timer = Callable[[str, Shape, torch.device], Callable[[Any], float]]
-"""Makes, for an op and a shape on a device, a function from a plan to seconds; see `plan_seconds`."""
+"""Makes, for an op and a shape on a device, a function from a tiling to seconds; see `tiling_seconds`."""
 
 
 class Tuning:
@@ -52,7 +52,7 @@ class Tuning:
         device: torch.device,
         store: Store | None,
         tell: Callable[[str], None] | None = None,
-        timer: Timer = plan_seconds,
+        timer: Timer = tiling_seconds,
     ):
         self.device, self.store = device, store
         self.choices = Choices()
@@ -78,7 +78,7 @@ class Tuning:
                 self._load(op, self._key(op))
 
     def prepare(self, graph: Graph, sizes: Mapping[str, int], rows: int) -> None:
-        """Time the plans for a graph's calls that have no choice yet.
+        """Time the tilings for a graph's calls that have no choice yet.
 
         Args:
             graph: of the program.
@@ -89,26 +89,26 @@ class Tuning:
             self.tune(op, shapes)
 
     def tune(self, op: str, shapes: Iterable[Shape]) -> None:
-        """Time the plans for some shapes of an op, unless they have a choice; the store has it then.
+        """Time the tilings for some shapes of an op, unless they have a choice; the store has it then.
 
-        A plan that fails is left out with its reason. Where all fail, the default is taken, for this process alone.
+        A tiling that fails is left out with its reason. Where all fail, the default is taken, for this process alone.
         """
         missing = [shape for shape in shapes if shape not in self.found.get(op, {})]
         if not missing or self.store is None:
             return
         key = self._key(op)
-        with self.store.making(key.digest, lambda: self._tell(f"waiting for plans of {op}")):
+        with self.store.making(key.digest, lambda: self._tell(f"waiting for tilings of {op}")):
             self._load(op, key)  # another process may have made them while this one waited
             missing = [shape for shape in missing if shape not in self.found[op]]
             try:
                 for shape in missing:
-                    self._tell(f"timing plans of {op} for {text_of(shape)}")
+                    self._tell(f"timing tilings of {op} for {text_of(shape)}")
                     self._take(op, self._choose(op, shape))
                     self.timed.append((op, shape))
             finally:  # what was timed before an interruption is kept
                 self._save(op, key, missing)
         if self.device.type == "cuda" and missing:
-            torch.cuda.empty_cache()  # the values that plans were timed on are large, and capturing comes next
+            torch.cuda.empty_cache()  # the values that tilings were timed on are large, and capturing comes next
 
     def _key(self, op: str) -> Key:
         places = (OPS[op].kernel, OPS[op].tuning)
@@ -126,7 +126,7 @@ class Tuning:
         kernel = OPS[op].tunable
         try:
             listed = json.loads(stored.files[FILE])["choices"]
-            choices = [Choice.from_json(data, kernel.shape, kernel.plan) for data in listed]
+            choices = [Choice.from_json(data, kernel.shape, kernel.tiling) for data in listed]
         except (KeyError, TypeError, ValueError) as error:
             self.store.reject(key.digest, f"it does not load ({str(error).partition(chr(10))[0]})")
             return
@@ -143,27 +143,31 @@ class Tuning:
             self.store.put(key, {FILE: data.encode()}, replace=True)
 
     def _choose(self, op: str, shape: Shape) -> Choice:
-        from dgraph.ops.triton.attention_plan import multiprocessors
+        from dgraph.ops.triton.attention_tiling import multiprocessors
 
-        plans = OPS[op].tunable.candidates(shape, multiprocessors(self.device))
+        tilings = OPS[op].tunable.candidates(shape, multiprocessors(self.device))
         times: dict[Any, float] = {}
         failed: list[tuple[str, str]] = []
         try:
             seconds = self._timer(op, shape, self.device)
         except Exception as error:  # no memory for the values, say
-            failed = [(text_of(plan), _reason(error)) for plan in plans]
+            failed = [(text_of(tiling), _reason(error)) for tiling in tilings]
         else:
-            for plan in plans:
+            for tiling in tilings:
                 try:
-                    times[plan] = seconds(plan)
-                except Exception as error:  # what compilers and devices say of a plan that does not fit has many types
-                    failed.append((text_of(plan), _reason(error)))
-        best = min(times, key=lambda plan: times[plan], default=plans[0])
-        default = times.get(plans[0])
+                    times[tiling] = seconds(tiling)
+                except (
+                    Exception
+                ) as error:  # what compilers and devices say of a tiling that does not fit has many types
+                    failed.append((text_of(tiling), _reason(error)))
+        best = min(times, key=lambda tiling: times[tiling], default=tilings[0])
+        default = times.get(tilings[0])
         if default is not None and times[best] > MARGIN * default:
-            best = plans[0]
+            best = tilings[0]
         if not times and self.store is not None:
-            self.store.warn(f"no plan of {op} for {text_of(shape)} can be timed, so it takes its own: {failed[0][1]}.")
+            self.store.warn(
+                f"no tiling of {op} for {text_of(shape)} can be timed, so it takes its own: {failed[0][1]}."
+            )
         return Choice(shape, best, times.get(best), default, len(times), tuple(failed))
 
 

@@ -72,7 +72,7 @@ class Op:
             see.
         cut: the host must read its result size; a program is cut into stages here.
         kernel: for tensors on a GPU, as "module:function"; None: the reference runs there, too.
-        tuning: of a kernel that has plans to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
+        tuning: of a kernel that has tilings to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
     """
 
     name: str

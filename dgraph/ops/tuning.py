@@ -1,17 +1,17 @@
-"""Plans of kernels that were chosen by timing them, and how a kernel comes by them.
+"""Tilings of kernels that were chosen by timing them, and how a kernel comes by them.
 
-A kernel derives a plan (sizes of its launches) from the shapes of its arguments; that is its default. Where a choice
+A kernel derives a tiling (sizes of its launches) from the shapes of its arguments; that is its default. Where a choice
 was made for a shape it takes that instead:
 
-    plan = chosen("paged_attention", shape_of(q, ...)) or plan_for(...)
+    tiling = chosen("paged_attention", shape_of(q, ...)) or tiling_for(...)
 
 Choices are in use while a program runs, in the thread that runs it (`Choices.in_use`). They belong to that program and
 not to the process, so tuning one model does not change the numbers of another.
 
-A plan never changes what a kernel computes, only the order of its sums: another number of shares rounds attention, a
-product or a softmax in another way, in the last bits. Under one plan, equal calls give equal bits. Ops that select rows
-are not tuned, and the token of lm_head is the same under every plan; what is compared with a threshold (a confidence,
-the cosine of partial_attention) can fall on its other side only where it lies on it to within rounding.
+A tiling never changes what a kernel computes, only the order of its sums: another number of shares rounds attention, a
+product or a softmax in another way, in the last bits. Under one tiling, equal calls give equal bits. Ops that select
+rows are not tuned, and the token of lm_head is the same under every tiling; what is compared with a threshold (a
+confidence, the cosine of partial_attention) can fall on its other side only where it lies on it to within rounding.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Tunable:
     """What tuning needs to know of a kernel; `Op.tuning` says where it stands.
 
     Attributes:
-        shape, plan: their types, frozen dataclasses of plain values.
+        shape, tiling: their types, frozen dataclasses of plain values.
         shapes: of the launches that a call with the op's arguments makes; only sizes and dtypes are looked at.
-        candidates: plans for a shape on a device with so many multiprocessors, the default first.
+        candidates: tilings for a shape on a device with so many multiprocessors, the default first.
         trial: calls on random values of a shape; see `dgraph.ops.triton.trials`.
     """
 
     shape: type
-    plan: type
+    tiling: type
     shapes: Callable[..., Sequence[Any]]
     candidates: Callable[[Any, int], list[Any]]
     trial: Callable[[Any, torch.device], Any]
@@ -94,15 +94,15 @@ class Choice:
 
     Attributes:
         shape: of the call.
-        plan: the plan to take, a frozen dataclass of the kernel's.
-        seconds: of a call under it; None if no plan could be timed, and the plan is the default.
+        tiling: the tiling to take, a frozen dataclass of the kernel's.
+        seconds: of a call under it; None if no tiling could be timed, and the tiling is the default.
         default_seconds: of a call under the default; None if that could not be timed.
-        tried: plans that were timed.
-        failed: plans that were not, as text, and why.
+        tried: tilings that were timed.
+        failed: tilings that were not, as text, and why.
     """
 
     shape: Any
-    plan: Any
+    tiling: Any
     seconds: float | None
     default_seconds: float | None
     tried: int
@@ -113,36 +113,36 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], shape: type, plan: type) -> Choice:
-        """The choice that `to_json` described, over the given kinds of shape and plan.
+    def from_json(cls, data: Mapping[str, Any], shape: type, tiling: type) -> Choice:
+        """The choice that `to_json` described, over the given kinds of shape and tiling.
 
         Raises:
             ValueError: a field is missing, unknown or of another type.
         """
-        kinds = get_type_hints(cls) | {"shape": shape, "plan": plan}
+        kinds = get_type_hints(cls) | {"shape": shape, "tiling": tiling}
         return cls(**_fields(data, kinds, [f.name for f in fields(cls)]))
 
 
 class Choices:
-    """Plans by op and shape."""
+    """Tilings by op and shape."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[str, Any], Any] = {}
+        self._tilings: dict[tuple[str, Any], Any] = {}
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._tilings)
 
     def add(self, op: str, choice: Choice) -> None:
         """Take a choice up, in place of an earlier one for its shape."""
-        self._plans[op, choice.shape] = choice.plan
+        self._tilings[op, choice.shape] = choice.tiling
 
-    def plan(self, op: str, shape: Shape) -> Any | None:
-        """The plan for a shape; None if none was chosen."""
-        return self._plans.get((op, shape))
+    def tiling(self, op: str, shape: Shape) -> Any | None:
+        """The tiling for a shape; None if none was chosen."""
+        return self._tilings.get((op, shape))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let kernels that are launched inside of the block, by this thread, take these plans."""
+        """Let kernels that are launched inside of the block, by this thread, take these tilings."""
         token = _IN_USE.set(self)
         try:
             yield
@@ -154,9 +154,9 @@ _IN_USE: ContextVar[Choices | None] = ContextVar("choices in use", default=None)
 
 
 def chosen(op: str, shape: Shape) -> Any | None:
-    """The plan that the choices in use have for a call; None for the default."""
+    """The tiling that the choices in use have for a call; None for the default."""
     choices = _IN_USE.get()
-    return None if choices is None else choices.plan(op, shape)
+    return None if choices is None else choices.tiling(op, shape)
 
 
 def attention_shape(q: Sequence[int], cache: Sequence[int], table: Sequence[int], dtype: object) -> AttentionShape:
@@ -171,7 +171,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A shape or plan, as dataclass or plain values, on one line: `rows=64 vocab=100 dtype=float32`."""
+    """A shape or tiling, as dataclass or plain values, on one line: `rows=64 vocab=100 dtype=float32`."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):

@@ -142,7 +142,7 @@ class _Place:
         made = [node for node in graph.calls if node in args]
         if not made:  # before the layers, so that the first reads like the others
             return graph.call(OPS["row_slots"], (*args, cache), before=graph.calls[0], by=by, like=graph.output)
-        behind = made[-1].next
-        while behind.target is operator.getitem:
-            behind = behind.next
-        return graph.call(OPS["row_slots"], (*args, cache), before=behind, by=by, like=made[-1])
+        following = made[-1].next
+        while following.target is operator.getitem:
+            following = following.next
+        return graph.call(OPS["row_slots"], (*args, cache), before=following, by=by, like=made[-1])

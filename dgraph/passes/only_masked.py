@@ -119,11 +119,11 @@ def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
         return "the last layer runs on masked rows already"
     if graph.row_set(hidden) != rows:
         return f"the LM head reads rows {graph.row_set(hidden)}, this attention makes rows {rows}"
-    behind: dict[Node, None] = {}
+    readers: dict[Node, None] = {}
     for node in graph.calls:
-        if node is not head and any(arg is attention or arg in behind for arg in node.all_input_nodes):
-            behind[node] = None
-    for node in behind:
+        if node is not head and any(arg is attention or arg in readers for arg in node.all_input_nodes):
+            readers[node] = None
+    for node in readers:
         if graph.output in node.users:
             return f"the program returns {node.name}, of all rows"
-    return obstacle(behind)
+    return obstacle(readers)

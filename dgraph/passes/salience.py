@@ -144,6 +144,6 @@ def move(
 
 def nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
     """`choice`, with expert -1 for the rows after the listed ones."""
-    behind = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
-    behind = graph.call(aten.unsqueeze.default, (behind, 1), before=before, by=by, like=like)
-    return graph.call(aten.masked_fill.Scalar, (choice, behind, -1), before=before, by=by, like=like)
+    unused = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
+    unused = graph.call(aten.unsqueeze.default, (unused, 1), before=before, by=by, like=like)
+    return graph.call(aten.masked_fill.Scalar, (choice, unused, -1), before=before, by=by, like=like)

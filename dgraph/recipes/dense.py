@@ -31,12 +31,12 @@ ENDING = BOUNDED | {"OnlyMasked"}
 """Optional after the layers: a program that keeps its logits runs its last layer on all rows."""
 
 
-def phases_of(spec: ModelSpec, *behind: Pass, optional: frozenset[str] = frozenset()) -> tuple[Phase, ...]:
+def phases_of(spec: ModelSpec, *after: Pass, optional: frozenset[str] = frozenset()) -> tuple[Phase, ...]:
     """The phases of a recipe whose step runs these passes after `CACHED`; the optional ones may apply nowhere.
 
     A bidirectional model has no prefill: its first step forwards the prompt with everything else.
     """
-    step = Phase("step", (*CACHED, *behind), optional & {p.name for p in behind})
+    step = Phase("step", (*CACHED, *after), optional & {p.name for p in after})
     return (PREFILL, step) if spec.attention == "block_causal" else (step,)
 
 

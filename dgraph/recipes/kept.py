@@ -33,7 +33,7 @@ class Kept:
         """
         plan = recipe.plan
         if plan is None:
-            return self._behind_prefill(recipe, name)
+            return self._after_prefill(recipe, name)
         region = plan.region
         if not isinstance(region, Block | Response | Suffix) or (isinstance(region, Block) and region.before):
             raise InputError(
@@ -57,7 +57,7 @@ class Kept:
             return schedule | Counted(delay + 1, every)
         return replace(schedule, full_steps=max(schedule.full_steps, delay + 1), every=schedule.every or every)
 
-    def _behind_prefill(self, recipe: Recipe, name: str) -> Recipe:
+    def _after_prefill(self, recipe: Recipe, name: str) -> Recipe:
         """The same for a block-causal model, whose keys before the block are final and in the cache."""
         phases = (recipe.phase("prefill"), *self._phases(recipe, replace(self.select, cached=True)))
         return replace(recipe, name=name, phases=phases, kv=self.plan)
@@ -66,8 +66,8 @@ class Kept:
         """The recipe's step twice: where some sequence chooses, and where all of them reuse."""
         step = recipe.phase("step")
         at = next((i for i, p in enumerate(step.passes) if isinstance(p, ChunkLMHead)), len(step.passes))
-        front, behind = step.passes[:at], step.passes[at:]
+        before, after = step.passes[:at], step.passes[at:]
         return tuple(
-            Phase(phase, (*front, replace(select, reuse=reuse), *behind), step.optional)
+            Phase(phase, (*before, replace(select, reuse=reuse), *after), step.optional)
             for phase, reuse in (("select", False), ("step", True))
         )

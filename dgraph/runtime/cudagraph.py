@@ -1,4 +1,4 @@
-"""Stages as CUDA graphs: one graph per bucket, captured when the bucket is first met.
+"""Stages as CUDA graphs: one graph per bucket, recorded when the bucket is first met.
 
 A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs
 into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
@@ -26,25 +26,25 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import warn
-from dgraph.lowering.plan import Runner, StagePlan
+from dgraph.lowering.stage import LoweredStage, Runner
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
 
 IDLE = 16
-"""A full pool lets a graph go that was not replayed in the last IDLE * limit runs: capturing costs as much as many."""
+"""A full pool lets a graph go that was not replayed in the last IDLE * limit runs: recording costs as much as many."""
 
 
 class Replay(Protocol):
-    """A captured graph."""
+    """A recorded CUDA graph."""
 
     def replay(self) -> None:
-        """Run what was captured, on what the buffers hold now."""
+        """Run what was recorded, on what the buffers hold now."""
         ...
 
 
 @dataclass
-class _Captured:
+class _Recorded:
     """One bucket of a stage.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Captured:
         copied: inputs that are copied before it, by slot: the first rows of their buffers.
         outputs: by slot: the first rows of their buffers.
         buffers: whole ones of all inputs and outputs that do not lie in place, by slot.
-        ran: whether capturing it ran it.
+        ran: whether recording it ran it.
         held: what the pool knows of it.
     """
 
@@ -81,25 +81,25 @@ class Held:
 
 @dataclass
 class GraphPool:
-    """Captures stages of one model; shared by its phases.
+    """Records stages of one model as CUDA graphs; shared by its phases.
 
     Attributes:
         limit: graphs kept at a time. A full pool lets the least recently used go if it has been idle (see `IDLE`); if
             none has, a further bucket runs op by op, with a `DgraphWarning` the first time.
-        captured: names and row counts of what was captured, in order, graphs that are gone among them.
+        recorded: names and row counts of what was recorded, in order, graphs that are gone among them.
         bytes: device memory that graphs took: buffers, and what lies between them.
         refused: the same for buckets that did not fit or run in chunks of rows, with the reason; each once.
-        preparing: whether stages that nobody waits for are only captured, not run (a warm-up).
-        capture: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
+        preparing: whether stages that nobody waits for are only recorded, not run (a warm-up).
+        recorder: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
             device.
     """
 
     limit: int = 256
-    captured: list[tuple[str, int]] = field(default_factory=list)
+    recorded: list[tuple[str, int]] = field(default_factory=list)
     refused: list[tuple[str, int, str]] = field(default_factory=list)
     bytes: int = 0
     preparing: bool = False
-    capture: Callable[[Callable[[], object]], Replay] | None = None
+    recorder: Callable[[Callable[[], object]], Replay] | None = None
     _pool: Any = None
     _stream: Any = None
     _anchor: Any = None
@@ -122,10 +122,10 @@ class GraphPool:
                 self.let_go(held)
 
     def hold(self, name: str, rows: int, places: Iterable[int], forget: Callable[[], object]) -> Held:
-        """Count a graph that was captured; see `Held`."""
+        """Count a graph that was recorded; see `Held`."""
         held = Held(frozenset(places), forget, self._runs)
         self._held[held] = None
-        self.captured.append((name, rows))
+        self.recorded.append((name, rows))
         return held
 
     def use(self, held: Held) -> None:
@@ -165,18 +165,18 @@ class GraphPool:
         if (name, rows, reason) not in self.refused:
             self.refused.append((name, rows, reason))
 
-    def runner(self, plan: StagePlan) -> Runner:
+    def runner(self, stage: LoweredStage) -> Runner:
         """A runner that replays graphs where it can; pass it to `LoweredProgram`."""
-        return _GraphStage(plan, self)
+        return _GraphStage(stage, self)
 
     def record(self, function: Callable[[], object], warm: bool) -> Replay:
-        """Capture a function's launches; what it returns is dropped.
+        """Record a function's launches; what it returns is dropped.
 
         warm: run it first. Libraries allocate workspaces and set themselves up in their first call, which must not be
         part of a graph.
         """
-        if self.capture is not None:
-            return self.capture(function)
+        if self.recorder is not None:
+            return self.recorder(function)
         if self._pool is None:
             self._open()
         side = self._stream
@@ -185,20 +185,20 @@ class GraphPool:
             if warm:
                 function()
             before = torch.cuda.memory_reserved()
-            graph = self._captured(function)
+            graph = self._recorded(function)
         torch.cuda.current_stream().wait_stream(side)
         self.bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph
 
     def _open(self) -> None:
         """Begin the memory that the graphs share. The allocator drops it with the last graph in it, and refuses to
-        capture into it from then on; so it holds a graph of its own, for when others are let go or fail.
+        record into it from then on; so it holds a graph of its own, for when others are let go or fail.
         """
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
-            self._anchor = self._captured(lambda: torch.zeros(1, device="cuda"))
+            self._anchor = self._recorded(lambda: torch.zeros(1, device="cuda"))
 
-    def _captured(self, function: Callable[[], object]) -> Replay:
+    def _recorded(self, function: Callable[[], object]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         # Relaxed: a kernel that this bucket is the first to need may be loaded meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -220,7 +220,7 @@ class _Buffers:
     def like(self, slot: int, value: Tensor) -> Tensor:
         """A buffer with room for the value. One that is too small is replaced; earlier graphs keep theirs.
 
-        Where later stages read it (`spare`), the new one has twice the rows: their graphs are captured again with it.
+        Where later stages read it (`spare`), the new one has twice the rows: their graphs are recorded again with it.
         """
         held = self._held.get(slot)
         if held is None or held.shape[1:] != value.shape[1:] or len(held) < len(value):
@@ -233,75 +233,75 @@ class _Buffers:
 class _GraphStage:
     """Runs a stage by replaying the graph of its bucket."""
 
-    def __init__(self, plan: StagePlan, pool: GraphPool):
-        self.plan, self.pool = plan, pool
-        self._everything: tuple[AnyStep, ...] = (*plan.bridge, *plan.steps)
+    def __init__(self, stage: LoweredStage, pool: GraphPool):
+        self.stage, self.pool = stage, pool
+        self._everything: tuple[AnyStep, ...] = (*stage.bridge, *stage.steps)
         # What the steps read where the bridge runs before their graph.
-        known = {*plan.inputs, *written_by(plan.bridge)} & read_by(plan.steps)
+        known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
         self._read = tuple(sorted(known))
-        self._alone: dict[Hashable, _Captured | None] = {}
-        self._behind: dict[Hashable, dict[Hashable, _Captured | None]] = {}
-        self._buffers = _Buffers(pool, spare=not plan.last)
+        self._alone: dict[Hashable, _Recorded | None] = {}
+        self._bridged: dict[Hashable, dict[Hashable, _Recorded | None]] = {}
+        self._buffers = _Buffers(pool, spare=not stage.last)
         self._warm = False
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
-        """What runs the stage on a bucket; one that cannot be captured, or is so large that it runs in chunks, runs
+        """What runs the stage on a bucket; one that cannot be recorded, or is so large that it runs in chunks, runs
         step by step.
         """
-        return partial(self._run, slots, self._graphs_behind(slots))
+        return partial(self._run, slots, self._graphs_of_bridge(slots))
 
-    def _graphs_behind(self, slots: Slots) -> dict[Hashable, _Captured | None] | None:
+    def _graphs_of_bridge(self, slots: Slots) -> dict[Hashable, _Recorded | None] | None:
         """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
         have left something elsewhere.
         """
-        plan = self.plan
-        if not plan.bridge:
+        stage = self.stage
+        if not stage.bridge:
             return None
         key: list[Hashable] = []
-        for slot in plan.inputs:
-            if slot in plan.in_place:
+        for slot in stage.inputs:
+            if slot in stage.in_place:
                 key.append(slots[slot].data_ptr())
                 continue
             buffer = slots.fixed.get(slot)
             if buffer is None:
                 return None
             key.append(buffer.data_ptr())
-            if slot not in plan.sources and slot != plan.index:
+            if slot not in stage.sources and slot != stage.index:
                 key.append(slots[slot].shape)
-        return self._behind.setdefault(tuple(key), {})
+        return self._bridged.setdefault(tuple(key), {})
 
-    def _run(self, slots: Slots, behind: dict[Hashable, _Captured | None] | None, rows: int) -> None:
-        plan = self.plan
-        if plan.chunk_rows is not None and rows > plan.chunk_rows:
-            self._note_chunks(rows, plan.chunk_rows)
+    def _run(self, slots: Slots, bridged_graphs: dict[Hashable, _Recorded | None] | None, rows: int) -> None:
+        stage = self.stage
+        if stage.chunk_rows is not None and rows > stage.chunk_rows:
+            self._note_chunks(rows, stage.chunk_rows)
             for step in self._everything:
                 step.run(slots)
-        elif behind is not None:
-            self._replay(behind, rows, slots, rows, True)
+        elif bridged_graphs is not None:
+            self._replay(bridged_graphs, rows, slots, rows, True)
         else:
-            for gather in plan.bridge:
+            for gather in stage.bridge:
                 gather.run(slots)
             reads = [
-                slots[slot].data_ptr() if slot in plan.in_place else slots[slot].shape
-                for slot in (*self._read, *plan.ahead)
+                slots[slot].data_ptr() if slot in stage.in_place else slots[slot].shape
+                for slot in (*self._read, *stage.ahead)
             ]
             self._replay(self._alone, tuple(reads), slots, rows, False)
 
     def _replay(
-        self, graphs: dict[Hashable, _Captured | None], key: Hashable, slots: Slots, rows: int, bridged: bool
+        self, graphs: dict[Hashable, _Recorded | None], key: Hashable, slots: Slots, rows: int, bridged: bool
     ) -> None:
-        """Run a graph, with or without the bridge, capturing it if it is not among those that there are."""
+        """Run a graph, with or without the bridge, recording it if it is not among those that there are."""
         fresh = key not in graphs
-        if fresh and self.pool.has_room(self.plan.name, rows):
-            graphs[key] = self._capture(slots, rows, bridged, partial(graphs.pop, key))
+        if fresh and self.pool.has_room(self.stage.name, rows):
+            graphs[key] = self._record(slots, rows, bridged, partial(graphs.pop, key))
         found = graphs.get(key)
         if found is None:
-            for step in self._everything if bridged else self.plan.steps:
+            for step in self._everything if bridged else self.stage.steps:
                 step.run(slots)
             return
         self.pool.use(found.held)
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
-        if not (self.pool.preparing and self.plan.last) and not (fresh and found.ran):
+        if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
             if found.copied:
                 copy_all(list(found.copied.values()), [slots[slot] for slot in found.copied])
             found.graph.replay()
@@ -312,11 +312,11 @@ class _GraphStage:
 
     def _note_chunks(self, rows: int, most: int) -> None:
         # A graph would hold the memory of so many rows for good, and saves launches, which count for little here.
-        self.pool.refuse(self.plan.name, rows, f"more than {most} rows, which run in chunks")
+        self.pool.refuse(self.stage.name, rows, f"more than {most} rows, which run in chunks")
 
-    def _capture(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Captured | None:
-        plan = self.plan
-        steps = self._everything if bridged else plan.steps
+    def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
+        stage = self.stage
+        steps = self._everything if bridged else stage.steps
         written = written_by(steps)
         given = list(slots)
         copied: dict[int, Tensor] = {}
@@ -324,12 +324,12 @@ class _GraphStage:
         buffers: dict[int, Tensor] = {}
         try:
             if bridged:
-                buffers = {slot: slots.fixed[slot] for slot in plan.inputs if slot not in plan.in_place}
-                for slot in plan.sources - plan.in_place:
+                buffers = {slot: slots.fixed[slot] for slot in stage.inputs if slot not in stage.in_place}
+                for slot in stage.sources - stage.in_place:
                     given[slot] = buffers[slot]
             else:
-                for slot in (*self._read, *plan.ahead):
-                    if slot not in plan.in_place:
+                for slot in (*self._read, *stage.ahead):
+                    if slot not in stage.in_place:
                         buffers[slot] = self._buffers.like(slot, slots[slot])
                         given[slot] = copied[slot] = buffers[slot][: len(slots[slot])]
                 copy_all(list(copied.values()), [slots[slot] for slot in copied])
@@ -339,7 +339,7 @@ class _GraphStage:
                 for step in steps:
                     step.run(own)
                 # Out of the shared memory, into which another stage's replay may write before they are read.
-                made = {slot: own[slot] for slot in plan.outputs if slot in written}
+                made = {slot: own[slot] for slot in stage.outputs if slot in written}
                 for slot, value in made.items():
                     if slot not in outputs:
                         buffers[slot] = self._buffers.like(slot, value)
@@ -348,9 +348,9 @@ class _GraphStage:
 
             graph = self.pool.record(run, warm=not self._warm)
         except torch.OutOfMemoryError as error:
-            self.pool.refuse(plan.name, rows, str(error).partition("\n")[0])
+            self.pool.refuse(stage.name, rows, str(error).partition("\n")[0])
             return None
-        ran = self.pool.capture is not None or not self._warm
+        ran = self.pool.recorder is not None or not self._warm
         self._warm = True
-        held = self.pool.hold(plan.name, rows, (slots[slot].data_ptr() for slot in plan.in_place), forget)
-        return _Captured(graph, copied, outputs, buffers, ran, held)
+        held = self.pool.hold(stage.name, rows, (slots[slot].data_ptr() for slot in stage.in_place), forget)
+        return _Recorded(graph, copied, outputs, buffers, ran, held)

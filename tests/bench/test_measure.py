@@ -90,7 +90,7 @@ def test_the_rows_are_those_of_the_trace(model: Model, recommit: bool) -> None:
     ).stats
     counts = [kept_rows(h, BLOCK) for h in TRACE.histories]
     commits = [BLOCK if recommit else late for _, late in counts][:-1]  # nobody reads the last block's
-    assert stats.rows["suffix"] == sum(behind for behind, _ in counts) + sum(commits)
+    assert stats.rows["suffix"] == sum(after for after, _ in counts) + sum(commits)
     assert counter.committed == [len(s.committed) for h in TRACE.histories for s in h]
     assert [c.head for c in counter.counts] == [len(s.kept or ()) for h in TRACE.histories for s in h]
 

@@ -99,18 +99,18 @@ def test_show(run: Run, store: Store) -> None:
     refused(run("cache", "show", "nothing"), "unknown artifact 'nothing'", f"Known: {a[:12]}")
 
 
-def test_plans_that_were_timed(run: Run, store: Store) -> None:
+def test_tilings_that_were_timed(run: Run, store: Store) -> None:
     pytest.importorskip("triton")
-    from dgraph.ops.triton.lm_head import Plan
+    from dgraph.ops.triton.lm_head import Tiling
 
     shapes = [LogitsShape(rows, 700, "bfloat16") for rows in (8, 16)]
     choices = [
-        Choice(shapes[0], Plan(1024, 2), 2e-6, 3e-6, 5, (("block=4096 splits=1 warps=8", "out of shared memory"),)),
-        Choice(shapes[1], Plan(1024, 1), 4e-6, None, 1),
+        Choice(shapes[0], Tiling(1024, 2), 2e-6, 3e-6, 5, (("block=4096 splits=1 warps=8", "out of shared memory"),)),
+        Choice(shapes[1], Tiling(1024, 1), 4e-6, None, 1),
     ]
-    plans = {FILE: json.dumps({"op": "lm_head", "choices": [c.to_json() for c in choices]}).encode()}
+    tilings = {FILE: json.dumps({"op": "lm_head", "choices": [c.to_json() for c in choices]}).encode()}
     gpu = key(kind="tuning", op="lm_head", region="", device="cuda", **{"device name": "NVIDIA H200, 132 multi"})
-    assert store.put(gpu, plans)
+    assert store.put(gpu, tilings)
     assert printed(run("cache", "ls"))[1].split("  ")[-1] == "tuning: lm_head"
     lines = printed(run("cache", "show", gpu.digest))
     assert "op: lm_head" in lines
@@ -121,7 +121,7 @@ def test_plans_that_were_timed(run: Run, store: Store) -> None:
     assert second.split()[3:7] == ["4.0", "-", "-", "1"]
     assert (empty, failed) == ("", "not timed: block=4096 splits=1 warps=8: out of shared memory")
     found = one_object(run("cache", "show", gpu.digest, "--json"))
-    assert [c["plan"]["splits"] for c in found["choices"]] == [2, 1]
+    assert [c["tiling"]["splits"] for c in found["choices"]] == [2, 1]
     flip(store.entries / gpu.digest / FILE, 30)
     result = run("cache", "show", gpu.digest, "--json")
     assert result.exit_code == 2

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def test_a_feed_forward_network_does() -> None:
     program = lower(feed_forward(), 4)
     assert len(chunks_of(program)) == 1
-    assert program.plans[0].chunk_rows == 4
+    assert program.lowered[0].chunk_rows == 4
 
 
 def test_a_sum_with_what_a_cache_holds_does() -> None:
@@ -73,7 +73,7 @@ def test_what_mixes_rows_does_not(what: str) -> None:
     y = hand.call(aten.relu.default, hand.call(aten.mul.Tensor, hand.input("x", "N", 8), 2.0))
     program = lower(hand.returns(z=hand.call(aten.neg.default, MIXED[what](hand, y))), 2)
     assert not chunks_of(program)
-    assert program.plans[0].chunk_rows is None
+    assert program.lowered[0].chunk_rows is None
 
 
 def test_two_row_sets_do_not() -> None:

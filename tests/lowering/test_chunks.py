@@ -37,7 +37,7 @@ def lower(graph: Graph, chunk_rows: int | None, backend: str = "eager", **option
 
 
 def chunks_of(program: LoweredProgram) -> list[RowChunks]:
-    return [step for plan in program.plans for step in plan.steps if isinstance(step, RowChunks)]
+    return [step for stage in program.lowered for step in stage.steps if isinstance(step, RowChunks)]
 
 
 def feed_forward() -> Graph:
@@ -256,20 +256,20 @@ def test_what_lies_between_is_no_output(dense: dict[str, Graph]) -> None:
 
 
 def test_a_stage_in_chunks_is_not_captured_and_says_so_once(dense: dict[str, Graph], step: Scene) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     program = lower(dense["step"], ROWS - 1, runner=pool.runner)
     expected = lower(dense["step"], None)(step.copy().inputs, ROWS)
     for _ in range(2):
         result = program(step.copy().inputs, ROWS)
         torch.testing.assert_close(result.outputs["confidence"], expected.outputs["confidence"], atol=1e-5, rtol=1e-4)
     assert pool.refused == [("step", ROWS, f"more than {ROWS - 1} rows, which run in chunks")]
-    assert not pool.captured
+    assert not pool.recorded
     lower(dense["step"], ROWS, runner=pool.runner)(step.copy().inputs, ROWS)
-    assert pool.captured == [("step", ROWS)]
+    assert pool.recorded == [("step", ROWS)]
 
 
 def test_a_stage_after_one_in_chunks_is_captured(focus: dict[str, Graph], step: Scene) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     program, plain = lower(focus["step"], ROWS - 1, runner=pool.runner), lower(focus["step"], ROWS - 1)
     for _ in range(3):
         mine, theirs = program(step.copy().inputs, ROWS), plain(step.copy().inputs, ROWS)
@@ -277,14 +277,14 @@ def test_a_stage_after_one_in_chunks_is_captured(focus: dict[str, Graph], step: 
         for name, value in theirs.outputs.items():
             assert torch.equal(mine.outputs[name], value), name
     assert [(name, rows) for name, rows, _ in pool.refused] == [("prefix", ROWS)]
-    assert {name for name, _ in pool.captured} == {"suffix"}
+    assert {name for name, _ in pool.recorded} == {"suffix"}
 
 
 def test_steps_of_blocks_are_captured_at_any_size(llada: Setup) -> None:
     made = llada.optimized("dense", BLOCK)
-    made.graph_pool = GraphPool(capture=Recorder)
+    made.graph_pool = GraphPool(recorder=Recorder)
     graph = made.phases["step"].graph
-    assert made._lower(graph).plans[0].chunk_rows == CHUNK_ROWS
+    assert made._lower(graph).lowered[0].chunk_rows == CHUNK_ROWS
     made.spec = made.spec.__class__(**{**vars(made.spec), "attention": "block_causal"})
-    assert made._lower(graph).plans[0].chunk_rows is None
-    assert made._lower(graph, captured=False).plans[0].chunk_rows == CHUNK_ROWS
+    assert made._lower(graph).lowered[0].chunk_rows is None
+    assert made._lower(graph, graphs=False).lowered[0].chunk_rows == CHUNK_ROWS

@@ -15,8 +15,8 @@ from dgraph.errors import LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import Slots
 from dgraph.ops import Op
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
@@ -105,11 +105,11 @@ def test_a_program_can_run_again(focus: dict[str, Graph], step: Scene) -> None:
 class Refused:
     """A runner that must not run, as one that replays a CUDA graph: it would call nothing."""
 
-    def __init__(self, plan: StagePlan):
-        self.plan = plan
+    def __init__(self, stage: LoweredStage):
+        self.stage = stage
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
-        raise AssertionError(f"stage {self.plan.name} ran by its own runner")
+        raise AssertionError(f"stage {self.stage.name} ran by its own runner")
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 10])
@@ -275,14 +275,14 @@ class Watch:
     """A runner that looks at the slots after every step."""
 
     def __init__(self) -> None:
-        self.plans: list[StagePlan] = []
+        self.stages: list[LoweredStage] = []
         self.alive: list[set[int]] = []
 
-    def __call__(self, plan: StagePlan) -> Runner:
-        self.plans.append(plan)
+    def __call__(self, stage: LoweredStage) -> Runner:
+        self.stages.append(stage)
 
         def run(slots: Slots, rows: int) -> None:
-            for step in (*plan.bridge, *plan.steps):
+            for step in (*stage.bridge, *stage.steps):
                 assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
                 step.run(slots)
                 self.alive.append({i for i, v in enumerate(slots) if v is not None})
@@ -296,7 +296,7 @@ def test_a_slot_is_freed_after_its_last_reader(request: pytest.FixtureRequest, s
     watch = Watch()
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), runner=watch)
     program(step.copy().inputs, ROWS)
-    steps = [s for plan in watch.plans for s in (*plan.bridge, *plan.steps)]
+    steps = [s for stage in watch.stages for s in (*stage.bridge, *stage.steps)]
     given = {i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     results = set(program._outputs.values())
     cuts = {slot for cut in program._cuts if cut is not None for slot in (cut.index, cut.offsets)}
@@ -307,11 +307,11 @@ def test_a_slot_is_freed_after_its_last_reader(request: pytest.FixtureRequest, s
     assert most < len(watch.alive), "fewer values at a time than steps"
 
 
-def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step: Scene) -> None:
+def test_what_a_lowered_stage_reads_and_gives(focus: dict[str, Graph], step: Scene) -> None:
     watch = Watch()
     program = LoweredProgram(focus["step"], RegionCompiler("eager"), Buckets(), runner=watch)
-    assert tuple(watch.plans) == program.plans
-    prefix, suffix = program.plans
+    assert tuple(watch.stages) == program.lowered
+    prefix, suffix = program.lowered
     assert (prefix.name, suffix.name) == ("prefix", "suffix")
     assert prefix.bridge == ()
     assert len(suffix.bridge) == 1, "the gather"
@@ -331,15 +331,15 @@ def test_a_plan_says_what_a_stage_reads_and_gives(focus: dict[str, Graph], step:
     assert {cut.index, cut.offsets} <= set(prefix.outputs)
     assert {outputs[s] for s in suffix.outputs} == {"token", "confidence", "margin", "entropy"}
     assert (prefix.last, suffix.last) == (False, True)
-    for plan in program.plans:
-        written = {s for x in (*plan.bridge, *plan.steps) for s in x.writes()}
-        read = {s for x in (*plan.bridge, *plan.steps) for s in x.reads()}
-        assert set(plan.outputs) <= written
-        assert set(plan.inputs) <= read - written
-        assert plan.in_place <= set(plan.inputs)
-        assert plan.sources <= set(plan.inputs) - plan.in_place
+    for stage in program.lowered:
+        written = {s for x in (*stage.bridge, *stage.steps) for s in x.writes()}
+        read = {s for x in (*stage.bridge, *stage.steps) for s in x.reads()}
+        assert set(stage.outputs) <= written
+        assert set(stage.inputs) <= read - written
+        assert stage.in_place <= set(stage.inputs)
+        assert stage.sources <= set(stage.inputs) - stage.in_place
         weights = {i for i, v in enumerate(program._template) if v is not None}
-        assert read - written - weights == set(plan.inputs)
+        assert read - written - weights == set(stage.inputs)
 
 
 def test_weights_are_read_at_every_run(dense: dict[str, Graph], step: Scene) -> None:
@@ -360,5 +360,5 @@ def test_a_program_of_no_calls() -> None:
     program = lower(hand.returns(y=x))
     given = torch.randn(3, 4)
     assert torch.equal(program({"x": given}, 3).outputs["y"], given)
-    assert run_steps(program.plans[0]) is not None
+    assert run_steps(program.lowered[0]) is not None
     assert program({"x": given}, 3).rows == (3,)

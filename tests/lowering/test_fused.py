@@ -225,7 +225,7 @@ def test_a_program_gives_what_its_graph_does(
     request: pytest.FixtureRequest, step: Scene, recipe: str, phase: str, chunk_rows: int | None, graphs: bool
 ) -> None:
     graph: Graph = request.getfixturevalue(recipe)[phase]
-    runner = {"runner": GraphPool(capture=Recorder).runner} if graphs else {}
+    runner = {"runner": GraphPool(recorder=Recorder).runner} if graphs else {}
     program = lower(graph, fused=True, chunk_rows=chunk_rows, **runner)
     theirs = step.copy().inputs
     expected = interpret(graph, theirs)

@@ -1,4 +1,4 @@
-"""Tuning with a timer that knows the answers: each shape once, the fastest plan, kept for later processes."""
+"""Tuning with a timer that knows the answers: each shape once, the fastest tiling, kept for later processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = {"b+1": 5, "b": 4, "pages": 100, "page": 8, "P": 6}
 
 
 class Clock:
-    """A timer: the seconds of plan i of a shape's list, or an exception; and what it was asked."""
+    """A timer: the seconds of tiling i of a shape's list, or an exception; and what it was asked."""
 
     def __init__(self, times: Mapping[int, float | Exception] | None = None):
         self.times, self.asked = dict(times or {}), []  # type: ignore[var-annotated]
@@ -47,9 +47,9 @@ class Clock:
     def __call__(self, op: str, shape: Any, device: torch.device) -> Callable[[Any], float]:
         place = iter(range(100))
 
-        def seconds(plan: Any) -> float:
+        def seconds(tiling: Any) -> float:
             at = next(place)
-            self.asked.append((op, shape, plan))
+            self.asked.append((op, shape, tiling))
             found = self.times.get(at, 1.0 + at)
             if isinstance(found, Exception):
                 raise found
@@ -57,8 +57,8 @@ class Clock:
 
         return seconds
 
-    def plans(self) -> list[Any]:
-        return [plan for _, _, plan in self.asked]
+    def tilings(self) -> list[Any]:
+        return [tiling for _, _, tiling in self.asked]
 
 
 def candidates(op: str = OP, shape: Any = SHAPE) -> list[Any]:
@@ -79,13 +79,13 @@ def tuned(store: Store | None, clock: Clock, *shapes: Any, op: str = OP) -> Tuni
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_every_plan_is_timed_once_and_the_fastest_kept(store: Store) -> None:
+def test_every_tiling_is_timed_once_and_the_fastest_kept(store: Store) -> None:
     clock = Clock({3: 0.25, 5: 0.5})
     tuning = tuned(store, clock)
-    assert clock.plans() == candidates()
+    assert clock.tilings() == candidates()
     assert len(clock.asked) > 6
     choice = tuning.found[OP][SHAPE]
-    assert (choice.plan, choice.seconds, choice.default_seconds) == (candidates()[3], 0.25, 1.0)
+    assert (choice.tiling, choice.seconds, choice.default_seconds) == (candidates()[3], 0.25, 1.0)
     assert (choice.tried, choice.failed) == (len(candidates()), ())
     assert tuning.timed == [(OP, SHAPE)]
     with tuning.choices.in_use():
@@ -108,9 +108,9 @@ def test_a_second_process_times_nothing(store: Store) -> None:
     assert len(folders(store)) == 1
 
 
-def test_a_plan_must_be_clearly_faster_than_the_default(store: Store) -> None:
-    assert tuned(store, Clock({1: MARGIN + 0.01})).found[OP][SHAPE].plan == candidates()[0]
-    assert tuned(store, Clock({1: MARGIN - 0.01}), OTHER).found[OP][OTHER].plan == candidates(shape=OTHER)[1]
+def test_a_tiling_must_be_clearly_faster_than_the_default(store: Store) -> None:
+    assert tuned(store, Clock({1: MARGIN + 0.01})).found[OP][SHAPE].tiling == candidates()[0]
+    assert tuned(store, Clock({1: MARGIN - 0.01}), OTHER).found[OP][OTHER].tiling == candidates(shape=OTHER)[1]
 
 
 @pytest.mark.parametrize("changed", ["kernel", "tuner", "device"])
@@ -145,10 +145,10 @@ def test_what_a_device_is_called_is_in_the_key_and_its_number_is_not(monkeypatch
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_plan_that_fails_is_left_out_with_its_reason(store: Store) -> None:
+def test_a_tiling_that_fails_is_left_out_with_its_reason(store: Store) -> None:
     clock = Clock({1: RuntimeError("out of resource: shared memory\nmore"), 2: 0.5, 3: LoweringError("it is wrong")})
     choice = tuned(store, clock).found[OP][SHAPE]
-    assert choice.plan == candidates()[2]
+    assert choice.tiling == candidates()[2]
     assert choice.tried == len(candidates()) - 2
     assert [reason for _, reason in choice.failed] == ["out of resource: shared memory", "it is wrong"]
     assert f"splits={candidates()[1].splits}" in choice.failed[0][0]
@@ -158,15 +158,17 @@ def test_a_plan_that_fails_is_left_out_with_its_reason(store: Store) -> None:
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_default_that_fails_gives_way(store: Store) -> None:
     choice = tuned(store, Clock({0: RuntimeError("no")})).found[OP][SHAPE]
-    assert (choice.plan, choice.default_seconds) == (candidates()[1], None)
+    assert (choice.tiling, choice.default_seconds) == (candidates()[1], None)
 
 
-def test_where_every_plan_fails_the_default_is_used_and_nothing_kept(store: Store) -> None:
+def test_where_every_tiling_fails_the_default_is_used_and_nothing_kept(store: Store) -> None:
     failing = Clock(dict.fromkeys(range(20), RuntimeError("no device")))
-    with pytest.warns(UserWarning, match="no plan of paged_attention for rows=512 .* can be timed.*no device") as told:
+    with pytest.warns(
+        UserWarning, match="no tiling of paged_attention for rows=512 .* can be timed.*no device"
+    ) as told:
         choice = tuned(store, failing).found[OP][SHAPE]
     assert len(told) == 1
-    assert (choice.plan, choice.seconds, choice.tried) == (candidates()[0], None, 0)
+    assert (choice.tiling, choice.seconds, choice.tried) == (candidates()[0], None, 0)
     assert folders(store) == []
     assert tuned(store, Clock()).timed == [(OP, SHAPE)], "a later process tries again"
 
@@ -178,7 +180,7 @@ def test_values_that_do_not_fit_are_no_error(store: Store) -> None:
     tuning = Tuning(CPU, store, timer=timer)
     with pytest.warns(UserWarning, match="out of memory"):
         tuning.tune(OP, [SHAPE])
-    assert tuning.found[OP][SHAPE].plan == candidates()[0]
+    assert tuning.found[OP][SHAPE].tiling == candidates()[0]
 
 
 @pytest.mark.parametrize("file", [FILE, "key.txt", "manifest"])
@@ -189,7 +191,7 @@ def test_a_flipped_byte_is_one_line_and_timed_anew(store: Store, file: str) -> N
     with pytest.warns(UserWarning, match="is set aside and rebuilt") as told:
         tuning = tuned(store, Clock({2: 0.5}))
     assert len(told) == 1
-    assert tuning.found[OP][SHAPE].plan == candidates()[2]
+    assert tuning.found[OP][SHAPE].tiling == candidates()[2]
     assert tuned(store, Clock()).timed == []
 
 
@@ -214,7 +216,7 @@ def test_what_was_timed_before_an_interruption_is_kept(store: Store) -> None:
     assert tuned(store, Clock(), SHAPE, OTHER).timed == [(OP, OTHER)]
 
 
-def interrupted(plan: Any) -> float:
+def interrupted(tiling: Any) -> float:
     raise KeyboardInterrupt
 
 
@@ -258,7 +260,7 @@ def test_a_program_is_tuned_only_while_tuning_is_open(store: Store, focus: dict[
         program(step.copy().inputs, 32)
     assert {op for op, _ in tuning.timed} == {OP, "lm_head"}
     assert len(clock.asked) == timed > 0
-    assert any("timing plans of paged_attention for rows=32 sequences=" in line for line in told)
+    assert any("timing tilings of paged_attention for rows=32 sequences=" in line for line in told)
     later = Tuning(CPU, Store(store.root), timer=clock)
     LoweredProgram(focus["step"], RegionCompiler("eager"), Buckets.of([32]), tuning=later)
     assert later.found == tuning.found, "a program takes the choices when it is lowered"
@@ -268,10 +270,10 @@ def test_a_program_is_tuned_only_while_tuning_is_open(store: Store, focus: dict[
 def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Graph], step: Scene) -> None:
     tuning, seen = Tuning(CPU, store, timer=Clock({1: 0.5})), list[Any]()
 
-    def runner(plan: Any) -> Any:
+    def runner(stage: Any) -> Any:
         def run(slots: Any, rows: int) -> None:
             seen.extend(chosen(op, shape) for op, shape in tuning.timed)
-            for one in (*plan.bridge, *plan.steps):
+            for one in (*stage.bridge, *stage.steps):
                 one.run(slots)
 
         return lambda slots: partial(run, slots)
@@ -279,14 +281,14 @@ def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Gr
     program = LoweredProgram(focus["step"], RegionCompiler("eager"), Buckets.of([32]), runner, tuning)
     with tuning.opened():
         program(step.copy().inputs, 32)
-    with_choices = [tuning.found[op][shape].plan for op, shape in tuning.timed]
+    with_choices = [tuning.found[op][shape].tiling for op, shape in tuning.timed]
     assert seen == with_choices * len(program.stages)
     assert chosen(*tuning.timed[0]) is None
 
 
 def test_a_warm_up_opens_tuning(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     program = dgraph.optimize("tiny_sdar", "dense", backend="eager")
-    assert program.tuning is None, "a CPU runs the references, which have no plans"
+    assert program.tuning is None, "a CPU runs the references, which have no tilings"
     program.tuning = tuning = Tuning(CPU, store, timer=Clock())
     seen: list[bool] = []
 
@@ -304,7 +306,7 @@ def test_a_warm_up_opens_tuning(store: Store, monkeypatch: pytest.MonkeyPatch) -
     assert not tuning.is_open
 
 
-def test_results_of_two_plans_must_agree() -> None:
+def test_results_of_two_tilings_must_agree() -> None:
     x = torch.linspace(-1, 1, 100)
     check_equal([x + 1e-5, torch.arange(4)], [x, torch.arange(4)])
     check_equal([(x * 1.01).bfloat16()], [x.bfloat16()])
@@ -314,7 +316,7 @@ def test_results_of_two_plans_must_agree() -> None:
         ((x * 1.1).bfloat16(), x.bfloat16()),
         (torch.arange(4), torch.tensor([0, 1, 2, 4])),
     ):
-        with pytest.raises(LoweringError, match="away from that of the default plan"):
+        with pytest.raises(LoweringError, match="away from that of the default tiling"):
             check_equal([found], [wanted])
 
 

@@ -108,7 +108,7 @@ def samples(generator):
         more = torch.cat([x, torch.ones(2, 4)])
         yield Sample(f"{n} rows", (x, x.clone()), (more, more.clone()))
 
-def kernel(x, total, plan=None):
+def kernel(x, total, tiling=None):
     raise AssertionError("there is no GPU here")
 
 TWICE = define(
@@ -146,7 +146,7 @@ def test_an_op_from_outside_passes_the_checks_of_our_own(outside: str) -> None:
 def test_what_a_check_finds_is_named(outside: str) -> None:
     text = (Path(sys.path[0]) / f"{outside}.py").read_text()
     for name, old, new, message in (
-        ("a", "plan=None", "plan", "takes plan; give a default"),
+        ("a", "tiling=None", "tiling", "takes tiling; give a default"),
         ("b", "kernel(x, total", "kernel(total, x", r"takes \('total', 'x'\), expected \('x', 'total'\)"),
         ("c", "torch.empty_like(x)", "x.new_empty(3)", "opcheck|traced as"),
         ("d", "2, 3)", "2, 1)", "sample '3 rows': padding rows of result 1 are not 1"),

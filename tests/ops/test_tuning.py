@@ -32,28 +32,28 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     tiles: tuple[Tile, ...]
     inner: Tile
     warps: int = 4
 
 
-PLAN = Plan((Tile(16), Tile(32, True)), Tile(8))
-CHOICE = Choice(SHAPE, PLAN, 2e-6, 3e-6, 5, (("warps=9", "out of resources"),))
+TILING = Tiling((Tile(16), Tile(32, True)), Tile(8))
+CHOICE = Choice(SHAPE, TILING, 2e-6, 3e-6, 5, (("warps=9", "out of resources"),))
 
 
-def test_plans_are_found_only_while_they_are_in_use() -> None:
+def test_tilings_are_found_only_while_they_are_in_use() -> None:
     mine, theirs = Choices(), Choices()
     mine.add("rows_linear", CHOICE)
-    theirs.add("rows_linear", replace(CHOICE, plan=replace(PLAN, warps=8)))
+    theirs.add("rows_linear", replace(CHOICE, tiling=replace(TILING, warps=8)))
     assert chosen("rows_linear", SHAPE) is None
     with mine.in_use():
-        assert chosen("rows_linear", SHAPE) == PLAN
+        assert chosen("rows_linear", SHAPE) == TILING
         assert chosen("rows_linear", replace(SHAPE, rows=65)) is None
         assert chosen("lm_head", SHAPE) is None
         with theirs.in_use():
             assert chosen("rows_linear", SHAPE).warps == 8
-        assert chosen("rows_linear", SHAPE) == PLAN
+        assert chosen("rows_linear", SHAPE) == TILING
         with ThreadPoolExecutor(1) as pool:  # another thread runs another program
             assert pool.submit(chosen, "rows_linear", SHAPE).result() is None
     with pytest.raises(KeyError), mine.in_use():
@@ -65,21 +65,21 @@ def test_plans_are_found_only_while_they_are_in_use() -> None:
 def test_a_choice_comes_back_from_json() -> None:
     for choice in (CHOICE, replace(CHOICE, seconds=None, default_seconds=None, failed=())):
         data = json.loads(json.dumps(choice.to_json()))
-        assert Choice.from_json(data, LinearShape, Plan) == choice
+        assert Choice.from_json(data, LinearShape, Tiling) == choice
 
 
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (("plan", "warps"), "4", "expected int, got '4'"),
-        (("plan", "warps"), True, "expected int, got True"),
-        (("plan", "tiles"), 3, "expected a list, got 3"),
-        (("plan", "inner"), {"rows": 8}, "expected the fields rows, first"),
-        (("plan", "more"), 1, "expected the fields tiles, inner, warps"),
+        (("tiling", "warps"), "4", "expected int, got '4'"),
+        (("tiling", "warps"), True, "expected int, got True"),
+        (("tiling", "tiles"), 3, "expected a list, got 3"),
+        (("tiling", "inner"), {"rows": 8}, "expected the fields rows, first"),
+        (("tiling", "more"), 1, "expected the fields tiles, inner, warps"),
         (("shape", "rows"), None, "expected int, got None"),
         (("seconds",), "soon", "expected float, got 'soon'"),
         (("failed",), [["warps=9"]], "shorter|argument"),
-        (("unknown",), 1, "expected the fields shape, plan"),
+        (("unknown",), 1, "expected the fields shape, tiling"),
     ],
 )
 def test_data_of_another_form_is_refused(where: tuple[str, ...], value: object, message: str) -> None:
@@ -89,7 +89,7 @@ def test_data_of_another_form_is_refused(where: tuple[str, ...], value: object, 
         inner = inner[name]
     inner[where[-1]] = value
     with pytest.raises(ValueError, match=message):
-        Choice.from_json(data, LinearShape, Plan)
+        Choice.from_json(data, LinearShape, Tiling)
 
 
 def test_keys_are_rounded_up_to_a_power_of_two() -> None:
@@ -100,8 +100,8 @@ def test_keys_are_rounded_up_to_a_power_of_two() -> None:
 
 def test_text() -> None:
     assert text_of(LogitsShape(3, 5, "float32")) == "rows=3 vocab=5 dtype=float32"
-    assert text_of(PLAN) == text_of(json.loads(json.dumps(CHOICE.to_json()))["plan"])
-    assert text_of(PLAN) == "tiles=[(rows=16 first=False), (rows=32 first=True)] inner=(rows=8 first=False) warps=4"
+    assert text_of(TILING) == text_of(json.loads(json.dumps(CHOICE.to_json()))["tiling"])
+    assert text_of(TILING) == "tiles=[(rows=16 first=False), (rows=32 first=True)] inner=(rows=8 first=False) warps=4"
 
 
 def test_choices_need_no_triton() -> None:

@@ -176,11 +176,11 @@ def dkv_greedy(every: int, window: int) -> Method:
     return rows
 
 
-def vicinity(behind: int, ahead: int, warm_up: int, every: int = 0) -> Method:
+def vicinity(before: int, ahead: int, warm_up: int, every: int = 0) -> Method:
     def rows(moment: Moment) -> set[int] | None:
         if moment.number < warm_up or moment.step == 0 or (every and moment.step % every == 0):
             return None
-        return moment.clamp(moment.start - moment.shift - behind, moment.start + moment.size + ahead)
+        return moment.clamp(moment.start - moment.shift - before, moment.start + moment.size + ahead)
 
     return rows
 

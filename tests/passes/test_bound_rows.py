@@ -71,9 +71,9 @@ def test_it_fires_at_the_keys_and_the_feed_forward_network_of_each_layer(name: s
     assert (graph.inputs, graph.outputs, graph.tensors) == (before.inputs, before.outputs, before.tensors)
 
 
-@pytest.mark.parametrize("behind", [True, False])
-def test_it_fires_before_a_gated_unit_that_is_one_call(behind: bool) -> None:
-    passes = (FuseGLU(), BoundRows()) if behind else (BoundRows(), FuseGLU())
+@pytest.mark.parametrize("unit_first", [True, False])
+def test_it_fires_before_a_gated_unit_that_is_one_call(unit_first: bool) -> None:
+    passes = (FuseGLU(), BoundRows()) if unit_first else (BoundRows(), FuseGLU())
     graph = rewritten(sparse_of("llada"), *passes)
     assert len(graph.find("rows_norm")) == len(graph.find("rows_glu")) == graph.spec.layers
 

@@ -85,9 +85,9 @@ def test_a_value_before_the_eviction_may_not_meet_one_after_it(counted: Graph) -
 
     def meet(op: Any) -> Graph:
         graph = counted.copy()
-        behind = graph.find("rows_linear")[0]
+        product = graph.find("rows_linear")[0]
         early = next(n for n in graph.calls if n.target is aten.linear.default and graph.type_text(n) == "f32[N, 64]")
-        graph.call(op, (behind, early), before=behind.next, by="Test")
+        graph.call(op, (product, early), before=product.next, by="Test")
         return graph
 
     with pytest.raises(VerifyError, match=r"f32\[K, 64\], .*f32\[N, 64\]"):

@@ -220,14 +220,14 @@ def test_keeping_as_many_as_there_are_is_lossless_too(cached: Graph, step: Scene
 @pytest.mark.parametrize("alpha", [1.2, math.inf])
 def test_the_lm_head_may_be_chunked_before_or_after(cached: Graph, step: Scene, alpha: float) -> None:
     evict, chunk = EvictTokens(alpha=alpha), ChunkLMHead(5)
-    behind, before = rewritten(cached, evict, chunk), rewritten(cached, chunk, evict)
+    after, before = rewritten(cached, evict, chunk), rewritten(cached, chunk, evict)
     decision = {"token", "confidence", "margin", "entropy"}
-    assert set(behind.outputs) == set(before.outputs) == decision | {"kept", "reached", "score"}
-    assert set(behind.inputs) == set(before.inputs)
-    mine, theirs = interpret(behind, step.copy().inputs), interpret(before, step.copy().inputs)
+    assert set(after.outputs) == set(before.outputs) == decision | {"kept", "reached", "score"}
+    assert set(after.inputs) == set(before.inputs)
+    mine, theirs = interpret(after, step.copy().inputs), interpret(before, step.copy().inputs)
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]), name
-    carried = [[a.name for a in g.find("compact")[0].args[0]] for g in (behind, before)]  # type: ignore[union-attr]
+    carried = [[a.name for a in g.find("compact")[0].args[0]] for g in (after, before)]  # type: ignore[union-attr]
     assert len(carried[0]) == len(set(carried[0])) == len(carried[1])
     masked = step.inputs["candidate"][mine["kept"]]
     assert ((mine["token"] >= 0) == masked).all()
@@ -236,10 +236,10 @@ def test_the_lm_head_may_be_chunked_before_or_after(cached: Graph, step: Scene, 
 
 def test_every_value_has_the_row_set_of_its_place(evicted: Graph) -> None:
     (cut,) = evicted.find("keep_index")
-    behind = evicted.calls.index(cut)
+    after = evicted.calls.index(cut)
     for i, node in enumerate(evicted.calls):
         if (rows := evicted.row_set(node)) is not None:
-            assert rows == ("N" if i < behind else "K"), node.name
+            assert rows == ("N" if i < after else "K"), node.name
 
 
 # -- near misses and errors --------------------------------------------------------------------------------------

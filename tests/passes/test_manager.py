@@ -63,8 +63,8 @@ def negate(graph: Graph, report: Report) -> None:
 def test_passes_run_in_the_order_given_and_are_reported() -> None:
     graph, seen = small(), []
 
-    def watch(step: Pass, behind: Graph) -> None:
-        seen.append((step.name, ops_of(behind)))
+    def watch(step: Pass, graph: Graph) -> None:
+        seen.append((step.name, ops_of(graph)))
 
     first, second = Do(negate, "First"), Do(fires, "Second")
     reports = run_passes(graph, [first, second, first], observer=watch)

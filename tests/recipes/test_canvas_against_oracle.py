@@ -430,7 +430,7 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
         cache = recipe.block_cache
         return BlockSession(model.spec, programs, block_cache=cache, plan=recipe.plan, pool=pool, page_size=16)
 
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     captured, plain = session(pool), session(None)
     batches = [prompts_for(16), [[9, 8, 7], list(range(20, 61)), [11]], prompts_for(16)]
     rules = [policy_of(0.6), policy_of("dream", 5)]
@@ -456,7 +456,7 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
             for mine, theirs in zip(got.kv, want.kv, strict=True):
                 for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
                     torch.testing.assert_close(got_layer, want_layer, rtol=1e-5, atol=1e-5)
-    assert [stage for stage, _ in pool.captured].count("transition") == len(rules)
+    assert [stage for stage, _ in pool.recorded].count("transition") == len(rules)
     assert not pool.refused
 
 

@@ -12,8 +12,8 @@ import dgraph
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
@@ -124,7 +124,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, rule: dict[str,
 def session_of(pool: GraphPool | None, block_cache: str = "off", stages: bool = True) -> BlockSession:
     setup = setup_of("sdar")
     recipe = build(RECIPES, "dyllm", setup.model.spec, {"tau": 0.8, "full_steps": 2, "block_cache": block_cache})
-    runner: Callable[[StagePlan], Runner] = pool.runner if pool is not None and stages else run_steps
+    runner: Callable[[LoweredStage], Runner] = pool.runner if pool is not None and stages else run_steps
     programs = {
         name: LoweredProgram(
             phase.graph, RegionCompiler("eager"), Buckets.of("hybrid"), run_steps if name == "prefill" else runner
@@ -141,23 +141,23 @@ def test_captured_it_gives_what_plain_steps_give(block_cache: str, stages: bool)
     def generate(session: BlockSession, prompts: list[list[int]]) -> Generation:
         return session.generate(prompts, max_new_tokens=NEW, policy=ConfidenceThreshold(0.7), keep_kv=True)
 
-    pool, prompts = GraphPool(capture=Recorder), prompts_for(BLOCK)
+    pool, prompts = GraphPool(recorder=Recorder), prompts_for(BLOCK)
     plain, captured = session_of(None, block_cache), session_of(pool, block_cache, stages)
     for batch in (prompts, prompts[::-1], prompts):  # the others find what the first left behind
         want, got = generate(plain, batch), generate(captured, batch)
         check_same(got, want, exactly=True)
         assert got.stats.salient == want.stats.salient, "a step that is run twice finds nothing new"
-    assert "transition" in {name for name, _ in pool.captured}
+    assert "transition" in {name for name, _ in pool.recorded}
     assert not pool.refused
 
 
 def test_a_warm_up_prepares_every_bucket() -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     session = session_of(pool)
-    assert session.warm_up(4, 80) == len(pool.captured) > 2
+    assert session.warm_up(4, 80) == len(pool.recorded) > 2
     session.generate(prompts_for(BLOCK), max_new_tokens=NEW, policy=ConfidenceThreshold(0.7))
-    assert [name for name, _ in pool.captured].count("transition") == 1
-    assert len(pool.captured) == len(set(pool.captured)), "a bucket was captured twice"
+    assert [name for name, _ in pool.recorded].count("transition") == 1
+    assert len(pool.recorded) == len(set(pool.recorded)), "a bucket was captured twice"
 
 
 def test_guidance() -> None:
@@ -179,8 +179,8 @@ def test_its_phases_and_plan() -> None:
     built = recipe_of(block_cache="dc+", recommit=False)
     assert [p.name for p in built.phases] == ["prefill", "step"]
     assert "GateFFN" not in [p.name for p in built.phase("prefill").passes]
-    behind = ["ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
-    assert [p.name for p in built.phase("step").passes][3:] == behind
+    after = ["ChunkLMHead", "GateFFN", "PartialAttention", "FuseGLU", "BoundRows"]
+    assert [p.name for p in built.phase("step").passes][3:] == after
     assert (built.block_cache, built.recommit) == ("dc+", False)
     assert built.plan == RowPlan(Block(), Counted(full_steps=1))
     assert recipe_of(full_steps=2, every=4).plan == RowPlan(Block(), Counted(full_steps=2, every=4))

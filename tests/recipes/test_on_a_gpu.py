@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_cpu(recipe: str, backend: str) -> None:
     got, program = tokens("cuda", recipe, backend=backend)
     assert got == want
     assert program.graph_pool is not None
-    assert program.graph_pool.captured
+    assert program.graph_pool.recorded
     assert not program.graph_pool.refused
 
 
@@ -47,10 +47,10 @@ def test_graphs_give_what_launches_give(recipe: str) -> None:
     plain, _ = tokens("cuda", recipe, graphs=False)
     graphed, program = tokens("cuda", recipe)
     assert graphed == plain
-    before = list(program.graph_pool.captured)  # type: ignore[union-attr]
+    before = list(program.graph_pool.recorded)  # type: ignore[union-attr]
     again = program.generate(PROMPTS, max_new_tokens=64).token_ids
     assert again == graphed
-    assert program.graph_pool.captured == before, "the second run met no new bucket"  # type: ignore[union-attr]
+    assert program.graph_pool.recorded == before, "the second run met no new bucket"  # type: ignore[union-attr]
 
 
 def test_the_published_dtype_answers_right() -> None:

@@ -90,7 +90,7 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
     def generate(of: BlockSession, batch: list[list[int]]) -> Generation:
         return of.generate(batch, max_new_tokens=21, policy=policy_of(steps=8), keep_kv=True)
 
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     captured, plain = session(pool), session(None)
     for batch in (prompts(), [[9, 8, 7], list(range(20, 75))], prompts()):
         got, want = generate(captured, batch), generate(plain, batch)
@@ -105,7 +105,7 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
             for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
                 for one, other in zip(got_layer, want_layer, strict=True):
                     torch.testing.assert_close(one[:end], other[:end], rtol=1e-5, atol=1e-5)
-    names = {name for name, _ in pool.captured}
+    names = {name for name, _ in pool.recorded}
     assert "transition" in names
     assert len(names) > 1, "steps were captured"
     assert not pool.refused

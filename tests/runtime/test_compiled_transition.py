@@ -174,7 +174,7 @@ def session_of(model: str, recipe: str, compiler: TraceCompiler | None) -> Block
         recommit=chosen.recommit,
         plan=chosen.plan,
         kv=chosen.kv,
-        pool=GraphPool(capture=Recorder),
+        pool=GraphPool(recorder=Recorder),
         compiler=compiler,
     )
 
@@ -199,7 +199,7 @@ def test_a_warm_session_runs_compiled_transitions(
     options: dict[str, Any] = {"max_new_tokens": 12, "policy": used, "temperature": temperature}
     plain = session_of(model, recipe, None)
     want = plain.generate(PROMPTS, **options)
-    behind, compiled_ahead = list(states), len(compiler.compiled)
+    plain, compiled_ahead = list(states), len(compiler.compiled)
     states.clear()
     assert compiled_ahead == 0
     session.warm_up(2, 64, policy=policy, temperature=temperature)
@@ -207,8 +207,8 @@ def test_a_warm_session_runs_compiled_transitions(
     got = session.generate(PROMPTS, **options)
     assert compiler.compiled + compiler.loaded == compiler.compiled, "the very function that was compiled"
     assert got.token_ids == want.token_ids
-    assert len(states) == len(behind) > 3
-    for mine, theirs in zip(states, behind, strict=True):
+    assert len(states) == len(plain) > 3
+    for mine, theirs in zip(states, plain, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             if one.shape == other.shape:  # a warm session pads the canvas to what it was told
                 assert torch.equal(one, other)
@@ -225,7 +225,7 @@ class Waits(ConfidenceThreshold):
 def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> Advance:
     """After some steps, the later ones replayed from a capture."""
     advance = advance_of("step", policy)
-    advance._pool, advance._compiler = GraphPool(capture=Recorder), compiler
+    advance._pool, advance._compiler = GraphPool(recorder=Recorder), compiler
     draw = torch.Generator().manual_seed(3)
     for _ in range(steps):
         advance(outputs(advance, draw, False))
@@ -258,7 +258,7 @@ def test_what_runs_often_is_compiled_after_all(monkeypatch: pytest.MonkeyPatch, 
     assert same(found, captured(policy, None, 9))
     assert len(made) == 1
     assert found._pool is not None
-    assert len(found._pool.captured) == (1 if often == 0 else 2), "op by op, then compiled"
+    assert len(found._pool.recorded) == (1 if often == 0 else 2), "op by op, then compiled"
 
 
 def test_a_policy_that_cannot_be_traced_runs_op_by_op_and_is_named() -> None:

@@ -17,8 +17,8 @@ import dgraph
 from dgraph.errors import DgraphWarning, InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import Slot, Slots, Step
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.cudagraph import IDLE, GraphPool
@@ -50,7 +50,7 @@ def phases() -> tuple[dgraph.Model, dict[str, dgraph.Graph]]:
 
 
 def generate(
-    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], runner: Callable[[StagePlan], Runner], calls: int = 1
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], runner: Callable[[LoweredStage], Runner], calls: int = 1
 ) -> Generation:
     model, graphs = phases
     compiler, buckets = RegionCompiler("eager"), Buckets.of("hybrid")
@@ -69,7 +69,7 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
         recorders.append(Recorder(function))
         return recorders[-1]
 
-    pool = GraphPool(capture=capture)
+    pool = GraphPool(recorder=capture)
     plain, graphed = generate(phases, run_steps), generate(phases, pool.runner, calls=2)
     assert graphed.token_ids == plain.token_ids
     assert graphed.kv is not None
@@ -77,8 +77,8 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
     for mine, theirs in zip(graphed.kv, plain.kv, strict=True):
         for got, want in zip(mine.layers, theirs.layers, strict=True):
             assert torch.equal(got[0][: mine.committed], want[0][: theirs.committed])
-    assert {name for name, _ in pool.captured} == {"step", "prefix", "suffix"}
-    assert len(pool.captured) == len(recorders) == len(set(pool.captured)), "a bucket was captured twice"
+    assert {name for name, _ in pool.recorded} == {"step", "prefix", "suffix"}
+    assert len(pool.recorded) == len(recorders) == len(set(pool.recorded)), "a bucket was captured twice"
     assert sum(r.replays for r in recorders) > 2 * len(recorders), "buckets were not reused"
     assert not pool.refused
 
@@ -86,31 +86,31 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
 def test_a_stage_runs_once_where_it_is_captured() -> None:
     """Capturing ran it; one that compares rows with what it cached of them would find nothing new the second time."""
     cache, x = torch.zeros(1, 4), torch.arange(4.0)
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     step = stage_of(pool)
     for count in (1, 2, 3):
         step(cache, x)
         assert cache.equal(count * x[None])
-    assert pool.captured == [("step", 4)]
+    assert pool.recorded == [("step", 4)]
 
 
 def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dgraph.runtime.cudagraph.IDLE", 10**6)
-    pool = GraphPool(limit=1, capture=Recorder)
+    pool = GraphPool(limit=1, recorder=Recorder)
     with pytest.warns(DgraphWarning, match="1 CUDA graphs are in use.* on .* rows runs op by op") as seen:
         result = generate(phases, pool.runner)
     assert len(seen) == 1, "once, not in every step"
     assert result.token_ids == generate(phases, run_steps).token_ids
-    assert len(pool.captured) == 1
+    assert len(pool.recorded) == 1
     assert len(pool.refused) == len(set(pool.refused)) > 1
     assert all("limit of 1" in reason for _, _, reason in pool.refused)
 
 
 def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, torch.Tensor], None]:
     """A stage that adds rows to a cache in place."""
-    plan = StagePlan(
+    stage = LoweredStage(
         name=name,
         bridge=(),
         steps=(Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),),
@@ -123,13 +123,13 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
         last=True,
         chunk_rows=None,
     )
-    run = pool.runner(plan)
+    run = pool.runner(stage)
     return lambda cache, x: run(Slots([cache, x]))(len(x))
 
 
 def test_graphs_of_caches_that_have_grown_are_let_go() -> None:
     """They counted toward the limit, so that after enough growth every stage ran op by op."""
-    pool = GraphPool(limit=2, capture=Recorder)
+    pool = GraphPool(limit=2, recorder=Recorder)
     step = stage_of(pool)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DgraphWarning)
@@ -140,40 +140,40 @@ def test_graphs_of_caches_that_have_grown_are_let_go() -> None:
                 step(cache, x)
                 assert cache.equal((count * x).expand(pages, 4))
             assert pool.live == 1
-    assert len(pool.captured) == 8
+    assert len(pool.recorded) == 8
     assert not pool.refused
 
 
 def test_a_session_lets_graphs_go_when_its_caches_grow(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:
-    pool = GraphPool(capture=Recorder)
-    session = captured_session(phases, pool)
+    pool = GraphPool(recorder=Recorder)
+    session = recorded_session(phases, pool)
     options: dict[str, Any] = {"max_new_tokens": 20, "policy": ConfidenceThreshold(0.7)}
     for length in (10, 40, 70):
-        before = len(pool.captured)
+        before = len(pool.recorded)
         session.generate([list(range(6, 6 + length))], **options)
-        stages = [name for name, _ in pool.captured[before:] if name != "transition"]
+        stages = [name for name, _ in pool.recorded[before:] if name != "transition"]
         assert stages
         assert pool.live == len(stages) + 1, "the transition stays, graphs of caches that are gone do not"
-    reserved = captured_session(phases, GraphPool(capture=Recorder))
+    reserved = recorded_session(phases, GraphPool(recorder=Recorder))
     reserved.reserve(1, 96)
     for length in (10, 40, 70):
         reserved.generate([list(range(6, 6 + length))], **options)
     assert reserved.pool is not None
-    names = [name for name, _ in reserved.pool.captured]
+    names = [name for name, _ in reserved.pool.recorded]
     assert reserved.pool.live == len(names), "caches of their final size: nothing is let go"
 
 
 def test_a_session_reserves_pages_within_the_models_positions(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
 ) -> None:
-    session = captured_session(phases, GraphPool(capture=Recorder))
+    session = recorded_session(phases, GraphPool(recorder=Recorder))
     for sequences, tokens in ((0, 16), (1, 0), (1, 10**6)):
         with pytest.raises(InputError, match="KV pages are made for at least 1 sequence of 1 to"):
             session.reserve(sequences, tokens)
 
 
 def test_a_full_pool_lets_an_idle_graph_go() -> None:
-    pool = GraphPool(limit=2, capture=Recorder)
+    pool = GraphPool(limit=2, recorder=Recorder)
     cache, x = torch.zeros(1, 1), torch.ones(1)
     first, second, third = (stage_of(pool, name) for name in ("first", "second", "third"))
     first(cache, x)
@@ -184,7 +184,7 @@ def test_a_full_pool_lets_an_idle_graph_go() -> None:
     for _ in range(IDLE * pool.limit):
         second(cache, x)
     third(cache, x)
-    assert [name for name, _ in pool.captured] == ["first", "second", "third"]
+    assert [name for name, _ in pool.recorded] == ["first", "second", "third"]
     assert pool.live == 2
     assert float(cache) == 3 + IDLE * pool.limit + 1
 
@@ -195,13 +195,13 @@ def test_a_bucket_that_does_not_fit_runs_step_by_step(
     def capture(function: Callable[[], None]) -> Recorder:
         raise torch.OutOfMemoryError("no memory for this bucket\nand more")
 
-    pool = GraphPool(capture=capture)
+    pool = GraphPool(recorder=capture)
     assert generate(phases, pool.runner).token_ids == generate(phases, run_steps).token_ids
-    assert not pool.captured
+    assert not pool.recorded
     assert {reason for _, _, reason in pool.refused} == {"no memory for this bucket"}
 
 
-def captured_session(
+def recorded_session(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], pool: GraphPool, buckets: str = "hybrid"
 ) -> BlockSession:
     model, graphs = phases
@@ -217,54 +217,54 @@ def captured_session(
 def test_a_captured_transition_gives_what_plain_steps_give(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], policy: Policy
 ) -> None:
-    pool = GraphPool(capture=Recorder)
-    session = captured_session(phases, pool)
+    pool = GraphPool(recorder=Recorder)
+    session = recorded_session(phases, pool)
     first = [list(range(6, 30)), list(range(40, 45)), list(range(50, 82))]
     second = [list(range(9, 50)), list(range(60, 63)), [7]]
     for prompts in (first, second, first):
-        plain = captured_session(phases, GraphPool(limit=0, capture=Recorder)).generate(
+        plain = recorded_session(phases, GraphPool(limit=0, recorder=Recorder)).generate(
             prompts, max_new_tokens=40, policy=policy, observer=lambda record: None
         )
         graphed = session.generate(prompts, max_new_tokens=40, policy=policy)
         assert graphed.token_ids == plain.token_ids
         assert graphed.stats.sequence_steps == plain.stats.sequence_steps
         assert graphed.stats.rows == plain.stats.rows
-    assert [name for name, _ in pool.captured].count("transition") == 1, "batches of one shape share a capture"
+    assert [name for name, _ in pool.recorded].count("transition") == 1, "batches of one shape share a capture"
     session.generate(first, max_new_tokens=40, policy=policy, temperature=0.8)
-    assert [name for name, _ in pool.captured].count("transition") == 2
+    assert [name for name, _ in pool.recorded].count("transition") == 2
 
 
 def test_draws_in_a_captured_transition_follow_seed_and_prompt(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
 ) -> None:
-    session = captured_session(phases, GraphPool(capture=Recorder))
+    session = recorded_session(phases, GraphPool(recorder=Recorder))
     prompts = [list(range(6, 30)), list(range(40, 45)), list(range(50, 82))]
     options = {"max_new_tokens": 40, "policy": FixedSteps(4), "temperature": 1.2}
     runs = [session.generate(prompts, seed=seed, **options).token_ids for seed in (3, 4, 3)]
     assert runs[0] == runs[2] != runs[1]
-    alone = captured_session(phases, GraphPool(capture=Recorder)).generate(prompts, seed=3, max_batch=1, **options)
+    alone = recorded_session(phases, GraphPool(recorder=Recorder)).generate(prompts, seed=3, max_batch=1, **options)
     assert alone.token_ids == runs[0]
 
 
 def test_a_warm_session_captures_no_further_stage(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:
-    pool = GraphPool(capture=Recorder)
-    session = captured_session(phases, pool)
+    pool = GraphPool(recorder=Recorder)
+    session = recorded_session(phases, pool)
     seen: list[tuple[int, int]] = []
     count = session.warm_up(3, 80, lambda done, all_of_them: seen.append((done, all_of_them)))
     assert seen == [(i + 1, count) for i in range(count)]
     sizes = Buckets.of("hybrid").up_to(3 * 32)
-    assert sorted(pool.captured) == sorted((stage, size) for stage in ("prefix", "suffix") for size in sizes)
+    assert sorted(pool.recorded) == sorted((stage, size) for stage in ("prefix", "suffix") for size in sizes)
     for prompts in ([list(range(6, 30)), list(range(40, 45)), list(range(50, 82))], [list(range(9, 19))]):
         session.generate(prompts, max_new_tokens=40, policy=ConfidenceThreshold(0.7))
-    assert {name for name, _ in pool.captured[2 * count :]} == {"transition"}
+    assert {name for name, _ in pool.recorded[2 * count :]} == {"transition"}
 
 
 def test_a_warm_up_that_cannot_be(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     with pytest.raises(InputError, match="'exact' cannot be prepared ahead"):
-        captured_session(phases, pool, "exact").warm_up(2, 64)
+        recorded_session(phases, pool, "exact").warm_up(2, 64)
     with pytest.raises(InputError, match="batch of at least 1 and 1 to"):
-        captured_session(phases, pool).warm_up(0, 64)
+        recorded_session(phases, pool).warm_up(0, 64)
     model, graphs = phases
     plain = BlockSession(
         model.spec, {name: LoweredProgram(g, RegionCompiler("eager"), Buckets()) for name, g in graphs.items()}
@@ -282,7 +282,7 @@ def test_a_policy_that_reads_on_the_host_is_named(phases: tuple[dgraph.Model, di
             raise RuntimeError("operation not permitted when stream is capturing")
         return Recorder(function)
 
-    session = captured_session(phases, GraphPool(capture=capture))
+    session = recorded_session(phases, GraphPool(recorder=capture))
     with pytest.raises(LoweringError, match="Policy Reads may read values on the host; decode with graphs=False"):
         session.generate([list(range(6, 30))], max_new_tokens=40, policy=Reads(0.7))
 
@@ -302,11 +302,11 @@ def test_an_equal_policy_with_state_of_its_own_is_another_policy(
 
     everything, nothing = AtLeast(0.0), AtLeast(2.0)
     assert everything == nothing
-    session = captured_session(phases, GraphPool(capture=Recorder))
+    session = recorded_session(phases, GraphPool(recorder=Recorder))
     prompts = [list(range(6, 30)), list(range(40, 45)), list(range(50, 82))]
     steps = []
     for policy in (everything, nothing, everything):
-        want = captured_session(phases, GraphPool(limit=0, capture=Recorder)).generate(
+        want = recorded_session(phases, GraphPool(limit=0, recorder=Recorder)).generate(
             prompts, max_new_tokens=40, policy=policy, observer=lambda record: None
         )
         got = session.generate(prompts, max_new_tokens=40, policy=policy)

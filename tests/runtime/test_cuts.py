@@ -14,9 +14,9 @@ import dgraph
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.plan import Runner, StagePlan, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.ops import OPS
 from dgraph.ops.draws import cu_rows_of
 from dgraph.runtime.cudagraph import GraphPool
@@ -59,7 +59,7 @@ def inputs(graph: Graph, counts: tuple[int, ...], kept: int, seed: int) -> dict[
 
 
 def lower(
-    graph: Graph, runner: Callable[[StagePlan], Runner], buckets: Sequence[int] = (4, 8, 16, 32, 64)
+    graph: Graph, runner: Callable[[LoweredStage], Runner], buckets: Sequence[int] = (4, 8, 16, 32, 64)
 ) -> LoweredProgram:
     return LoweredProgram(graph, RegionCompiler("eager"), Buckets.of(list(buckets)), runner)
 
@@ -117,7 +117,7 @@ class Log(TorchDispatchMode):
 
 def test_one_replay_follows_each_read(graph: Graph) -> None:
     log = Log()
-    program = lower(graph, GraphPool(capture=log.capture).runner)
+    program = lower(graph, GraphPool(recorder=log.capture).runner)
     for seed, counts in enumerate([(9, 12, 11), (9, 12, 11), (4, 0, 7)]):
         given = inputs(graph, counts, 5, seed)
         program(given, len(given["x"]))
@@ -128,9 +128,9 @@ def test_one_replay_follows_each_read(graph: Graph) -> None:
         assert len(reads) == len(program.stages) - 1
         assert log.events.count("replay") == len(program.stages)
         for begin, end in zip(reads, [*reads[1:], None], strict=True):
-            behind = log.events[begin + 1 : end]
-            assert behind[:2] == ["slice", "replay"]
-            assert set(behind[2:]) <= {"select"}, "what is left is a view: of the next count"
+            after = log.events[begin + 1 : end]
+            assert after[:2] == ["slice", "replay"]
+            assert set(after[2:]) <= {"select"}, "what is left is a view: of the next count"
         ahead = log.events[: log.events.index("replay")]
         assert ahead.count("_foreach_copy_") == len({value.dtype for value in given.values()})
 
@@ -139,7 +139,7 @@ def test_one_replay_follows_each_read(graph: Graph) -> None:
 
 
 def test_buckets_of_the_stage_before_share_a_graph_and_leak_nothing(graph: Graph) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     program, plain = lower(graph, pool.runner), lower(graph, run_steps)
     large = inputs(graph, (30, 30), 3, 0)
     large["x"][3:] = torch.nan
@@ -153,36 +153,36 @@ def test_buckets_of_the_stage_before_share_a_graph_and_leak_nothing(graph: Graph
     last = inputs(graph, (30, 30), 0, 3)
     last["keep"][[7, 40, 59]] = True
     check(program, plain, last)
-    assert [rows for name, rows in pool.captured if name == "prefix"] == [64, 16, 32]
-    assert [rows for name, rows in pool.captured if name == "suffix"] == [8, 4]
+    assert [rows for name, rows in pool.recorded if name == "prefix"] == [64, 16, 32]
+    assert [rows for name, rows in pool.recorded if name == "suffix"] == [8, 4]
 
 
 def test_a_graph_is_not_replayed_with_a_buffer_that_was_outgrown(graph: Graph) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     program, plain = lower(graph, pool.runner), lower(graph, run_steps)
     sizes = [(3, 4), (8, 7), (3, 4), (30, 20), (8, 7), (3, 5), (30, 20), (16, 16)]
     for _ in range(2):
         for seed, counts in enumerate(sizes):
             check(program, plain, inputs(graph, counts, 2, seed))
-    before = list(pool.captured)
+    before = list(pool.recorded)
     for seed, counts in enumerate(sizes):
         check(program, plain, inputs(graph, counts, 2, 50 + seed))
-    assert pool.captured == before
+    assert pool.recorded == before
     assert before.count(("suffix", 4)) == 3, "buffers of 8, 16 and 64 rows"
 
 
 def test_buffers_are_outgrown_a_few_times_at_most(graph: Graph) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     sizes = range(4, 68, 4)
     program, plain = (lower(graph, runner, buckets=list(sizes)) for runner in (pool.runner, run_steps))
     for rows in sizes:
         check(program, plain, inputs(graph, (rows,), 3, rows))
-    assert pool.captured.count(("suffix", 4)) == 5, "buffers of 4, 8, 16, 32 and 64 rows"
-    assert len([rows for name, rows in pool.captured if name == "prefix"]) == len(sizes)
+    assert pool.recorded.count(("suffix", 4)) == 5, "buffers of 4, 8, 16, 32 and 64 rows"
+    assert len([rows for name, rows in pool.recorded if name == "prefix"]) == len(sizes)
 
 
 def test_another_number_of_sequences_is_another_graph(graph: Graph) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     program, plain = lower(graph, pool.runner), lower(graph, run_steps)
     for seed, counts in enumerate([(5, 6, 4), (9, 6), (3, 4, 7), (8, 8), (2, 2, 2, 2, 2)]):
         check(program, plain, inputs(graph, counts, 1, seed))
@@ -201,24 +201,24 @@ def test_a_stage_that_does_not_fit_leaves_the_others_captured(graph: Graph, refu
             raise torch.OutOfMemoryError("no memory")
         return Recorder(function)
 
-    pool = GraphPool(capture=capture)
+    pool = GraphPool(recorder=capture)
     program, plain = lower(graph, pool.runner), lower(graph, run_steps)
     for seed in range(3):
         for counts in ((9, 12), (20, 30)):
             check(program, plain, inputs(graph, counts, 3, seed))
     assert len(pool.refused) == 1
-    assert len(pool.captured) >= len(program.stages)
+    assert len(pool.recorded) >= len(program.stages)
 
 
 @pytest.mark.filterwarnings("ignore:.* CUDA graphs are in use")
 @pytest.mark.parametrize("limit", range(5))
 def test_a_full_pool(graph: Graph, limit: int) -> None:
-    pool = GraphPool(limit=limit, capture=Recorder)
+    pool = GraphPool(limit=limit, recorder=Recorder)
     program, plain = lower(graph, pool.runner), lower(graph, run_steps)
     for seed in range(3):
         for counts in ((9, 12), (20, 30)):
             check(program, plain, inputs(graph, counts, 3, seed))
-    assert len(pool.captured) == limit
+    assert len(pool.recorded) == limit
 
 
 # -- a whole generation ------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_generation_of_a_trained_model() -> None:
     made = dgraph.optimize("tiny_sdar", "focus", backend="eager")
     prompts = [[5 + (7 * i + j) % 60 for j in range(3 + 9 * i)] for i in range(3)]
 
-    def generate(runner: Callable[[StagePlan], Runner], calls: int = 1) -> Generation:
+    def generate(runner: Callable[[LoweredStage], Runner], calls: int = 1) -> Generation:
         programs = {
             name: LoweredProgram(phase.graph, made.compiler, Buckets.of([4, 8, 12, 16, 24, 32, 48, 64, 96]), runner)
             for name, phase in made.phases.items()
@@ -239,7 +239,7 @@ def test_a_generation_of_a_trained_model() -> None:
             found = session.generate(prompts, max_new_tokens=20, policy=ConfidenceThreshold(0.8), keep_kv=True)
         return found
 
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     graphed, plain = generate(pool.runner, 2), generate(run_steps)
     assert graphed.token_ids == plain.token_ids
     assert graphed.stats.rows == plain.stats.rows
@@ -251,5 +251,5 @@ def test_a_generation_of_a_trained_model() -> None:
             for one, other in zip(got, want, strict=True):
                 assert torch.equal(one[: mine.committed], other[: theirs.committed])
     for stage in ("prefix", "suffix"):
-        assert len({rows for name, rows in pool.captured if name == stage}) >= 4
+        assert len({rows for name, rows in pool.recorded if name == stage}) >= 4
     assert not pool.refused

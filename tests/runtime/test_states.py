@@ -71,7 +71,7 @@ def run(attention: str, kind: str = "step", pool: GraphPool | None = None, **opt
 @pytest.mark.parametrize("attention", ["block_causal", "bidirectional", "shifted"])
 def test_states_are_carried_and_reset(attention: str, pool: bool) -> None:
     """Of a block with each block, of a response with each response; no batch sees what another left."""
-    step, _ = run(attention, pool=GraphPool(capture=Recorder) if pool else None)
+    step, _ = run(attention, pool=GraphPool(recorder=Recorder) if pool else None)
     for said in step.said:
         for s, prompt_end in enumerate(said["prompt_end"]):
             if said["response_end"][s] - prompt_end != 8 or prompt_end == 0:

@@ -119,7 +119,7 @@ def test_statistics_of_the_lm_head_are_those_of_its_logits(model: str, recipe: s
 def test_a_captured_step_measures_what_a_plain_one_does_and_begins_anew_in_each_call() -> None:
     made = dgraph.optimize("tiny_sdar", "focus", backend="eager", buckets="hybrid")
     policy = Stable()
-    pool, compiler = GraphPool(capture=Recorder), RegionCompiler("eager")
+    pool, compiler = GraphPool(recorder=Recorder), RegionCompiler("eager")
     session = BlockSession(made.spec, made.programs, block_cache="dc+", pool=pool)
     graph = made.graph("step").copy()
     run_passes(graph, [MeasureRows(statistics_of(policy))])
@@ -127,7 +127,7 @@ def test_a_captured_step_measures_what_a_plain_one_does_and_begins_anew_in_each_
     want = made.generate(input_ids=PROMPTS, max_new_tokens=12, policy=policy).token_ids
     options: dict[str, Any] = {"max_new_tokens": 12, "policy": policy}
     assert [session.generate(PROMPTS, **options).token_ids for _ in range(2)] == [want, want]
-    assert {name for name, _ in pool.captured} >= {"prefix", "suffix", "transition"}
+    assert {name for name, _ in pool.recorded} >= {"prefix", "suffix", "transition"}
     assert [session.generate([prompt], **options).token_ids[0] for prompt in PROMPTS] == want, "alone as in a batch"
     assert measuring(replace(policy, threshold=0.9)) == measuring(policy) != measuring(replace(policy, top=8))
     plain = {"max_new_tokens": 12, "policy": ConfidenceThreshold(0.9)}

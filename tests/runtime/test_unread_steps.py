@@ -66,7 +66,7 @@ def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, skips:
     plain = session(setup, recipe, None).generate(PROMPTS, **options)
     assert len(reads) == plain.stats.steps + 1, "without a pool, one read per step"
     reads.clear()
-    found = session(setup, recipe, GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+    found = session(setup, recipe, GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
     assert found.token_ids == plain.token_ids
     assert found.stats.sequence_steps == plain.stats.sequence_steps
     assert found.stats.kept_rows == plain.stats.kept_rows
@@ -81,7 +81,7 @@ def test_they_change_nothing(setup: Setup, reads: list[int], recipe: str, skips:
 def test_at_a_steady_pace_no_step_is_in_vain(setup: Setup, reads: list[int], recipe: str, new: int) -> None:
     options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}
     prompts = [list(range(6, 22)), list(range(7, 15))]
-    found = session(setup, recipe, GraphPool(capture=Recorder)).generate(prompts, **options)
+    found = session(setup, recipe, GraphPool(recorder=Recorder)).generate(prompts, **options)
     assert found.stats.steps == new
     assert len(reads) < found.stats.steps * 0.8
 
@@ -109,14 +109,14 @@ def test_rows_are_known_ahead_exactly(
 
 def test_a_short_generation_reads_every_step(setup: Setup, reads: list[int]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 4, "block_length": 8, "policy": FixedSteps(8)}
-    found = session(setup, "dense", GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+    found = session(setup, "dense", GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
     assert found.stats.steps == 4
     assert len(reads) == 5
 
 
 def test_who_follows_the_progress_gets_every_step(setup: Setup, reads: list[int]) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": FixedSteps(8)}
-    found = session(setup, "dense", GraphPool(capture=Recorder)).generate(
+    found = session(setup, "dense", GraphPool(recorder=Recorder)).generate(
         PROMPTS, progress=lambda progress: None, **options
     )
     assert len(reads) == found.stats.steps + 1
@@ -124,15 +124,15 @@ def test_who_follows_the_progress_gets_every_step(setup: Setup, reads: list[int]
 
 @pytest.mark.parametrize("recipe", ["dense", "dyllm", "fast_dllm", "focus"])
 def test_a_warm_up_prepares_bidirectional_programs(setup: Setup, recipe: str) -> None:
-    pool = GraphPool(capture=Recorder)
+    pool = GraphPool(recorder=Recorder)
     prepared = session(setup, recipe, pool)
     count = prepared.warm_up(2, 80)
-    captured = len(pool.captured)
+    captured = len(pool.recorded)
     assert captured in (count, 2 * count)
     options: dict[str, Any] = {"max_new_tokens": 8, "block_length": 8, "policy": FixedSteps(8)}
     plain = session(setup, recipe, None).generate([[7, 8, 9]], **options)
     assert prepared.generate([[7, 8, 9]], **options).token_ids == plain.token_ids
-    assert {name for name, _ in pool.captured[captured:]} <= {"transition"}, "few rows: every bucket was there"
+    assert {name for name, _ in pool.recorded[captured:]} <= {"transition"}, "few rows: every bucket was there"
 
 
 def test_what_went_wrong_in_one_is_noticed_later(setup: Setup, reads: list[int]) -> None:
@@ -146,5 +146,5 @@ def test_what_went_wrong_in_one_is_noticed_later(setup: Setup, reads: list[int])
 
     options: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 8, "policy": Lazy(1.0)}
     with pytest.raises(DgraphError, match="gave no usable confidence for prompt 0"):
-        session(setup, "dense", GraphPool(capture=Recorder)).generate(PROMPTS, **options)
+        session(setup, "dense", GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
     assert 3 < len(reads) < 20

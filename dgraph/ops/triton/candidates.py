@@ -1,7 +1,7 @@
-"""Which plans are worth timing for a shape: the default first, then changes of it that a device may like better.
+"""Which tilings are worth timing for a shape: the default first, then changes of it that a device may like better.
 
-A list is short, because each plan is compiled. Its plans fit the kernel; whether they fit the device is found by
-running them. The tiles of products are among those that `benchmarks.rows_linear --plans` times.
+A list is short, because each tiling is compiled. Its tilings fit the kernel; whether they fit the device is found by
+running them. The tiles of products are among those that `benchmarks.rows_linear --tilings` times.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear, trials
-from dgraph.ops.triton.attention_plan import Plan as AttentionPlan
+from dgraph.ops.triton import attention_tiling, lm_head, partial_attention, rows_linear, trials
+from dgraph.ops.triton.attention_tiling import Tiling as AttentionTiling
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.rows_linear import Tiles
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, Tunable, attention_shape, dtype_name
 
 MOST = 12
-"""Plans for one shape."""
+"""Tilings for one shape."""
 
 
 def itemsize(shape: Shape) -> int:
@@ -29,10 +29,10 @@ def itemsize(shape: Shape) -> int:
     return dtype.itemsize
 
 
-def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan]:
-    """Plans of paged_attention."""
+def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionTiling]:
+    """Tilings of paged_attention."""
     sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-    default = attention_plan.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    default = attention_tiling.tiling_for(shape.rows, shape.sequences, *sizes, multiprocessors)
     splits, n, m = default.splits, default.block_n, default.block_m
     changes: list[dict[str, Any]] = [{"splits": 2 * splits}, {"splits": splits // 2}]
     if itemsize(shape) == 2:
@@ -48,25 +48,25 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionPlan
             {"block_m": m // 2, "warps": 4, "splits": splits // 2},
         ]
     found = [default, *(replace(default, roles=False, **change) for change in ({}, *changes))]
-    return _distinct(plan for plan in found if plan is default or _fits(plan, shape))
+    return _distinct(tiling for tiling in found if tiling is default or _fits(tiling, shape))
 
 
-def _fits(plan: AttentionPlan, shape: AttentionShape) -> bool:
-    """Whether a plan is one of its own for a shape, and small enough to have a chance."""
+def _fits(tiling: AttentionTiling, shape: AttentionShape) -> bool:
+    """Whether a tiling is one of its own for a shape, and small enough to have a chance."""
     widest = 32 if power_of_two(shape.head_dim) > 128 else 128
     least = power_of_two(shape.heads // shape.kv_heads, 16)
     return (
-        max(least, 16) <= plan.block_m <= max(least, 128)
-        and 16 <= plan.block_n <= widest
-        and 1 <= plan.splits <= max(1, min(16, shape.keys // 128))
-        and not (plan.bulk and shape.page % plan.block_n)  # a page that is smaller is read without the copy engine
+        max(least, 16) <= tiling.block_m <= max(least, 128)
+        and 16 <= tiling.block_n <= widest
+        and 1 <= tiling.splits <= max(1, min(16, shape.keys // 128))
+        and not (tiling.bulk and shape.page % tiling.block_n)  # a page that is smaller is read without the copy engine
     )
 
 
-def partial(shape: AttentionShape, multiprocessors: int) -> list[partial_attention.Plan]:
-    """Plans of partial_attention."""
+def partial(shape: AttentionShape, multiprocessors: int) -> list[partial_attention.Tiling]:
+    """Tilings of partial_attention."""
     sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-    default = partial_attention.plan_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    default = partial_attention.tiling_for(shape.rows, shape.sequences, *sizes, multiprocessors)
     exact = default.exact
     inner: list[dict[str, Any]] = [{"splits": 2 * exact.splits}, {"splits": exact.splits // 2}]
     outer: list[dict[str, Any]] = []
@@ -75,14 +75,14 @@ def partial(shape: AttentionShape, multiprocessors: int) -> list[partial_attenti
         outer = [{"block_n": default.block_n // 2}, {"stages": 2}, {"stages": 3}, {"changes": 16}, {"changes": 64}]
         outer += [{"registers": 0}] if default.registers else []
     found = [default]
-    found += [replace(default, exact=plan) for c in inner if _fits(plan := replace(exact, **c), shape)]
+    found += [replace(default, exact=tiling) for c in inner if _fits(tiling := replace(exact, **c), shape)]
     found += [replace(default, **change) for change in outer]
-    return _distinct(plan for plan in found if plan is default or plan.block_n >= 16)
+    return _distinct(tiling for tiling in found if tiling is default or tiling.block_n >= 16)
 
 
-def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Plan]:
-    """Plans of rows_linear. Those for a bucket of few rows leave out the tiles for many, which never run there."""
-    default = rows_linear.plan_for(itemsize(shape))
+def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Tiling]:
+    """Tilings of rows_linear. Those for a bucket of few rows leave out the tiles for many, which never run there."""
+    default = rows_linear.tiling_for(itemsize(shape))
     if itemsize(shape) != 2:
         return [default]
     tiled = replace(default, roles=False)
@@ -90,10 +90,14 @@ def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Plan]
     if shape.rows <= few.up_to:
         tiles = [replace(few, up_to=ANY), Tiles(64, 128, 64, 8, weight_first=True)]
         tiles += [Tiles(64, 64, 128, 6, weight_first=True)]
-        return [default, tiled, *(rows_linear.Plan((one,)) for one in tiles)]
+        return [default, tiled, *(rows_linear.Tiling((one,)) for one in tiles)]
     if shape.rows <= some.up_to:
         last = [replace(some, up_to=ANY), Tiles(128, 64, 64, 8), Tiles(64, 128, 128, 4), Tiles(128, 64, 128, 4)]
-        return [default, tiled, *(rows_linear.Plan((few, one), splits=4 if one is not last[0] else 8) for one in last)]
+        return [
+            default,
+            tiled,
+            *(rows_linear.Tiling((few, one), splits=4 if one is not last[0] else 8) for one in last),
+        ]
     return [
         default,
         tiled,
@@ -104,20 +108,20 @@ def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Plan]
     ]
 
 
-def logits(shape: LogitsShape, multiprocessors: int) -> list[lm_head.Plan]:
-    """Plans of lm_head's reduction."""
-    default = lm_head.plan_for(shape.rows, shape.vocab)
+def logits(shape: LogitsShape, multiprocessors: int) -> list[lm_head.Tiling]:
+    """Tilings of lm_head's reduction."""
+    default = lm_head.tiling_for(shape.rows, shape.vocab)
     sizes = [(default.block, default.warps), (1024, 4), (4096, 8), (2048, 8)]
     shares = (default.splits, 2 * default.splits, default.splits // 2)
     found = [default]
     for block, warps in sizes:
         fits = [s for s in shares if 1 <= s <= min(64, -(-shape.vocab // block))]
-        found += [lm_head.Plan(block, splits, warps) for splits in fits]
+        found += [lm_head.Tiling(block, splits, warps) for splits in fits]
     return _distinct(found)
 
 
-def _distinct(plans: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(plans))[:MOST]
+def _distinct(tilings: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(tilings))[:MOST]
 
 
 def _attention_shapes(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *rest: Any) -> list[Shape]:
@@ -138,11 +142,11 @@ def _logits_shapes(h: Any, weight: Any, *rest: Any) -> list[Shape]:
     return [LogitsShape(size, weight.shape[0], dtype_name(h.dtype)) for size in sorted(sizes) if size]
 
 
-ATTENTION = Tunable(AttentionShape, AttentionPlan, _attention_shapes, attention, trials.attention)
+ATTENTION = Tunable(AttentionShape, AttentionTiling, _attention_shapes, attention, trials.attention)
 """Of paged_attention."""
-LOGITS = Tunable(LogitsShape, lm_head.Plan, _logits_shapes, logits, trials.logits)
+LOGITS = Tunable(LogitsShape, lm_head.Tiling, _logits_shapes, logits, trials.logits)
 """Of lm_head."""
-PARTIAL = Tunable(AttentionShape, partial_attention.Plan, _partial_shapes, partial, trials.partial)
+PARTIAL = Tunable(AttentionShape, partial_attention.Tiling, _partial_shapes, partial, trials.partial)
 """Of partial_attention."""
-PRODUCTS = Tunable(LinearShape, rows_linear.Plan, _linear_shapes, products, trials.products)
+PRODUCTS = Tunable(LinearShape, rows_linear.Tiling, _linear_shapes, products, trials.products)
 """Of rows_linear."""

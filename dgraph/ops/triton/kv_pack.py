@@ -198,9 +198,9 @@ def _rows_at(positions_ptr, position, start, end):
     row = tl.where(tl.load(positions_ptr + last) == position, last, start)
     while tl.max(last - row) > 0:
         middle = (row + last) // 2
-        behind = tl.load(positions_ptr + middle) < position
-        row = tl.where(behind, middle + 1, row)
-        last = tl.maximum(tl.where(behind, last, middle), row)
+        below = tl.load(positions_ptr + middle) < position
+        row = tl.where(below, middle + 1, row)
+        last = tl.maximum(tl.where(below, last, middle), row)
     return row
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import SELECT
-from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 
 CHUNK = 512
@@ -34,7 +34,7 @@ LEAST_TILES = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of the launches.
 
     Attributes:
@@ -55,15 +55,15 @@ class Plan:
     resident: int = 2
 
 
-def plan_for(n: int, b: int, group: int, d: int, itemsize: int) -> Plan:
-    """The plan for n query rows of b sequences, `group` query heads per KV head."""
+def tiling_for(n: int, b: int, group: int, d: int, itemsize: int) -> Tiling:
+    """The tiling for n query rows of b sequences, `group` query heads per KV head."""
     least = power_of_two(group, 16)
     if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
-        return Plan(max(32, least), 32, 32, max(16, least), 4, 1)
+        return Tiling(max(32, least), 32, 32, max(16, least), 4, 1)
     block_m = max(power_of_two(-(-n // max(b, 1)) * group, 16, 128), least)
     # Two programs fit on a multiprocessor: the one's products run next to the other's exponentials.
     warps, stages = (8 if block_m >= 128 else 4), (3 if power_of_two(d, 16) <= 128 else 2)
-    return Plan(block_m, 64, 128, max(min(block_m, 64), least), warps, stages)
+    return Tiling(block_m, 64, 128, max(min(block_m, 64), least), warps, stages)
 
 
 def kernel(
@@ -79,9 +79,9 @@ def kernel(
     scale: float,
     first: int,
     last: int,
-    plan: Plan | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
-    """dgraph::kv_votes; see its contract. `plan` overrides the sizes chosen for the shape."""
+    """dgraph::kv_votes; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_heads("kv_votes", q, k, 1)
     (n, heads, d), (m, kv_heads, _), b = q.shape, k.shape, cu_rows.shape[0] - 1
     out = torch.empty((m, kv_heads), dtype=torch.float32, device=k.device)
@@ -90,8 +90,8 @@ def kernel(
     if not n or not b:
         return out.fill_(0)
     group, width = heads // kv_heads, power_of_two(d, 16)
-    plan = plan or plan_for(n, b, group, d, q.element_size())
-    rows = plan.block_m // group
+    tiling = tiling or tiling_for(n, b, group, d, q.element_size())
+    rows = tiling.block_m // group
     q, k = dense_rows(q), dense_rows(k)
     voters = torch.empty((2, b), dtype=torch.int32, device=q.device)
     seen = torch.empty(n, dtype=torch.int32, device=q.device)
@@ -101,19 +101,19 @@ def kernel(
     )  # fmt: skip
     # Room for every row to vote; where few do, the room is for shares of the keys.
     room = max(n // rows + b, LEAST_TILES)
-    part, mass = torch.empty((2, kv_heads, room, plan.block_m), dtype=torch.float32, device=q.device).unbind()
-    programs = plan.resident * multiprocessors(q.device)
+    part, mass = torch.empty((2, kv_heads, room, tiling.block_m), dtype=torch.float32, device=q.device).unbind()
+    programs = tiling.resident * multiprocessors(q.device)
     sizes = (
-        q.stride(0), k.stride(0), scale * math.log2(math.e), group, kv_heads, d, width, rows, plan.block_m,
-        power_of_two(b, 16), plan.stages, "ieee" if q.dtype == torch.float32 else "tf32",
+        q.stride(0), k.stride(0), scale * math.log2(math.e), group, kv_heads, d, width, rows, tiling.block_m,
+        power_of_two(b, 16), tiling.stages, "ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    _weigh[(programs,)](q, k, cu_keys, voters, seen, part, b, room, *sizes, plan.block_n, num_warps=plan.warps)
+    _weigh[(programs,)](q, k, cu_keys, voters, seen, part, b, room, *sizes, tiling.block_n, num_warps=tiling.warps)
     _add_up[(min(programs, room * kv_heads),)](
-        voters, part, mass, b, room, programs, kv_heads, rows, plan.block_m, power_of_two(b, 16), num_warps=4
+        voters, part, mass, b, room, programs, kv_heads, rows, tiling.block_m, power_of_two(b, 16), num_warps=4
     )
-    _vote[(kv_heads, b + 1 + m // plan.keys)](
+    _vote[(kv_heads, b + 1 + m // tiling.keys)](
         q, k, cu_keys, voters, seen, mass, out, m, b, room, *sizes,
-        plan.keys, plan.block_v // group, plan.block_v, offsets_block(b), num_warps=plan.warps,
+        tiling.keys, tiling.block_v // group, tiling.block_v, offsets_block(b), num_warps=tiling.warps,
     )  # fmt: skip
     return out
 
@@ -189,13 +189,13 @@ def _weigh(
     """part[head, share * tiles + tile] = log2 of the sum of 2 ** score over a share of the keys; -inf for no key."""
     i, m, n, d = tl.arange(0, SEQUENCES), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     own = _tiles(voters_ptr, b, ROWS, SEQUENCES)
-    behind = tl.cumsum(own, 0)
+    ends = tl.cumsum(own, 0)
     tiles = tl.sum(own)
     shares = _shares(tiles, room, tl.num_programs(0), KV_HEADS)
     for unit in range(tl.program_id(0), tiles * KV_HEADS * shares, tl.num_programs(0)):
         work = tl.full([], unit, tl.int32)
         tile, head, split = work % tiles, work // tiles % KV_HEADS, work // tiles // KV_HEADS
-        s = tl.sum((behind <= tile).to(tl.int32))
+        s = tl.sum((ends <= tile).to(tl.int32))
         begin = tl.load(voters_ptr + s)
         end = begin + tl.load(voters_ptr + b + s)
         row = begin + (tile - tl.sum(tl.where(i < s, own, 0))) * ROWS + m // GROUP

@@ -37,7 +37,7 @@ LISTED = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of the reduction of one chunk.
 
     Attributes:
@@ -51,10 +51,10 @@ class Plan:
     warps: int = 4
 
 
-def plan_for(rows: int, vocab: int) -> Plan:
-    """The plan for a chunk of so many rows."""
+def tiling_for(rows: int, vocab: int) -> Tiling:
+    """The tiling for a chunk of so many rows."""
     block = power_of_two(vocab, 16, BLOCK)
-    return Plan(block, max(1, min(PROGRAMS // rows, vocab // (2 * block), 32)))
+    return Tiling(block, max(1, min(PROGRAMS // rows, vocab // (2 * block), 32)))
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -185,13 +185,13 @@ def reduce_logits(
     confidence: Tensor,
     margin: Tensor,
     entropy: Tensor,
-    plan: Plan | None = None,
+    tiling: Tiling | None = None,
     listed: Listed | None = None,
     programs: int = PROGRAMS,
 ) -> None:
     """Write token i64[R], and confidence, margin and entropy f32[R], for each row of logits [R, V].
 
-    The other arguments, and what a row that is no candidate gets, are those of dgraph::lm_head. `plan` overrides the
+    The other arguments, and what a row that is no candidate gets, are those of dgraph::lm_head. `tiling` overrides the
     sizes chosen for the shape. With `listed`, a chunk of the candidates, row i of the logits is that of row rows[i]
     of all else, for as many i as the last count says; other rows are left as they are, and no more than about
     `programs` programs reduce the rows, because most chunks of a list are empty.
@@ -199,10 +199,10 @@ def reduce_logits(
     rows, vocab = logits.shape
     if not rows:
         return
-    if plan is None:
-        default = plan_for(rows if listed is None else min(rows, LISTED), vocab)
-        plan = chosen("lm_head", LogitsShape(rows, vocab, dtype_name(logits.dtype))) or default
-    block, splits = plan.block, plan.splits
+    if tiling is None:
+        default = tiling_for(rows if listed is None else min(rows, LISTED), vocab)
+        tiling = chosen("lm_head", LogitsShape(rows, vocab, dtype_name(logits.dtype))) or default
+    block, splits = tiling.block, tiling.splits
     keys = torch.empty((6, rows, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     temperature, seed, candidate = temperature.contiguous(), seed.contiguous(), candidate.contiguous()
@@ -212,7 +212,7 @@ def reduce_logits(
     across = rows if listed is None else min(rows, max(1, programs // splits))
     _reduce[(across, splits)](
         logits, candidate, index, counts, temperature, seed, *keys.unbind(), ids,
-        last, vocab, logits.stride(0), suppress, share, splits, block, num_warps=plan.warps,
+        last, vocab, logits.stride(0), suppress, share, splits, block, num_warps=tiling.warps,
     )  # fmt: skip
     _combine[(rows,)](
         candidate, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy,

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.triton import attention_roles
-from dgraph.ops.triton.attention_plan import Plan, multiprocessors, plan_for
+from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
 from dgraph.ops.tuning import attention_shape, chosen
 
@@ -49,13 +49,13 @@ def kernel(
     limit: Tensor,
     scale: float,
     *,
-    plan: Plan | None = None,
+    tiling: Tiling | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """dgraph::paged_attention; see its contract.
 
     Args:
-        plan: overrides the sizes chosen for the shape.
+        tiling: overrides the sizes chosen for the shape.
         rotation: cos and sin, [N, 1, D] of any dtype; q is what is not rotated yet (see dgraph::rope), and is rotated
             where it is loaded, in fp32, and rounded to its dtype.
     """
@@ -65,21 +65,21 @@ def kernel(
     if not out.numel():
         return out
     keys = page_table.shape[1] * page
-    plan = plan or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
-    if plan is None:
-        plan = plan_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
-    group, width, splits = heads // kv_heads, power_of_two(d, 16), plan.splits
-    rows = plan.block_m // group
+    tiling = tiling or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
+    if tiling is None:
+        tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
+    group, width, splits = heads // kv_heads, power_of_two(d, 16), tiling.splits
+    rows = tiling.block_m // group
     q, page_table = dense_rows(q), dense_rows(page_table)
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     rotation = (dense_rows(rotation[0]), dense_rows(rotation[1])) if rotation is not None else None
-    if plan.roles and attention_roles.fits(q, k_cache):
+    if tiling.roles and attention_roles.fits(q, k_cache):
         wide = blocks_of(k_cache, v_cache, attention_roles.KEYS)
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
             return out
-    blocks = blocks_of(k_cache, v_cache, plan.block_n) if plan.bulk else None
+    blocks = blocks_of(k_cache, v_cache, tiling.block_n) if tiling.bulk else None
     cos, sin = rotation or (q, q)
     part, mass = out, out
     if splits > 1:
@@ -90,9 +90,9 @@ def kernel(
         n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
-        page, group, heads, d, width, rows, plan.block_m, plan.block_n, splits, offsets_block(b),
+        page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, offsets_block(b),
         "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
-        num_warps=plan.warps, num_stages=plan.stages, **start_of(q.device),
+        num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
     )  # fmt: skip
     if splits > 1:
         some = min(power_of_two(heads), 8)

@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.rows import check_heads
-from dgraph.ops.triton import attention_plan
-from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton import attention_tiling
+from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import blocks_of
 from dgraph.ops.triton.partial_rows import decide, divide
 from dgraph.ops.triton.partial_tiles import changes, exactly, finish, leave, queries, scan
@@ -38,7 +38,7 @@ from dgraph.ops.tuning import attention_shape, chosen
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of the launches.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plan:
         registers: of a thread of `_mixed` at most, so that more programs fit next to each other; 0 for no bound.
     """
 
-    exact: attention_plan.Plan
+    exact: attention_tiling.Tiling
     block_n: int = 64
     stages: int = 4
     least: int = 16
@@ -59,18 +59,18 @@ class Plan:
     registers: int = 128
 
 
-def plan_for(
+def tiling_for(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, keys: int, itemsize: int, multiprocessors: int
-) -> Plan:
-    """The plan for a shape, from that of paged_attention; the arguments are the same."""
-    block_m = attention_plan.widest_tile(n, b, heads, multiprocessors)
-    exact = attention_plan.plan_for(n, b, heads, d, page, keys, itemsize, multiprocessors, block_m)
+) -> Tiling:
+    """The tiling for a shape, from that of paged_attention; the arguments are the same."""
+    block_m = attention_tiling.widest_tile(n, b, heads, multiprocessors)
+    exact = attention_tiling.tiling_for(n, b, heads, d, page, keys, itemsize, multiprocessors, block_m)
     block_n = min(exact.block_n, 64)
     least, few = (size if heads[0] // heads[1] <= size < exact.block_m else 0 for size in (16, 64))
     if itemsize > 2:
-        return Plan(exact, block_n, 1, least, 0, 16, 0)
+        return Tiling(exact, block_n, 1, least, 0, 16, 0)
     crowded = exact.warps == 8 and power_of_two(d, 16) <= 128
-    return Plan(exact, block_n, exact.stages, least, few, 32, 128 if crowded else 0)
+    return Tiling(exact, block_n, exact.stages, least, few, 32, 128 if crowded else 0)
 
 
 def kernel(
@@ -88,9 +88,9 @@ def kernel(
     limit: Tensor,
     scale: float,
     tau: float,
-    plan: Plan | None = None,
+    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dgraph::partial_attention; see its contract. `plan` overrides the sizes chosen for the shape."""
+    """dgraph::partial_attention; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_heads("partial_attention", q, k_cache.transpose(1, 2), 1)
     check_slots("partial_attention", c_cache=c_cache)
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
@@ -99,10 +99,10 @@ def kernel(
     if not out.numel():
         return out, salient.fill_(False)
     keys = page_table.shape[1] * page
-    plan = plan or chosen("partial_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
-    if plan is None:
-        plan = plan_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
-    sizes = plan.exact
+    tiling = tiling or chosen("partial_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
+    if tiling is None:
+        tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
+    sizes = tiling.exact
     group, width, splits = heads // kv_heads, power_of_two(d, 16), sizes.splits
     rows = sizes.block_m // group
     q, dv, page_table = dense_rows(q), dense_rows(dv), dense_rows(page_table)
@@ -117,25 +117,25 @@ def kernel(
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
         mass = torch.empty((2, splits, n, heads), dtype=torch.float32, device=q.device)
 
-    def launch(function: Any, grid: tuple[int, ...], plan_n: int, stages: int, *more: int, **options: int) -> None:
-        blocks = blocks_of(k_cache, v_cache, plan_n) if sizes.bulk else None
+    def launch(function: Any, grid: tuple[int, ...], block_n: int, stages: int, *more: int, **options: int) -> None:
+        blocks = blocks_of(k_cache, v_cache, block_n) if sizes.bulk else None
         function[grid](
             q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), dv, c_cache, page_table, order, offsets, slots,
             limit, changed, cu_changed, out, sums, part, mass,
             n, b, keys, dv.shape[0], q.stride(0), dv.stride(0), page_table.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3], *c_cache.stride()[:2],
             scale * math.log2(math.e),
-            page, group, heads, d, width, rows, sizes.block_m, plan_n, stages, splits, offsets_block(b),
+            page, group, heads, d, width, rows, sizes.block_m, block_n, stages, splits, offsets_block(b),
             "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, *more,
             num_warps=sizes.warps, **options,
         )  # fmt: skip
 
-    bound = {"maxnreg": plan.registers} if plan.registers and q.device.type == "cuda" else {}
-    narrow = max(plan.least, plan.few)
+    bound = {"maxnreg": tiling.registers} if tiling.registers and q.device.type == "cuda" else {}
+    narrow = max(tiling.least, tiling.few)
     room = multiprocessors(q.device) * (1 if sizes.warps == 8 else 2)
     most = (b + n // rows) * kv_heads * splits
     mixed = (kv_heads, splits, 2 * b + n // rows)
-    launch(_mixed, mixed, plan.block_n, plan.stages, plan.least, plan.few, plan.changes, **bound)
+    launch(_mixed, mixed, tiling.block_n, tiling.stages, tiling.least, tiling.few, tiling.changes, **bound)
     launch(_exact, (min(room, most),), sizes.block_n, sizes.stages, narrow, power_of_two(b, 16))
     if splits > 1:
         some = min(power_of_two(heads), 8)
@@ -164,13 +164,13 @@ def _exact(
     start = tl.load(offsets_ptr + i, mask=i < b, other=0)
     count = tl.load(offsets_ptr + i + 1, mask=i < b, other=0) - start
     tiles = tl.where(count * GROUP > NARROW, tl.cdiv(count, ROWS), 0)
-    behind = tl.cumsum(tiles, 0)
+    ends = tl.cumsum(tiles, 0)
     for unit in range(tl.program_id(0), tl.sum(tiles) * (HEADS // GROUP) * SPLITS, tl.num_programs(0)):
         work = tl.full([], unit, tl.int32)
         head, split = work % (HEADS // GROUP), work // (HEADS // GROUP) % SPLITS
         tile = work // (HEADS // GROUP) // SPLITS
-        s = tl.sum((behind <= tile).to(tl.int32))
-        first = tl.sum(tl.where(i == s, start + (tile - behind + tiles) * ROWS, 0))
+        s = tl.sum((ends <= tile).to(tl.int32))
+        first = tl.sum(tl.where(i == s, start + (tile - ends + tiles) * ROWS, 0))
         end = tl.sum(tl.where(i == s, start + count, 0))
         exactly(
             q_ptr, k_ptr + head.to(tl.int64) * k_head, v_ptr + head.to(tl.int64) * v_head, k_blocks, v_blocks, c_ptr,

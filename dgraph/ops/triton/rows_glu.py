@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton.rows_linear import Plan, launch, plan_for
+from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 
 
-def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, plan: Plan | None = None) -> Tensor:
-    """dgraph::rows_glu; see its contract. `plan` overrides the sizes of its tiles, half of whose columns are gate's."""
+def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling | None = None) -> Tensor:
+    """dgraph::rows_glu; see its contract. `tiling` overrides its tiles, half of whose columns are gate's."""
     check_sizes(x, weight, bias)
-    return launch(x, weight, bias, cu_rows, plan or plan_for(x.element_size()), pair=True)
+    return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

@@ -2,7 +2,7 @@
 
 On Hopper GPUs warps have roles of their own (`product_roles`). What follows is for where they cannot have.
 
-One persistent kernel, one program per multiprocessor. Each reads the number of live rows, picks the tiles that a plan
+One persistent kernel, one program per multiprocessor. Each reads the number of live rows, picks the tiles that a tiling
 has for so many, and derives its own work: whole tiles in rounds, and of the last round, where the tiles left would
 keep less than half of the device busy, one share of a tile. The shares of a tile are of one size, so that a program
 writes one set of sums at most. They go to a workspace, and a second kernel adds the shares of a tile up, in order.
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
 from dgraph.ops.triton import product_cases, product_roles
-from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
@@ -52,7 +52,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of one launch.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
         ends = [tiles.up_to for tiles in self.tiles]
         if ends != sorted(set(ends)) or ends[-1:] != [ANY] or len(self.cases()) > MOST_CASES:
             raise ValueError(
-                f"a plan for rows_linear must have tiles up to rising row counts, the last up to any, that make at "
+                f"a tiling for rows_linear must have tiles up to rising row counts, the last up to any, that make at "
                 f"most {MOST_CASES} cases; got {ends} and {len(self.cases())}."
             )
 
@@ -106,15 +106,15 @@ class Plan:
 WIDTHS = (16, 32, 64)
 MOST_CASES = 6
 """At most: the kernel has parameters for the blocks of so many."""
-WIDE = Plan((Tiles(64, 64, 32, 2, up_to=64, weight_first=True), Tiles(64, 64, 32, 2)), warps=4, bulk=False)
+WIDE = Tiling((Tiles(64, 64, 32, 2, up_to=64, weight_first=True), Tiles(64, 64, 32, 2)), warps=4, bulk=False)
 """For fp32, whose products run outside of the matrix units and take many registers."""
 SOME = 4
 """Rows of a tile whose shares one program of the second kernel adds up at a time."""
 
 
-def plan_for(itemsize: int) -> Plan:
-    """The plan for values of so many bytes: its tiles hold for any number of rows."""
-    return Plan(roles=True) if itemsize == 2 else WIDE
+def tiling_for(itemsize: int) -> Tiling:
+    """The tiling for values of so many bytes: its tiles hold for any number of rows."""
+    return Tiling(roles=True) if itemsize == 2 else WIDE
 
 
 def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
@@ -122,17 +122,17 @@ def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
     return LinearShape(x.shape[0], x.shape[1], weight.shape[0], dtype_name(x.dtype))
 
 
-def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, plan: Plan | None = None) -> Tensor:
-    """dgraph::rows_linear; see its contract. `plan` overrides the sizes chosen for the shape."""
+def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling | None = None) -> Tensor:
+    """dgraph::rows_linear; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_sizes(x, weight, bias)
-    plan = plan or chosen("rows_linear", shape_of(x, weight)) or plan_for(x.element_size())
-    return launch(x, weight, bias, cu_rows, plan)
+    tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())
+    return launch(x, weight, bias, cu_rows, tiling)
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, plan: Plan, pair: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling, pair: bool = False
 ) -> Tensor:  # fmt: skip
-    """The product under a plan; of a pair silu(gate) * up, where the weight and the bias have gate rows, then up rows.
+    """The product under a tiling; of a pair silu(gate) * up, where weight and bias have gate rows, then up rows.
 
     A tile of a pair has half of its rows of the weight from either.
     """
@@ -141,15 +141,15 @@ def launch(
     if not out.numel():
         return out
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    bulk = plan.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
-    if plan.roles and bulk and product_roles.fits(x, weight):
+    bulk = tiling.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
+    if tiling.roles and bulk and product_roles.fits(x, weight):
         choices = product_cases.cases(pair)
-        product_roles.launch(x, weight, bias, cu_rows, out, choices, multiprocessors(x.device), plan.group, pair)
+        product_roles.launch(x, weight, bias, cu_rows, out, choices, multiprocessors(x.device), tiling.group, pair)
         return out
-    cases, programs = plan.cases(), plan.programs * multiprocessors(x.device)
+    cases, programs = tiling.cases(), tiling.programs * multiprocessors(x.device)
     part = out
-    if plan.splits > 1:
-        largest = max(tiles.rows * tiles.columns for tiles in plan.tiles)
+    if tiling.splits > 1:
+        largest = max(tiles.rows * tiles.columns for tiles in tiling.tiles)
         part = torch.empty((programs, largest), dtype=torch.float32, device=x.device)
     blocks: list[Tensor | TensorDescriptor] = [x] * MOST_CASES + [weight] * MOST_CASES
     if bulk:
@@ -159,13 +159,13 @@ def launch(
     ranges = tuple(
         (above, up_to, t.rows, t.columns, t.depth, t.stages, t.weight_first) for above, up_to, t in cases
     )  # fmt: skip
-    sizes = ranges, plan.group, programs, plan.splits, bias is not None, pair
+    sizes = ranges, tiling.group, programs, tiling.splits, bias is not None, pair
     b, given = cu_rows.shape[0] - 1, bias if bias is not None else weight
     _multiply[(programs,)](
         x, weight, given, out, part, cu_rows, *blocks, b, n, d_out, d_in, x.stride(0), weight.stride(0),
-        *sizes, bulk, "ieee" if x.dtype == torch.float32 else "tf32", num_warps=plan.warps,
+        *sizes, bulk, "ieee" if x.dtype == torch.float32 else "tf32", num_warps=tiling.warps,
     )  # fmt: skip
-    if plan.splits > 1:
+    if tiling.splits > 1:
         _add_up[(4 * programs,)](part, given, out, cu_rows, b, n, d_out, d_in, *sizes, SOME, num_warps=4)
     return out
 

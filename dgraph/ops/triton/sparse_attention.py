@@ -21,18 +21,18 @@ from torch import Tensor
 
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import REPACK, REUSE
-from dgraph.ops.triton import attention_plan
-from dgraph.ops.triton.attention_plan import multiprocessors
+from dgraph.ops.triton import attention_tiling
+from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
-from dgraph.ops.triton.sparse_dense import attend_rows, dense_plan
+from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
 _REUSE, _REPACK = tl.constexpr(REUSE), tl.constexpr(REPACK)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of the launches.
 
     Attributes:
@@ -42,22 +42,22 @@ class Plan:
         dense: of `_attend_rows`, where block_m counts the rows of one query head; it has no shares.
     """
 
-    kept: attention_plan.Plan
+    kept: attention_tiling.Tiling
     kept_stages: int
-    dense: attention_plan.Plan
+    dense: attention_tiling.Tiling
 
 
-def plan_for(
+def tiling_for(
     n: int, b: int, heads: tuple[int, int], d: int, entries: int, itemsize: int, multiprocessors: int, dense: bool
-) -> Plan:
-    """The plan for a shape: n rows of b sequences, `heads` query and KV heads, room for `entries` packed entries.
+) -> Tiling:
+    """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, room for `entries` packed entries.
 
     How many keys a head sees is known to the device alone. Heads may keep more than their even share of the
     entries, and the window holds the rows or more; so twice the share and the rows stand for the keys.
     """
     keys = 2 * -(-entries // (max(b, 1) * heads[1])) + -(-n // max(b, 1))
-    block_m = attention_plan.widest_tile(n, b, heads, multiprocessors)
-    kept = attention_plan.plan_for(n, b, heads, d, 128, keys, itemsize, multiprocessors, block_m)
+    block_m = attention_tiling.widest_tile(n, b, heads, multiprocessors)
+    kept = attention_tiling.tiling_for(n, b, heads, d, 128, keys, itemsize, multiprocessors, block_m)
     if dense:  # the step is bound by its dense sequences, and shares are added up over all rows
         kept = replace(kept, splits=1)
     wide = power_of_two(d, 16) > 128
@@ -66,7 +66,7 @@ def plan_for(
     kept = replace(kept, stages=min(kept.stages, 4))
     # Tiles of 64 rows: with four buffers, only one program would fit on a multiprocessor.
     stages = 1 if itemsize > 2 else 3 if wide or kept.block_m == 64 else 4
-    return Plan(kept, stages, dense_plan(n, b, d, itemsize))
+    return Tiling(kept, stages, dense_tiling(n, b, d, itemsize))
 
 
 def kernel(
@@ -89,18 +89,18 @@ def kernel(
     scale: float,
     layer: int,
     dense: bool,
-    plan: Plan | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
-    """dgraph::sparse_attention; see its contract. `plan` overrides the sizes chosen for the shape."""
+    """dgraph::sparse_attention; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    if plan is None:
+    if tiling is None:
         entries, cores = k_pack.shape[0], multiprocessors(q.device)
-        plan = plan_for(n, b, (heads, kv_heads), d, entries, q.element_size(), cores, dense)
-    sizes = plan.kept
+        tiling = tiling_for(n, b, (heads, kv_heads), d, entries, q.element_size(), cores, dense)
+    sizes = tiling.kept
     group, width, splits = heads // kv_heads, power_of_two(d, 16), sizes.splits
     rows = sizes.block_m // group
     q, page_table, k_pack, v_pack, pack_count, window = map(
@@ -122,7 +122,7 @@ def kernel(
         *pack_start.stride(), window.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
         page, group, heads, power_of_two(kv_heads), d, width, rows, sizes.block_m, sizes.block_n, splits,
-        sizes.stages, plan.kept_stages, offsets_block(b), "ieee" if q.dtype == torch.float32 else "tf32",
+        sizes.stages, tiling.kept_stages, offsets_block(b), "ieee" if q.dtype == torch.float32 else "tf32",
         blocks is not None, packs is not None,
         num_warps=sizes.warps,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def kernel(
         grid = (n, triton.cdiv(heads, some))
         _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
     if dense:  # last: adding up writes all rows
-        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, plan.dense)
+        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense)
     return out
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.sparse import REPACK, REUSE
-from dgraph.ops.triton.attention_plan import Plan
+from dgraph.ops.triton.attention_tiling import Tiling
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
@@ -25,14 +25,14 @@ SAMPLES = 512
 """Blocks of keys whose ends are compared with the limits at once."""
 
 
-def dense_plan(n: int, b: int, d: int, itemsize: int) -> Plan:
-    """The plan for n rows of b sequences."""
+def dense_tiling(n: int, b: int, d: int, itemsize: int) -> Tiling:
+    """The tiling for n rows of b sequences."""
     width, block_m = power_of_two(d, 16), power_of_two(-(-n // max(b, 1)), 16, 128)
     if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
-        return Plan(min(block_m, 32), 32, 1, 4, 1)
+        return Tiling(min(block_m, 32), 32, 1, 4, 1)
     if width > 128:
-        return Plan(block_m, 32, 1, 8 if block_m == 128 else 4, 2)
-    return Plan(block_m, 128, 1, 8, 3) if block_m == 128 else Plan(block_m, 64, 1, 4, 3)
+        return Tiling(block_m, 32, 1, 8 if block_m == 128 else 4, 2)
+    return Tiling(block_m, 128, 1, 8, 3) if block_m == 128 else Tiling(block_m, 64, 1, 4, 3)
 
 
 def attend_rows(
@@ -46,18 +46,18 @@ def attend_rows(
     action: Tensor,
     out: Tensor,
     scale: float,
-    plan: Plan,
+    tiling: Tiling,
 ) -> None:
     """Write the rows of the dense sequences to `out`; q must have dense rows, and scale must not be negative."""
     (n, heads, d), (_, kv_heads, _), b = q.shape, k.shape, cu_rows.shape[0] - 1
     k, v = dense_rows(k), dense_rows(v)
-    blocks = matrices_of(k, v, plan.block_n) if plan.bulk else None
-    _attend_rows[(b + n // plan.block_m, heads)](
+    blocks = matrices_of(k, v, tiling.block_n) if tiling.bulk else None
+    _attend_rows[(b + n // tiling.block_m, heads)](
         q, k, v, *(blocks or (k, v)), key_positions, cu_rows, cu_keys, limit, action, out,
         b, q.stride(0), k.stride(0), v.stride(0), scale * math.log2(math.e),
-        heads // kv_heads, heads, d, power_of_two(d, 16), plan.block_m, plan.block_n, plan.stages, SAMPLES,
+        heads // kv_heads, heads, d, power_of_two(d, 16), tiling.block_m, tiling.block_n, tiling.stages, SAMPLES,
         offsets_block(b), "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None,
-        num_warps=plan.warps,
+        num_warps=tiling.warps,
     )  # fmt: skip
 
 

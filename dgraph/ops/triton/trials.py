@@ -1,4 +1,4 @@
-"""What a plan is timed on: calls of a kernel on random values of a shape, as a decode step makes them.
+"""What a tiling is timed on: calls of a kernel on random values of a shape, as a decode step makes them.
 
 Calls in a row take different data, more than an L2 cache holds, because a layer of a model finds neither its weights
 nor its keys there. What a shape does not say is taken as a step typically has it, and stated at each function.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.triton import attention_plan, lm_head, paged_attention, partial_attention, rows_linear
+from dgraph.ops.triton import attention_tiling, lm_head, paged_attention, partial_attention, rows_linear
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 KEYS = 2048
@@ -27,7 +27,7 @@ SETS = 8
 """Calls in a row, at most."""
 
 Call = Callable[[Any], Any]
-"""A call of the kernel under a plan; returns what it computed, without padding."""
+"""A call of the kernel under a tiling; returns what it computed, without padding."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def attention(shape: AttentionShape, device: torch.device) -> Trial:
     draw = _Draws(device, shape.dtype)
     held, q = _Caches(shape, draw), draw(shape.rows, shape.heads, shape.head_dim)
 
-    def call(table: Tensor, plan: attention_plan.Plan) -> Tensor:
+    def call(table: Tensor, tiling: attention_tiling.Tiling) -> Tensor:
         scale = shape.head_dim**-0.5
-        return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, plan=plan)
+        return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, tiling=tiling)
 
     return Trial([[bound(call, table) for table in held.tables]])
 
@@ -121,10 +121,10 @@ def partial(shape: AttentionShape, device: torch.device) -> Trial:
     cu_changed = torch.searchsorted(changed, held.cu_rows.long()).int()
     full = torch.zeros(shape.rows, dtype=torch.bool, device=device)
 
-    def call(table: Tensor, plan: partial_attention.Plan) -> tuple[Tensor, Tensor]:
+    def call(table: Tensor, tiling: partial_attention.Tiling) -> tuple[Tensor, Tensor]:
         return partial_attention.kernel(
             q, held.k, held.v, dv, index, cu_changed, context, full, held.positions, table, held.cu_rows, held.limit,
-            shape.head_dim**-0.5, 0.99, plan,
+            shape.head_dim**-0.5, 0.99, tiling,
         )  # fmt: skip
 
     return Trial([[bound(call, table) for table in held.tables]], lambda: context.copy_(before))
@@ -137,8 +137,8 @@ def products(shape: LinearShape, device: torch.device) -> Trial:
     weights = [shape.d_in**-0.5 * draw(shape.d_out, shape.d_in) for _ in range(max(2, min(SETS, ROOM // size)))]
     x = draw(shape.rows, shape.d_in)
 
-    def call(rows: int, count: Tensor, weight: Tensor, plan: rows_linear.Plan) -> Tensor:
-        return rows_linear.kernel(x, weight, None, count, plan)[:rows]
+    def call(rows: int, count: Tensor, weight: Tensor, tiling: rows_linear.Tiling) -> Tensor:
+        return rows_linear.kernel(x, weight, None, count, tiling)[:rows]
 
     loads: list[list[Call]] = []
     for rows in sorted({max(1, shape.rows // part) for part in (8, 4, 2, 1)}):
@@ -155,9 +155,9 @@ def logits(shape: LogitsShape, device: torch.device) -> Trial:
     temperature = torch.zeros(shape.rows, device=device)
     seed = torch.arange(shape.rows, device=device)
 
-    def call(x: Tensor, plan: lm_head.Plan) -> tuple[Tensor, ...]:
+    def call(x: Tensor, tiling: lm_head.Tiling) -> tuple[Tensor, ...]:
         token, confidence, margin, entropy = torch.empty_like(seed), *torch.empty((3, shape.rows), device=device)
-        lm_head.reduce_logits(x, candidate, temperature, seed, -1, token, confidence, margin, entropy, plan)
+        lm_head.reduce_logits(x, candidate, temperature, seed, -1, token, confidence, margin, entropy, tiling)
         return token, confidence, margin, entropy
 
     return Trial([[bound(call, draw(shape.rows, shape.vocab)) for _ in range(count)]])

@@ -33,16 +33,16 @@ HOPPER = 132
 def test_when_it_is_planned(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, itemsize: int, roles: bool
 ) -> None:
-    from dgraph.ops.triton.attention_plan import plan_for
+    from dgraph.ops.triton.attention_tiling import tiling_for
 
-    assert plan_for(n, b, heads, d, page, 1280, itemsize, HOPPER).roles == roles
+    assert tiling_for(n, b, heads, d, page, 1280, itemsize, HOPPER).roles == roles
 
 
-def test_elsewhere_the_plan_is_one_of_tiles(interpreted: Interpreter) -> None:
-    from dgraph.ops.triton.attention_plan import Plan
+def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter) -> None:
+    from dgraph.ops.triton.attention_tiling import Tiling
 
     args = attention((9, 0, 5, 2), (70, 0, 12, 33), page=16)
-    got, _ = interpreted("paged_attention", args, plan=Plan(32, 16, 1, 4, 1, roles=True))
+    got, _ = interpreted("paged_attention", args, tiling=Tiling(32, 16, 1, 4, 1, roles=True))
     compare([got], expected("paged_attention", args))
 
 
@@ -71,7 +71,7 @@ CASES = {
 def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     """Rows see all keys or a part of them, unwritten slots and padding rows hold NaN (`problems.attention`)."""
     from dgraph.ops.triton import attention_roles, hopper
-    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.attention_tiling import Tiling
     from dgraph.ops.triton.paged_attention import blocks_of, kernel
 
     counts, lengths, heads = CASES[case]
@@ -86,5 +86,5 @@ def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
         pytest.skip("needs a GPU of compute capability 9.0")
     assert attention_roles.fits(there[0], there[1])
     assert blocks_of(there[1], there[2], attention_roles.KEYS) is not None
-    got = kernel(*there, plan=Plan(64, 64, 1, 4, 5, roles=True), rotation=cos_sin)
+    got = kernel(*there, tiling=Tiling(64, 64, 1, 4, 5, roles=True), rotation=cos_sin)
     compare([got[:live]], [want[0][:live]], 2e-2)

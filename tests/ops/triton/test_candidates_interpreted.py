@@ -1,4 +1,4 @@
-"""Plans that tuning tries: few, the default first, each right; and the values that they are timed on."""
+"""Tilings that tuning tries: few, the default first, each right; and the values that they are timed on."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def shapes(op: str, dtype: str = "bfloat16") -> list[Shape]:
     return attentions(dtype)
 
 
-def plans(op: str, dtype: str = "bfloat16") -> list[Any]:
+def tilings(op: str, dtype: str = "bfloat16") -> list[Any]:
     return list(dict.fromkeys(p for s in shapes(op, dtype) for p in OPS[op].tunable.candidates(s, MULTIPROCESSORS)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", TUNED)
 def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None:
-    from dgraph.ops.triton import attention_plan, lm_head, partial_attention, rows_linear
+    from dgraph.ops.triton import attention_tiling, lm_head, partial_attention, rows_linear
     from dgraph.ops.triton.candidates import MOST, itemsize
 
     for shape in shapes(op, dtype):
         if isinstance(shape, AttentionShape):
             sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-            kernel = partial_attention if op == "partial_attention" else attention_plan
-            default: Any = kernel.plan_for(shape.rows, shape.sequences, *sizes, MULTIPROCESSORS)
+            kernel = partial_attention if op == "partial_attention" else attention_tiling
+            default: Any = kernel.tiling_for(shape.rows, shape.sequences, *sizes, MULTIPROCESSORS)
         elif isinstance(shape, LinearShape):
-            default = rows_linear.plan_for(itemsize(shape))
+            default = rows_linear.tiling_for(itemsize(shape))
         else:
-            default = lm_head.plan_for(shape.rows, shape.vocab)
+            default = lm_head.tiling_for(shape.rows, shape.vocab)
         found = OPS[op].tunable.candidates(shape, MULTIPROCESSORS)
         assert found[0] == default
         assert len(set(found)) == len(found) <= MOST == 12
@@ -66,45 +66,45 @@ def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None
             assert len(found) >= 3, shape
 
 
-def test_plans_of_attention_stay_within_what_they_may_be() -> None:
+def test_tilings_of_attention_stay_within_what_they_may_be() -> None:
     from dgraph.ops.triton.candidates import attention as of
 
     for shape in attentions("bfloat16"):
         assert isinstance(shape, AttentionShape)
         default, *others = of(shape, MULTIPROCESSORS)
-        for plan in others:
-            assert plan.splits <= 16
-            assert shape.heads // shape.kv_heads <= plan.block_m <= 128
-            assert not plan.bulk or shape.page % plan.block_n == 0, "or it is another plan under a false name"
-            assert shape.head_dim <= 128 or plan.block_n <= max(32, default.block_n)
+        for tiling in others:
+            assert tiling.splits <= 16
+            assert shape.heads // shape.kv_heads <= tiling.block_m <= 128
+            assert not tiling.bulk or shape.page % tiling.block_n == 0, "or it is another tiling under a false name"
+            assert shape.head_dim <= 128 or tiling.block_n <= max(32, default.block_n)
 
 
-def test_every_plan_of_attention_is_right(interpreted: Interpreter) -> None:
+def test_every_tiling_of_attention_is_right(interpreted: Interpreter) -> None:
     args = attention((9, 0, 5, 2), (300, 0, 12, 33), page=32, heads=(4, 1), d=16)
     want = expected("paged_attention", args)
-    for plan in plans("paged_attention"):
-        result, _ = interpreted("paged_attention", args, plan=plan)
+    for tiling in tilings("paged_attention"):
+        result, _ = interpreted("paged_attention", args, tiling=tiling)
         compare(flat(result), want)
 
 
-def test_every_plan_of_partial_attention_is_right(interpreted: Interpreter) -> None:
+def test_every_tiling_of_partial_attention_is_right(interpreted: Interpreter) -> None:
     args = partial((18, 0, 5, 9), (70, 0, 12, 33), full=(3,), page=32, heads=(4, 1))
     want = expected("partial_attention", args)
-    for plan in plans("partial_attention"):
-        result, after = interpreted("partial_attention", args, plan=plan)
+    for tiling in tilings("partial_attention"):
+        result, after = interpreted("partial_attention", args, tiling=tiling)
         compare(flat(result) + mutated("partial_attention", after), want)
 
 
 @pytest.mark.parametrize("rows", [3, 50])
-def test_every_plan_of_products_is_right(interpreted: Interpreter, rows: int) -> None:
+def test_every_tiling_of_products_is_right(interpreted: Interpreter, rows: int) -> None:
     args = product(rows, 60, 144, 112, bias=True)
     want = expected("rows_linear", args)
-    for plan in plans("rows_linear"):
-        result, _ = interpreted("rows_linear", args, plan=plan)
+    for tiling in tilings("rows_linear"):
+        result, _ = interpreted("rows_linear", args, tiling=tiling)
         compare(settled("rows_linear", args, flat(result)), want)
 
 
-def test_every_plan_of_logits_gives_the_same_tokens(interpreted: Interpreter) -> None:
+def test_every_tiling_of_logits_gives_the_same_tokens(interpreted: Interpreter) -> None:
     from dgraph.ops.lm_head import decode_logits
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(3)
@@ -113,9 +113,9 @@ def test_every_plan_of_logits_gives_the_same_tokens(interpreted: Interpreter) ->
     masked[:] = torch.tensor([True, True, False])
     want = decode_logits(logits, temperature, seed, suppress)
     call = (logits, masked, temperature, seed, suppress, torch.empty(3, dtype=torch.int64), *torch.empty(3, 3))
-    found = plans("lm_head")
-    for plan in [p for p in found if p.splits <= 3] + [max(found, key=lambda p: p.splits)]:
-        _, after = interpreted("lm_head", call, function="reduce_logits", plan=plan)
+    found = tilings("lm_head")
+    for tiling in [p for p in found if p.splits <= 3] + [max(found, key=lambda p: p.splits)]:
+        _, after = interpreted("lm_head", call, function="reduce_logits", tiling=tiling)
         assert after[5][masked].equal(want.token[masked])
         compare([x[masked] for x in after[6:]], [x[masked] for x in want[1:]])
 
@@ -143,9 +143,9 @@ for op, listed in shapes.items():
     for shape in listed:
         trial = OPS[op].tunable.trial(shape, torch.device("cpu"))
         results = []
-        for plan in OPS[op].tunable.candidates(replace(shape, dtype="bfloat16"), 4)[:3]:
+        for tiling in OPS[op].tunable.candidates(replace(shape, dtype="bfloat16"), 4)[:3]:
             trial.reset()
-            results.append([x.clone() for load in trial.loads for x in flat(load[0](plan))])
+            results.append([x.clone() for load in trial.loads for x in flat(load[0](tiling))])
             assert all(x.float().abs().sum() > 0 for x in results[-1] if x.is_floating_point()), op
             check_equal(results[-1], results[0])
         sizes = [len(load) for load in trial.loads]
@@ -153,7 +153,7 @@ for op, listed in shapes.items():
 """
 
 
-def test_the_values_that_plans_are_timed_on() -> None:
+def test_the_values_that_tilings_are_timed_on() -> None:
     root = Path(__file__).parents[3]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -162,5 +162,5 @@ def test_the_values_that_plans_are_timed_on() -> None:
     assert done.returncode == 0, done.stderr
     results = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert {name for name, _ in results} == set(TUNED)
-    assert dict(results[::-1])["rows_linear"] == "3 4 [5, 5, 5, 5]", "plans, results, weights of each load"
+    assert dict(results[::-1])["rows_linear"] == "3 4 [5, 5, 5, 5]", "tilings, results, weights of each load"
     assert dict(results[::-1])["lm_head"] == "3 4 [8]"

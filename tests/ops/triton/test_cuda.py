@@ -290,7 +290,7 @@ def test_equal_calls_give_equal_bits() -> None:
         ("lm_head", LogitsShape(40, 151_936, "bfloat16")),
     ],
 )
-def test_plans_are_timed_and_agree(tmp_path: Path, op: str, shape: Shape) -> None:
+def test_tilings_are_timed_and_agree(tmp_path: Path, op: str, shape: Shape) -> None:
     tuning = Tuning(torch.device("cuda", 0), Store(tmp_path / "cache"))
     tuning.tune(op, [shape])
     choice = tuning.found[op][shape]
@@ -299,4 +299,4 @@ def test_plans_are_timed_and_agree(tmp_path: Path, op: str, shape: Shape) -> Non
     assert choice.tried > 1
     assert not [reason for _, reason in choice.failed if "away from" in reason]
     with tuning.choices.in_use():
-        assert chosen(op, shape) == choice.plan
+        assert chosen(op, shape) == choice.tiling

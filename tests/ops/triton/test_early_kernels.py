@@ -85,7 +85,7 @@ def test_another_maker_of_gpus_has_no_such_launches(monkeypatch: pytest.MonkeyPa
 def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer writes what the one before it made into the same pages, and attends to it."""
     from dgraph.ops.triton import paged_attention, rows
-    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.attention_tiling import Tiling
     from dgraph.ops.triton.kv_write import kernel as write
 
     if not starts_early(torch.device("cuda", 0)):
@@ -97,12 +97,12 @@ def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: 
     ends = zip(counts, lengths, strict=True)
     positions = torch.tensor([length - n + i for n, length in ends for i in range(n)], device="cuda")
     positions = torch.cat([positions, positions.new_zeros(len(q) - len(positions))])
-    plan = Plan(64, 64, splits, 4, 3)
+    tiling = Tiling(64, 64, splits, 4, 3)
 
     def layers(x: Tensor) -> Tensor:
         for _ in range(16):
             write(x, x.flip(2), k_cache, v_cache, positions, table, cu_rows)
-            x = paged_attention.kernel(x, k_cache, v_cache, table, cu_rows, limit, scale, plan=plan)
+            x = paged_attention.kernel(x, k_cache, v_cache, table, cu_rows, limit, scale, tiling=tiling)
         return x
 
     def captured() -> list[Tensor]:

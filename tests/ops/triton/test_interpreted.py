@@ -63,10 +63,10 @@ def test_larger_calls(interpreted: Interpreter, name: str, args: tuple[Any, ...]
 
 @pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (16, 32, 3), (64, 16, 8), (32, 16, 5)])
 def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: int, block_n: int, splits: int) -> None:
-    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.attention_tiling import Tiling
 
-    args, plan = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Plan(block_m, block_n, splits, 4, 1)
-    compare(results(interpreted, "paged_attention", args, plan=plan), expected("paged_attention", args))
+    args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Tiling(block_m, block_n, splits, 4, 1)
+    compare(results(interpreted, "paged_attention", args, tiling=tiling), expected("paged_attention", args))
 
 
 @pytest.mark.parametrize(("block_m", "splits"), [(16, 1), (64, 3)])
@@ -75,7 +75,7 @@ def test_attention_rotates_queries_that_it_loads(
     interpreted: Interpreter, block_m: int, splits: int, scale: float
 ) -> None:
     """Queries lie in rows of something wider, as those of a projection of q, k and v do; padding rows hold NaN."""
-    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.attention_tiling import Tiling
 
     q, *rest, _ = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8)
     wide = torch.cat([q, torch.full_like(q, torch.nan)], 1)
@@ -85,7 +85,7 @@ def test_attention_rotates_queries_that_it_loads(
     live = int(rest[3][-1])
     cos[live:] = torch.nan
     args = (wide[:, : q.shape[1]], *rest, scale)
-    got, _ = interpreted("paged_attention", args, plan=Plan(block_m, 16, splits, 4, 1), rotation=(cos, sin))
+    got, _ = interpreted("paged_attention", args, tiling=Tiling(block_m, 16, splits, 4, 1), rotation=(cos, sin))
     compare([got[:live]], [expected("paged_attention", (turned, *rest, scale))[0][:live]])
 
 
@@ -101,13 +101,13 @@ def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interp
 def test_partial_attention_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, least: int, few: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import attention_plan, partial_attention
+    from dgraph.ops.triton import attention_tiling, partial_attention
 
-    exact = attention_plan.Plan(block_m, 16, splits, 4, 1, bulk)
-    plan = partial_attention.Plan(exact, block_n, 1, least, few, changes=16)
+    exact = attention_tiling.Tiling(block_m, 16, splits, 4, 1, bulk)
+    tiling = partial_attention.Tiling(exact, block_n, 1, least, few, changes=16)
     for share, full in ((0.3, ()), (0.6, (3,)), (1.1, (0,)), (-1.0, (0,))):
         args = partial((18, 0, 5, 9), (70, 0, 12, 33), share=share, full=full, page=16, heads=(2, 1))
-        got = results(interpreted, "partial_attention", args, plan=plan)
+        got = results(interpreted, "partial_attention", args, tiling=tiling)
         compare(got, expected("partial_attention", args))
 
 
@@ -167,7 +167,7 @@ def test_rows_of_any_alignment_are_copied(interpreted: Interpreter) -> None:
 
 @pytest.mark.parametrize(("block", "splits"), [(64, 1), (64, 7), (1024, 3)])
 def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits: int) -> None:
-    from dgraph.ops.triton.lm_head import Plan
+    from dgraph.ops.triton.lm_head import Tiling
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
     logits = torch.nn.functional.linear(h, weight, bias)
@@ -177,7 +177,7 @@ def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits
     logits[2, ::3] = 30.0  # the largest logit many times
     masked[:3] = True
     call = (logits, masked, temperature, seed, suppress, torch.empty(13, dtype=torch.int64), *torch.empty(3, 13))
-    _, after = interpreted("lm_head", call, function="reduce_logits", plan=Plan(block, splits))
+    _, after = interpreted("lm_head", call, function="reduce_logits", tiling=Tiling(block, splits))
     want = decode_logits(logits, temperature, seed, suppress)
     assert after[5][masked].equal(want.token[masked])
     compare([x[masked] for x in after[6:]], [x[masked] for x in want[1:]])
@@ -240,7 +240,7 @@ def test_chunks_after_the_last_masked_row_read_and_write_nothing(interpreted: In
 
 @pytest.mark.parametrize(("splits", "programs"), [(1, 3), (3, 7), (2, 1)])
 def test_listed_rows_in_any_shares_and_programs(interpreted: Interpreter, splits: int, programs: int) -> None:
-    from dgraph.ops.triton.lm_head import Plan
+    from dgraph.ops.triton.lm_head import Tiling
     from dgraph.ops.triton.lm_head_rows import Listed
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
@@ -248,8 +248,8 @@ def test_listed_rows_in_any_shares_and_programs(interpreted: Interpreter, splits
     logits = torch.nn.functional.linear(h, weight, bias)[index.clamp(max=12)]
     found = torch.full((13,), 7), *torch.full((3, 13), 7.0)
     call = (logits, masked, temperature, seed, suppress, *found)
-    listed, plan = Listed(index, torch.tensor([13, 11], dtype=torch.int32)), Plan(128, splits)
-    _, after = interpreted("lm_head", call, function="reduce_logits", plan=plan, listed=listed, programs=programs)
+    listed, tiling = Listed(index, torch.tensor([13, 11], dtype=torch.int32)), Tiling(128, splits)
+    _, after = interpreted("lm_head", call, function="reduce_logits", tiling=tiling, listed=listed, programs=programs)
     rows = index[:11].long()
     compare([x[rows] for x in after[5:]], decode_logits(logits[:11], temperature[rows], seed[rows], suppress))
     assert all((x[[0, 12]] == 7).all() for x in after[5:])
@@ -285,7 +285,7 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
 def test_a_product_in_any_tiles_and_shares(
     interpreted: Interpreter, name: str, rows: int, bulk: bool, splits: int
 ) -> None:
-    from dgraph.ops.triton.rows_linear import Plan, Tiles
+    from dgraph.ops.triton.rows_linear import Tiles, Tiling
 
     args = product(rows, 100, 144, 112, bias=rows == 33)
     few, some = Tiles(32, 32, 16, 1, up_to=32, weight_first=True), Tiles(16, 64, 16, 1, up_to=48)
@@ -294,8 +294,8 @@ def test_a_product_in_any_tiles_and_shares(
         (Tiles(32, 128, 16, 1, weight_first=True),),
         (Tiles(128, 64, 16, 1),),
     ):
-        plan = Plan(tiles, warps=4, splits=splits, group=2, bulk=bulk)
-        compare(results(interpreted, name, args, plan=plan), expected(name, args))
+        tiling = Tiling(tiles, warps=4, splits=splits, group=2, bulk=bulk)
+        compare(results(interpreted, name, args, tiling=tiling), expected(name, args))
 
 
 def test_gates_of_any_size_are_finite(interpreted: Interpreter) -> None:
@@ -309,9 +309,9 @@ def test_gates_of_any_size_are_finite(interpreted: Interpreter) -> None:
 
 def test_the_cases_of_a_product_follow_each_other() -> None:
     from dgraph.ops.triton.product_cases import ANY
-    from dgraph.ops.triton.rows_linear import Plan, Tiles
+    from dgraph.ops.triton.rows_linear import Tiles, Tiling
 
-    cases = [(above, up_to, tiles.rows, tiles.columns) for above, up_to, tiles in Plan().cases()]
+    cases = [(above, up_to, tiles.rows, tiles.columns) for above, up_to, tiles in Tiling().cases()]
     assert cases == [(0, 16, 16, 128), (16, 32, 32, 128), (32, 64, 64, 128), (64, 768, 128, 128), (768, ANY, 128, 256)]
     for tiles in (
         (),
@@ -320,7 +320,7 @@ def test_the_cases_of_a_product_follow_each_other() -> None:
         tuple(Tiles(16, 16, 16, 1, up_to=up_to) for up_to in (*range(6), ANY)),
     ):
         with pytest.raises(ValueError, match="rising row counts, the last up to any"):
-            Plan(tiles)
+            Tiling(tiles)
 
 
 def test_a_product_of_sizes_that_do_not_fit_is_refused(interpreted: Interpreter) -> None:

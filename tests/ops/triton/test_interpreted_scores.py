@@ -40,10 +40,10 @@ def test_votes_in_any_tiles_and_shares(
     resident: int,
     cuts: bool,
 ) -> None:
-    from dgraph.ops.triton.kv_votes import Plan
+    from dgraph.ops.triton.kv_votes import Tiling
 
     call = call_of(sum(sizes), [SELECT, DENSE, SELECT, SELECT], heads, (50, 9, 0, 21), cuts)
-    check(interpreted, call, 0.4, first, last, plan=Plan(*sizes, warps=4, stages=1, resident=resident))
+    check(interpreted, call, 0.4, first, last, tiling=Tiling(*sizes, warps=4, stages=1, resident=resident))
 
 
 def test_scores_may_have_a_scale_of_any_sign(interpreted: Interpreter) -> None:

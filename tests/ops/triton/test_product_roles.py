@@ -48,11 +48,11 @@ def test_division_in_floating_point_is_that_of_integers() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
-def test_elsewhere_the_plan_is_one_of_tiles(interpreted: Interpreter, name: str) -> None:
+def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter, name: str) -> None:
     from dgraph.ops.triton.rows_linear import WIDE
 
     args = product(33, 50, 48, 80)
-    result, _ = interpreted(name, args, plan=replace(WIDE, roles=True))
+    result, _ = interpreted(name, args, tiling=replace(WIDE, roles=True))
     compare(settled(name, args, flat(result)), expected(name, args))
 
 

@@ -43,12 +43,12 @@ def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None
 def test_interpreted_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import attention_plan
-    from dgraph.ops.triton.sparse_attention import Plan
+    from dgraph.ops.triton import attention_tiling
+    from dgraph.ops.triton.sparse_attention import Tiling
 
-    sizes = attention_plan.Plan(block_m, block_n, splits, 4, 1, bulk)
+    sizes = attention_tiling.Tiling(block_m, block_n, splits, 4, 1, bulk)
     for sees_all in (False, True):
-        run(interpreted, call(group=1 + 2 * sees_all, sees_all=sees_all), plan=Plan(sizes, 1, sizes))
+        run(interpreted, call(group=1 + 2 * sees_all, sees_all=sees_all), tiling=Tiling(sizes, 1, sizes))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -81,26 +81,26 @@ def test_interpreted_limits_beyond_everything_read_nothing_outside(interpreted: 
 
 @pytest.mark.parametrize("limit", [0, 15, 16, 17, 31, 48])
 def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, limit: int) -> None:
-    from dgraph.ops.triton import attention_plan
-    from dgraph.ops.triton.sparse_attention import Plan
+    from dgraph.ops.triton import attention_tiling
+    from dgraph.ops.triton.sparse_attention import Tiling
 
-    sizes = attention_plan.Plan(16, 16, 1, 4, 1)
+    sizes = attention_tiling.Tiling(16, 16, 1, 4, 1)
     options = {"actions": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
     args = list(call(**options, keys=[48, 0], sees_all=True))
     args[KEY_POSITIONS][:48] = torch.arange(48)
     args[LIMIT] = torch.full_like(args[LIMIT], limit)
-    run(interpreted, tuple(args), plan=Plan(sizes, 1, sizes))
+    run(interpreted, tuple(args), tiling=Tiling(sizes, 1, sizes))
 
 
 def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter) -> None:
     """More blocks of key rows than are compared with the limits at once."""
-    from dgraph.ops.triton import attention_plan
-    from dgraph.ops.triton.sparse_attention import Plan
+    from dgraph.ops.triton import attention_tiling
+    from dgraph.ops.triton.sparse_attention import Tiling
 
-    sizes = attention_plan.Plan(16, 2, 1, 4, 1, False)
+    sizes = attention_tiling.Tiling(16, 2, 1, 4, 1, False)
     few = {"actions": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
     args = call(**few, sees_all=True)
-    run(interpreted, args, plan=Plan(sizes, 1, sizes))
+    run(interpreted, args, tiling=Tiling(sizes, 1, sizes))
     many = 513
     actions = [DENSE if s % 3 else REUSE for s in range(many)]
     rows = [int(s in (0, 4, 300, 512)) * 2 for s in range(many)]
@@ -109,11 +109,11 @@ def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter)
 
 
 def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
-    from dgraph.ops.triton.sparse_attention import plan_for
+    from dgraph.ops.triton.sparse_attention import tiling_for
 
     sizes = 8, 1, (32, 32), 128, 32 * 2048, 2, 132
-    assert plan_for(*sizes, dense=False).kept.splits > 1
-    assert plan_for(*sizes, dense=True).kept.splits == 1
+    assert tiling_for(*sizes, dense=False).kept.splits > 1
+    assert tiling_for(*sizes, dense=True).kept.splits == 1
 
 
 SIZES = {

@@ -15,7 +15,7 @@ MANY = 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Sizes of one launch.
 
     Attributes:
@@ -46,7 +46,7 @@ def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) ->
     return max(block_m, power_of_two(group))
 
 
-def plan_for(
+def tiling_for(
     n: int,
     b: int,
     heads: tuple[int, int],
@@ -56,11 +56,11 @@ def plan_for(
     itemsize: int,
     multiprocessors: int,
     block_m: int | None = None,
-) -> Plan:
-    """The plan for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
+) -> Tiling:
+    """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
 
     Block sizes are the best of those measured on an H200 with D = 128 at the clocks of a long run
-    (`benchmarks.attention_plans`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
+    (`benchmarks.attention_tilings`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
     them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
     a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
     which read the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own,
@@ -99,7 +99,7 @@ def plan_for(
         return -(-programs * splits // room) / splits * (10 + splits)
 
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
-    return Plan(block_m, block_n, splits, warps, stages, bulk, roles)
+    return Tiling(block_m, block_n, splits, warps, stages, bulk, roles)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What runs a stage, and what it needs to know of it."""
+"""A stage as steps over slots, and what runs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dgraph.lowering.steps import AnyStep, Slots, Step
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """What a runner needs to know of a stage.
+class LoweredStage:
+    """A stage as a runner takes it.
 
     Attributes:
         name: of the stage.
@@ -54,12 +54,12 @@ class Runner(Protocol):
     def __call__(self, slots: Slots) -> Callable[[int], None]: ...
 
 
-def run_steps(plan: StagePlan) -> Runner:
+def run_steps(stage: LoweredStage) -> Runner:
     """The plain runner: one step after the other."""
 
     def ready(slots: Slots) -> Callable[[int], None]:
         def run(rows: int) -> None:
-            for step in (*plan.bridge, *plan.steps):
+            for step in (*stage.bridge, *stage.steps):
                 step.run(slots)
 
         return run

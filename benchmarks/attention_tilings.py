@@ -1,10 +1,10 @@
-"""Plans of paged_attention under the clocks of a long run, at equal and at ragged rows.
+"""Tilings of paged_attention under the clocks of a long run, at equal and at ragged rows.
 
-    python -m benchmarks.attention_plans [--shapes SUBSTRING ...] [--json FILE]
+    python -m benchmarks.attention_tilings [--shapes SUBSTRING ...] [--json FILE]
 
 A kernel on its own runs at the highest clocks that a card has; between the matrix products of a model, which take all
-the power there is, it is slower, and not every plan equally. So here each call stands between two products, inside of a
-CUDA graph that is replayed for a while, and its time is what the profiler says of the kernel. Rows are equal in all
+the power there is, it is slower, and not every tiling equally. So here each call stands between two products, inside of
+a CUDA graph that is replayed for a while, and its time is what the profiler says of the kernel. Rows are equal in all
 sequences, or those that FOCUS keeps under the trace `paper-sharegpt` in steps drawn at random. Where rows are equal and
 no heads share keys, torch's attention stands beside them, as cuDNN does it, on keys and values that lie dense.
 """
@@ -71,10 +71,10 @@ class Inputs:
         self.call = partial(self._run, (random(sum(rows), heads, D), *caches, table, cu_rows, limit, D**-0.5))
 
     @staticmethod
-    def _run(args: tuple[Any, ...], plan: Any) -> Tensor:
+    def _run(args: tuple[Any, ...], tiling: Any) -> Tensor:
         from dgraph.ops.triton.paged_attention import kernel
 
-        return kernel(*args, plan=plan)
+        return kernel(*args, tiling=tiling)
 
 
 def dense(sequences: int, rows: int, keys: int, heads: int) -> Callable[[], Tensor]:
@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args()
-    from dgraph.ops.triton.attention_plan import Plan
+    from dgraph.ops.triton.attention_tiling import Tiling
 
-    report, bandwidth = Report("Plans of paged_attention in a long run"), copy_bandwidth()
+    report, bandwidth = Report("Tilings of paged_attention in a long run"), copy_bandwidth()
     lines: list[list[Cell]] = []
     for name, (rows, keys, heads, kv_heads) in SHAPES.items():
         if not any(part in name for part in args.shapes):
@@ -131,19 +131,19 @@ def main() -> None:
         floor = 1e3 * 2 * 2 * D * (len(rows) * keys * kv_heads + sum(rows) * heads) / bandwidth
         work = 4e-6 * sum(rows) * keys * heads * D
         want = sets[0].call(None).float()
-        plans = {"its own": None}
-        plans |= {f"{m} x {n}, {w} warps, {s} stages": Plan(m, n, 1, w, s) for m, n, w, s in TILES}
-        for label, plan in plans.items():
-            error = float((sets[0].call(plan).float() - want).norm() / want.norm())
-            kernel, added = microseconds([partial(inputs.call, plan) for inputs in sets])
+        tilings = {"its own": None}
+        tilings |= {f"{m} x {n}, {w} warps, {s} stages": Tiling(m, n, 1, w, s) for m, n, w, s in TILES}
+        for label, tiling in tilings.items():
+            error = float((sets[0].call(tiling).float() - want).norm() / want.norm())
+            kernel, added = microseconds([partial(inputs.call, tiling) for inputs in sets])
             lines.append([name, label, kernel, added, floor, work / kernel, f"{error:.0e}"])
             print(*lines[-1], sep="\t", flush=True)
         if heads == kv_heads and len(set(rows)) == 1:
             kernel, _ = microseconds([dense(len(rows), rows[0], keys, heads) for _ in range(SETS)])
             lines.append([name, "torch, dense keys", kernel, 0.0, floor, work / kernel, ""])
             print(*lines[-1], sep="\t", flush=True)
-    columns = ["sequences x rows, keys, heads", "plan", "kernel us", "adding up us", "floor us", "TFLOP/s", "apart"]
-    report.table("paged_attention between products", columns, lines, "Apart: relative, from its own plan.")
+    columns = ["sequences x rows, keys, heads", "tiling", "kernel us", "adding up us", "floor us", "TFLOP/s", "apart"]
+    report.table("paged_attention between products", columns, lines, "Apart: relative, from its own tiling.")
     report.write(args.markdown, args.json)
 
 
