@@ -33,6 +33,7 @@ from dgraph.bench.products import Mixture
 from dgraph.errors import InputError
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.ops import Op, launcher
+from dgraph.ops.per_stage import one_stage
 
 CPU = torch.device("cpu")
 Call = tuple[Op, tuple[Any, ...]]
@@ -150,9 +151,10 @@ def calls_in(program: LoweredProgram, inputs: Mapping[str, Tensor]) -> dict[str,
 
 
 def repeat(calls: Sequence[Call], function: Callable[[Op], Callable[..., Any]]) -> None:
-    """Make the calls again."""
-    for op, args in calls:
-        function(op)(*args)
+    """Make the calls again, as within one stage."""
+    with one_stage():
+        for op, args in calls:
+            function(op)(*args)
 
 
 def measure(report: Report, program: Optimized, prompt: int, sequences: int, rounds: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dgraph.lowering.steps import AnyStep, Slots, Step
+from dgraph.ops.per_stage import one_stage
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ def run_steps(stage: LoweredStage) -> Runner:
 
     def ready(slots: Slots) -> Callable[[int], None]:
         def run(rows: int) -> None:
-            for step in (*stage.bridge, *stage.steps):
-                step.run(slots)
+            with one_stage():
+                for step in (*stage.bridge, *stage.steps):
+                    step.run(slots)
 
         return run
 

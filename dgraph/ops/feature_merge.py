@@ -27,7 +27,7 @@ kernel. Deterministic."""
 def reference(
     new: Tensor, index: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor
 ) -> Tensor:
-    rows, slots = placed_rows("feature_merge", positions, page_table, cu_rows, cache)
+    rows, slots = placed_rows("feature_merge", positions, page_table, cu_rows, *cache.shape[:2])
     listed = index >= 0
     live = min(int(cu_rows[-1]), positions.shape[0])
     if bool((index >= live).any()):

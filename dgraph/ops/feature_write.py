@@ -21,7 +21,7 @@ not have is an error in the reference and undefined in a kernel."""
 
 
 def reference(values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor) -> None:
-    rows, slots = placed_rows("feature_write", positions, page_table, cu_rows, cache)
+    rows, slots = placed_rows("feature_write", positions, page_table, cu_rows, *cache.shape[:2])
     cache[slots] = values[rows]
 
 

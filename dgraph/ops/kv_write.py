@@ -31,7 +31,7 @@ def reference(
     page_table: Tensor,
     cu_rows: Tensor,
 ) -> None:
-    rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, k_cache)
+    rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, *k_cache.shape[:2])
     k_cache[slots] = k[rows]
     v_cache[slots] = v[rows]
 

@@ -41,7 +41,7 @@ def reference(
     share: float,
     adapt: Tensor | None = None,
 ) -> Tensor:
-    rows, slots = placed_rows("least_similar", positions, page_table, cu_rows, v_cache)
+    rows, slots = placed_rows("least_similar", positions, page_table, cu_rows, *v_cache.shape[:2])
     chosen = full.clone()
     chosen[min(int(cu_rows[-1]), len(chosen)) :] = False
     if int(chosen.sum()) + int((~full[rows]).sum()) < int(cu_rows[-1]):

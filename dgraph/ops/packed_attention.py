@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, limits_of, pad_rows, positions_of
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.rows import attend, check_heads, groups, take
+from dgraph.ops.rows import attend, check_heads, groups, mask_of, take
 
 CONTRACT = """\
 Attention among packed rows: row i sees the rows j of its own sequence with positions[j] < limit[i].
@@ -32,7 +32,8 @@ def reference(
         at, end = positions[rows], limit[rows]
         hidden = (at[:, None, :] >= end[:, :, None]).logical_or_(~group.live[:, None, :])
         blind = at[:, :1] >= end  # positions ascend: who does not see the first row sees none
-        group.scatter(out, attend(take(q, rows), take(k, rows), take(v, rows), hidden, blind, scale))
+        mask = mask_of(hidden, q.dtype)
+        group.scatter(out, attend(take(q, rows), take(k, rows), take(v, rows), mask, blind, scale))
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
+from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.rows import attend, check_heads, padded_length
+from dgraph.ops.rows import attend, check_heads, mask_of, padded_length
 
 CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence; position p of sequence s lives at
@@ -35,24 +37,61 @@ def reference(
     scale: float,
 ) -> Tensor:
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
-    starts, limits, tables = cu_rows.tolist(), limit.tolist(), page_table.tolist()
     out = q.new_zeros(q.shape)
-    for s, table in enumerate(tables):
+    for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], q.dtype):
+        keys, values = (s.taken(cache) for cache in (k_cache, v_cache))
+        mask, blind = s.mask, None
+        if mask is None:
+            end = _filled_up(limit[s.rows])[None]
+            mask, blind = mask_of(s.slots >= end[:, :, None], q.dtype), end <= 0
+        out[s.rows] = attend(_filled_up(q[s.rows])[None], keys, values, mask, blind, scale)[0, : s.count]
+    return out
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """What attention of one sequence reads, in every layer.
+
+    Attributes:
+        rows: its rows.
+        count: how many these are.
+        pages: i64[n], those of its first `length` positions, and more up to a number that depends on it alone.
+        length: positions that any of its rows sees.
+        slots: i64[K], the positions in those pages.
+        mask: [1, 1, K], see `attend`, where all rows see the same; else None: it would take too much to keep.
+    """
+
+    rows: slice
+    count: int
+    pages: Tensor
+    length: int
+    slots: Tensor
+    mask: Tensor | None
+
+    def taken(self, cache: Tensor) -> Tensor:
+        """[1, K, Hkv, D]: the positions in those pages, in order; zeros from `length` on."""
+        values = cache.index_select(0, self.pages).flatten(0, 1)
+        if self.length < len(values):
+            values[self.length :] = 0  # unwritten slots may hold NaN, which no mask hides
+        return values[None]
+
+
+@per_stage
+def _sequences(page_table: Tensor, cu_rows: Tensor, limit: Tensor, page: int, dtype: torch.dtype) -> list[_Sequence]:
+    """The sequences of which a row sees anything."""
+    starts, limits = cu_rows.tolist(), limit.tolist()
+    found = []
+    for s, table in enumerate(page_table.tolist()):
         rows = slice(starts[s], starts[s + 1])
         ends = limits[rows]
         length = max(ends, default=0)
         if length <= 0:
             continue
-        pages = _pages(table, length, k_cache.shape[1])
-        keys, values = (_taken(cache, pages, length) for cache in (k_cache, v_cache))
-        slot = torch.arange(keys.shape[1], device=q.device)
-        if min(ends) == length:  # the common case: one mask for all rows
-            hidden, blind = (slot >= length)[None, None], None
-        else:
-            end = _filled_up(limit[rows])[None]
-            hidden, blind = slot >= end[:, :, None], end <= 0
-        out[rows] = attend(_filled_up(q[rows])[None], keys, values, hidden, blind, scale)[0, : len(ends)]
-    return out
+        pages = torch.tensor(_pages(table, length, page), device=limit.device)
+        slots = torch.arange(len(pages) * page, device=limit.device)
+        mask = mask_of((slots >= length)[None, None], dtype) if min(ends) == length else None
+        found.append(_Sequence(rows, len(ends), pages, length, slots, mask))
+    return found
 
 
 def _pages(table: list[int], length: int, page: int) -> list[int]:
@@ -69,13 +108,6 @@ def _pages(table: list[int], length: int, page: int) -> list[int]:
             "page_table entry is negative). Assign and write every page below the limit first."
         )
     return pages + [0] * (-(-padded_length(length, 64) // page) - len(pages))
-
-
-def _taken(cache: Tensor, pages: list[int], length: int) -> Tensor:
-    """[1, K, Hkv, D]: the positions in those pages, in order; zeros from `length` on."""
-    values = cache.index_select(0, torch.tensor(pages, device=cache.device)).flatten(0, 1)
-    values[length:] = 0  # unwritten slots may hold NaN, which no mask hides
-    return values[None]
 
 
 def _filled_up(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops.per_stage import per_stage
 
 # Bound on the scores or mask elements of a group, 16 MiB in fp32; one sequence alone may take more.
 GROUP_ELEMENTS = 1 << 22
@@ -55,16 +56,17 @@ def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pa
     return pages, positions[:live] % page
 
 
+@per_stage
 def placed_rows(
-    op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, cache: Tensor
+    op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pages: int, page: int
 ) -> tuple[Tensor | slice, tuple[Tensor, Tensor]]:
     """The live rows whose position has a page, as an index: i64[r], ascending, or the slice of all of them; and where
-    they lie in `cache` [pages, page, ...]: r pages, and r places within them.
+    they lie in a cache [pages, page, ...]: r pages, and r places within them. All of it is for reading alone.
 
     Raises:
         InputError: a row's position or page lies after the last one that there is; the message names `op`.
     """
-    (pages, page), live = cache.shape[:2], min(int(cu_rows[-1]), positions.shape[0])
+    live = min(int(cu_rows[-1]), positions.shape[0])
     positions = positions[:live]
     at = positions // page
     if live and int(positions.max()) >= page_table.shape[1] * page:
@@ -143,17 +145,23 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
             yield Group(sequences, torch.where(live, first + column, first), live, width)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, blind: Tensor | None, scale: float) -> Tensor:
+def mask_of(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `attend` adds to scores: -inf where `hidden` is True, 0 elsewhere.
+
+    A mask in the dtype of the queries is what the CPU kernel reads; it converts a boolean one several times slower.
+    """
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blind: Tensor | None, scale: float) -> Tensor:
     """Attention of padded sequences: q[g, R, Hq, D], k and v[g, K, Hkv, D] -> [g, R, Hq, D].
 
     Args:
-        hidden: bool[g, R, K], or bool[g, 1, K] if all rows of a sequence see the same; True: not seen.
+        mask: [g, R, K], or [g, 1, K] if all rows of a sequence see the same; see `mask_of`.
         blind: bool[g, R], rows that see nothing; they give zeros. None: there are none.
 
     Keys and values must be finite, also where nothing sees them.
     """
-    # A mask in the dtype of q is what the CPU kernel reads; it converts a boolean one several times slower.
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

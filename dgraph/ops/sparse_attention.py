@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.rows import attend, check_heads, groups, padded_length, take
+from dgraph.ops.rows import attend, check_heads, groups, mask_of, padded_length, take
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw
 
@@ -84,7 +84,8 @@ def reference(
         heads = q[rows].unflatten(1, (k_cache.shape[2], -1)).transpose(0, 1)
         before = (positions < limit[rows, None]).expand(len(seen), -1, -1)
         hidden = torch.cat([seen[:, None].expand(-1, before.shape[1], -1), before], 2).logical_not_()
-        found = attend(heads, keys[:, :, None], values[:, :, None], hidden, hidden.all(2), scale)
+        mask = mask_of(hidden, q.dtype)
+        found = attend(heads, keys[:, :, None], values[:, :, None], mask, hidden.all(2), scale)
         out[rows] = found.transpose(0, 1).flatten(1, 2)
     return out
 
@@ -112,7 +113,8 @@ def _over_key_rows(
         at, most = key_positions[index], limit[group.rows]
         hidden = (at[:, None, :] >= most[:, :, None]).logical_or_(~live[:, None, :])
         blind = at[:, :1] >= most  # positions ascend: who does not see the first key sees none
-        group.scatter(out, attend(take(q, group.rows), take(k, index), take(v, index), hidden, blind, scale))
+        mask = mask_of(hidden, q.dtype)
+        group.scatter(out, attend(take(q, group.rows), take(k, index), take(v, index), mask, blind, scale))
 
 
 def _kept(k_pack: Tensor, v_pack: Tensor, count: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:

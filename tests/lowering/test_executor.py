@@ -18,9 +18,9 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import Slots
-from dgraph.ops import Op
+from dgraph.ops import Op, paged_attention, rows
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
-from tests.passes.scene import Scene
+from tests.passes.scene import BLOCKS, Scene
 from tests.tiny import Hand, interpret, rewritten
 
 aten = torch.ops.aten
@@ -58,6 +58,24 @@ def test_a_program_is_its_graph(request: pytest.FixtureRequest, step: Scene, rec
     assert result.rows == result.padded
     assert result.rows[0] == ROWS
     assert all(s > 0 for s in result.seconds)
+
+
+def test_layers_share_what_they_read_of_pages_and_offsets(
+    dense: dict[str, Graph], step: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    counted(paged_attention, "_pages")  # for every sequence
+    counted(rows, "sequence_of")  # for the rows that are written
+    program = lower(dense["step"])
+    for _ in range(2):
+        program(step.copy().inputs, ROWS)
+        assert sorted(calls) == ["_pages"] * len(BLOCKS) + ["sequence_of"], "once, not in every layer"
+        calls.clear()
 
 
 def test_the_rows_of_the_suffix_are_the_kept_rows(focus: dict[str, Graph], step: Scene) -> None:
