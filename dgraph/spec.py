@@ -23,6 +23,11 @@ FACTS = (
 """Fields of `ModelSpec` that a caller may give: what no shape of a weight says."""
 
 
+def given_as(name: str, example: object = "") -> str:
+    """How a caller gives a fact, in Python and on the command line; for messages."""
+    return f"{name}={example} (--fact {name}={example} on the command line)"
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A diffusion language model as its decode loop sees it.
@@ -63,7 +68,7 @@ class ModelSpec:
         if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
             raise InputError(
                 f"{self.family}: a diffusion model needs a mask token; got mask_id={self.mask_id!r} with a vocabulary "
-                f"of {self.vocab}. Set `mask_token_id` in config.json, or pass mask_id= (--fact mask_id=)."
+                f"of {self.vocab}. Set `mask_token_id` in config.json, or give {given_as('mask_id')}."
             )
         if self.attention not in ATTENTION_KINDS:
             raise InputError(f"{self.family}: attention must be one of {ATTENTION_KINDS}, got {self.attention!r}.")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
 from dgraph.errors import CaptureError, InputError, warn
 from dgraph.families import Model
-from dgraph.spec import ModelSpec
+from dgraph.spec import ModelSpec, given_as
 
 NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _NAME = "dgraph"
@@ -159,8 +159,8 @@ def native_spec(
     if "block_length" in assumed and assumed["block_length"] is None:
         raise InputError(
             f"{family}: the block length is said neither by block_size in config.json nor by the checkpoint's name, "
-            f"and published checkpoints differ in it. Give the one that the model was trained for as block_length=, "
-            f"e.g. dgraph.load(folder, block_length=4), or --fact block_length=4 on the command line."
+            f"and published checkpoints differ in it. Give the one that the model was trained for, e.g. "
+            f"{given_as('block_length', 4)}."
         )
     values = {"family": family, "dtype": dtype, **assumed, **known}
     spec = ModelSpec(**values)
@@ -169,7 +169,7 @@ def native_spec(
     if guessed := [f"{name}={assumed[name]}" for name in guesses if assumed.get(name)]:
         warn(
             f"{family}: {', '.join(guessed)} is assumed, since nothing that came with the model says otherwise; give "
-            f"what differs, e.g. {guessed[0].partition('=')[0]}=."
+            f"what differs, e.g. {given_as(guessed[0].partition('=')[0])}."
         )
     return spec
 

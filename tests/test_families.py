@@ -173,7 +173,7 @@ def test_the_tokenizer_may_name_the_mask(tmp_path: Path) -> None:
 
 def test_what_is_assumed_is_said(tmp_path: Path) -> None:
     model = to_transformers(CONFIG, WEIGHTS)
-    with pytest.warns(UserWarning, match=r"Qwen3ForCausalLM: block_length=32 is assumed, .* give what differs"):
+    with pytest.warns(UserWarning, match=r"block_length=32 is assumed, .* \(--fact block_length= on the command"):
         dgraph.adopt(model, mask_id=MASK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
