@@ -34,6 +34,7 @@ from dgraph.runtime.policies.bounds import EntropyBounded, Factor
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
 from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
+from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 from dgraph.runtime.sampling import SETTINGS, Sampler
@@ -203,13 +204,17 @@ __all__ = [
     "chosen_policy",
     "edits",
     "foresees",
+    "kind_of",
     "may_wait",
     "needs_of",
     "options_of",
     "overrules",
+    "per_request",
     "policy_key",
     "policy_of",
     "policy_sampler",
     "remasks",
+    "settings_of",
     "statistics_of",
+    "with_settings",
 ]

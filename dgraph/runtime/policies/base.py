@@ -151,6 +151,11 @@ class DecodeRule:
     name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
     decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back.
     sampler: how tokens are taken from logits unless a caller says otherwise; None for the most likely one.
+
+    per_request: names of numeric fields that each sequence of a batch may have its own value of. The methods must then
+    take a tensor [b], float64 or int64, in the place of the number, and give the same bits with either; `setting` and
+    `steps_of` read both. A field that is None stays so. It holds for the class that says it and not for those derived
+    from it, whose methods may read a field in another way.
     """
 
     name: ClassVar[str]
@@ -158,6 +163,11 @@ class DecodeRule:
     edits: ClassVar[bool] = False
     remasks: ClassVar[bool] = False
     sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def per_request(self) -> tuple[str, ...]:
+        """See `DecodeRule`."""
+        return ()
 
     @property
     def needs(self) -> frozenset[str | Statistic]:
@@ -257,20 +267,21 @@ def policy_key(policy: Policy) -> Hashable:
     change. Any other policy may hold state that its equality does not tell, and is equal to itself alone.
     """
     own: Hashable = _Own(policy)
-    return policy if _is_value(policy) and isinstance(policy, Hashable) else own
+    return policy if is_value(policy) and isinstance(policy, Hashable) else own
 
 
-def _is_value(value: object) -> bool:
+def is_value(value: object) -> bool:
+    """Whether all that it is shows in its equality; see `policy_key`."""
     if value is None or isinstance(value, bool | int | float | str | bytes | Enum | torch.dtype):
         return True
     if isinstance(value, tuple | frozenset):
-        return all(map(_is_value, value))
+        return all(map(is_value, value))
     settings = getattr(type(value), "__dataclass_params__", None)
     if settings is None or isinstance(value, type) or not (settings.frozen and settings.eq):
         return False
     compared = {f.name for f in fields(value) if f.compare}  # type: ignore[arg-type]
     held = {*getattr(value, "__dict__", {}), *(f.name for f in fields(value))}  # type: ignore[arg-type]
-    return held == compared and all(_is_value(getattr(value, name)) for name in compared)
+    return held == compared and all(is_value(getattr(value, name)) for name in compared)
 
 
 def policy_sampler(policy: Policy) -> Sampler:
@@ -371,7 +382,25 @@ def first_columns(score: Tensor, count: Tensor, most: int) -> Tensor:
     return torch.where(torch.arange(columns.shape[1], device=score.device) < count[:, None], columns, -1)
 
 
-def share(total: Tensor | int, steps: int, step: Tensor) -> Tensor:
+def setting(value: float | Tensor, like: Tensor) -> Tensor:
+    """[b, 1, ...], or 1 in the place of b for a number: a setting in the dtype and with the dimensions of `like`.
+
+    A number becomes a tensor too, since a GPU divides by a number in another way than by a tensor of it.
+    """
+    shape = (-1, *(1,) * (like.dim() - 1))
+    if isinstance(value, Tensor):
+        return value.to(like.dtype).view(shape)
+    return torch.full((1,), value, dtype=like.dtype, device=like.device).view(shape)
+
+
+def steps_of(steps: int | Tensor | None, block: int) -> int | Tensor:
+    """The setting `steps`: None for one per position of a block; i64[b], which is at least 1 even where no sequence is,
+    so that it divides.
+    """
+    return steps.clamp(min=1) if isinstance(steps, Tensor) else steps or block
+
+
+def share(total: Tensor | int, steps: Tensor | int, step: Tensor) -> Tensor:
     """i64[b]: what step `step` i64[b] (from 0) gets when `total` is spread over `steps` steps; at least one.
 
     total // steps, and one more in the first total % steps steps. A block whose rows were evicted may need more

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, rank
+from dgraph.runtime.policies.base import Candidates, DecodeRule, rank, setting
 
 VARIANTS = ("paper", "dinfer")
 
@@ -29,6 +29,7 @@ class Factor(DecodeRule):
     variant: str = "paper"
 
     name: ClassVar[str] = "factor"
+    per_request: ClassVar[tuple[str, ...]] = ("factor",)
 
     def __post_init__(self) -> None:
         finite = math.nextafter(math.inf, 0)
@@ -38,11 +39,12 @@ class Factor(DecodeRule):
     def choose(self, candidates: Candidates) -> Tensor:
         offered, committable = candidates.offered, candidates.committable
         order = offered.double().sort(dim=1, descending=True, stable=True).values
-        n = torch.arange(1, order.shape[1] + 1, device=order.device)
+        n = torch.arange(1, order.shape[1] + 1, dtype=order.dtype, device=order.device)
+        factor = setting(self.factor, order)
         if self.variant == "paper":
-            allowed = (n + 1) * (1 - order) < self.factor
+            allowed = (n + 1) * (1 - order) < factor
         else:
-            allowed = (n == 1) | (order >= 1 - self.factor / (n + 1))
+            allowed = (n == 1) | (order >= 1 - factor / (n + 1))
         count = allowed.long().cumprod(dim=1).sum(dim=1)
         if self.variant == "dinfer":
             masks = committable.sum(dim=1)
@@ -63,6 +65,7 @@ class EntropyBounded(DecodeRule):
     gamma: float = 0.35
 
     name: ClassVar[str] = "entropy_bounded"
+    per_request: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def __post_init__(self) -> None:
         finite = math.nextafter(math.inf, 0)
@@ -76,5 +79,5 @@ class EntropyBounded(DecodeRule):
         committable = candidates.committable
         entropy = torch.where(committable, candidates.need("entropy", self), math.inf)
         sums = entropy.double().sort(dim=1).values.cumsum(dim=1)
-        count = (sums < self.gamma).sum(dim=1).clamp(min=1)
+        count = (sums < setting(self.gamma, sums)).sum(dim=1).clamp(min=1)
         return (rank(-entropy) < count[:, None]) & committable

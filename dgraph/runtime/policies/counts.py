@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, first_columns, leftmost, rank, share
+from dgraph.runtime.policies.base import Candidates, DecodeRule, first_columns, leftmost, rank, share, steps_of
 
 SCHEDULES = ("block", "masks")
 REMASKING = ("low_confidence", "random", "random_order")
@@ -41,6 +41,11 @@ class FixedSteps(DecodeRule):
 
     name: ClassVar[str] = "fixed_steps"
 
+    @property
+    def per_request(self) -> tuple[str, ...]:
+        """The steps, unless they say how many columns are foreseen: that is a shape."""
+        return () if self.foresees else ("steps",)
+
     def __post_init__(self) -> None:
         self.check_steps(self.steps, optional=False)
         self.check_choice("schedule", SCHEDULES)
@@ -69,7 +74,7 @@ class FixedSteps(DecodeRule):
 
     def _count(self, masked: Tensor, step: Tensor, decoded: Tensor) -> Tensor:
         total: Any = masked.sum(dim=1) + decoded if self.schedule == "masks" else masked.shape[1]
-        return share(total, self.steps, step)
+        return share(total, steps_of(self.steps, masked.shape[1]), step)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, rank
+from dgraph.runtime.policies.base import Candidates, DecodeRule, rank, setting, steps_of
 from dgraph.runtime.policies.thresholds import THRESHOLD
 
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
@@ -41,6 +41,11 @@ class Dream(DecodeRule):
     name: ClassVar[str] = "dream"
     may_wait: ClassVar[bool] = True
 
+    @property
+    def per_request(self) -> tuple[str, ...]:
+        """The schedule, and the temperature where there is one: without it nothing is drawn."""
+        return ("steps", "eps", "alg_temp") if self._draws else ("steps", "eps")
+
     def __post_init__(self) -> None:
         self.check_steps(self.steps)
         self.check_choice("alg", ALGORITHMS)
@@ -52,14 +57,18 @@ class Dream(DecodeRule):
     @property
     def needs(self) -> frozenset[str]:
         read = {"topk_margin": {"margin"}, "entropy": {"entropy"}, "origin": {"noise"}}.get(self.alg, set())
-        return frozenset({"forwards"} | read | ({"noise"} if self.alg_temp else set()))
+        return frozenset({"forwards"} | read | ({"noise"} if self._draws else set()))
+
+    @property
+    def _draws(self) -> bool:
+        return isinstance(self.alg_temp, Tensor) or bool(self.alg_temp)
 
     def choose(self, candidates: Candidates) -> Tensor:
         committable = candidates.committable
-        steps = self.steps or committable.shape[1]
         step = candidates.need("forwards", self).double()
-        part = (1 - self.eps) / steps
-        share = 1 - (1 - (step + 1) * part) / (1 - step.clamp(max=steps - 1) * part)
+        steps = setting(steps_of(self.steps, committable.shape[1]), step)
+        part = (1 - setting(self.eps, step)) / steps
+        share = 1 - (1 - (step + 1) * part) / (1 - step.minimum(steps - 1) * part)
         last = step >= steps - 1
         if self.alg == "origin":
             return ((candidates.need("noise", self) < share[:, None]) | last[:, None]) & committable
@@ -75,9 +84,10 @@ class Dream(DecodeRule):
             score = -candidates.need("entropy", self)
         else:
             score = candidates.confidence
-        if not self.alg_temp:
+        if self.alg_temp is None or not self._draws:
             return score
-        return score.double() / self.alg_temp + gumbel_of(candidates.need("noise", self))
+        score = score.double()
+        return score / setting(self.alg_temp, score) + gumbel_of(candidates.need("noise", self))
 
 
 def gumbel_of(noise: Tensor) -> Tensor:
@@ -99,6 +109,7 @@ class DreamThreshold(DecodeRule):
     steps: int | None = None
 
     name: ClassVar[str] = "dream_threshold"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
     def __post_init__(self) -> None:
         self.check_threshold()
@@ -106,10 +117,10 @@ class DreamThreshold(DecodeRule):
 
     def choose(self, candidates: Candidates) -> Tensor:
         offered, committable, masks = candidates.offered, candidates.committable, candidates.masks_at_start
-        steps = self.steps or committable.shape[1]
+        steps = steps_of(self.steps, committable.shape[1])
         # Budgets up to and including this step, less what was committed, is this one and all that was carried.
         done = candidates.step + 1
         budget = (done * (masks // steps) + torch.minimum(done, masks % steps)).minimum(masks) - candidates.decoded
         place = rank(offered)
-        sure = (offered >= self.threshold) | (place == 0)
+        sure = (offered >= setting(self.threshold, offered)) | (place == 0)
         return (place < budget.clamp(min=1)[:, None]) & sure & committable

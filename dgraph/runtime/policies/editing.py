@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, best
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best, setting
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class JointThreshold(DecodeRule):
     max_post_edit_steps: int = 16
 
     name: ClassVar[str] = "joint_threshold"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "edit_threshold", "max_post_edit_steps")
     edits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -46,9 +47,11 @@ class JointThreshold(DecodeRule):
 
     def choose(self, candidates: Candidates) -> Tensor:
         offered, confidence = candidates.offered, candidates.confidence
-        decoded = ((offered > self.threshold) | _best_if_none(offered, self.threshold)) & candidates.committable
+        sure = offered > setting(self.threshold, offered)
+        decoded = (sure | (best(offered) & ~sure.any(dim=1, keepdim=True))) & candidates.committable
         changed = (candidates.token != candidates.current) & (candidates.token >= 0)
-        edited = candidates.need("editable", self) & ~candidates.masked & changed & (confidence > self.edit_threshold)
+        edited = candidates.need("editable", self) & ~candidates.masked & changed
+        edited &= confidence > setting(self.edit_threshold, confidence)
         late = ~candidates.masked.any(dim=1) & (candidates.need("passes", self) >= self.max_post_edit_steps)
         return decoded | (edited & ~late[:, None])
 
@@ -58,8 +61,3 @@ class JointThreshold(DecodeRule):
         left = (candidates.masked & ~chosen).any(dim=1)
         spent = candidates.need("passes", self) + (~masks).long() >= self.max_post_edit_steps
         return ~left & (spent | (~masks & ~chosen.any(dim=1)))
-
-
-def _best_if_none(offered: Tensor, threshold: float) -> Tensor:
-    """bool[b, B]: the most confident position of sequences where none is above the threshold."""
-    return best(offered) & ~(offered > threshold).any(dim=1, keepdim=True)

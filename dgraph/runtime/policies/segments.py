@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, best, rank
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best, rank, setting
 from dgraph.runtime.policies.thresholds import THRESHOLD
 
 
@@ -31,6 +31,7 @@ class Hierarchical(DecodeRule):
     fast_v2: bool = False
 
     name: ClassVar[str] = "hierarchical"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "low_threshold")
 
     def __post_init__(self) -> None:
         self.check_threshold()
@@ -40,10 +41,10 @@ class Hierarchical(DecodeRule):
 
     def choose(self, candidates: Candidates) -> Tensor:
         offered, masked = candidates.offered, candidates.masked
-        top = best(offered)
-        chosen = (offered > self.threshold) | (best_of_stretches(offered, masked) & (offered > self.low_threshold))
+        top, low = best(offered), setting(self.low_threshold, offered)
+        chosen = (offered > setting(self.threshold, offered)) | (best_of_stretches(offered, masked) & (offered > low))
         if self.fast_v2:
-            chosen &= offered.amax(dim=1, keepdim=True) >= self.low_threshold
+            chosen &= offered.amax(dim=1, keepdim=True) >= low
         return (chosen | top) & candidates.committable
 
 
@@ -68,6 +69,7 @@ class HierarchicalRemask(DecodeRule):
     remask_threshold: float = 0.4
 
     name: ClassVar[str] = "hierarchical_remask"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "low_threshold", "remask_threshold")
     edits: ClassVar[bool] = True
     remasks: ClassVar[bool] = True
 
@@ -84,7 +86,8 @@ class HierarchicalRemask(DecodeRule):
         doubtful = self._doubtful(candidates)
         score = torch.where(candidates.committable | doubtful, candidates.confidence, -math.inf)
         stretches = best_of_stretches(score, candidates.masked | doubtful)
-        chosen = (score > self.threshold) | (stretches & (score > self.low_threshold))
+        low = setting(self.low_threshold, score)
+        chosen = (score > setting(self.threshold, score)) | (stretches & (score > low))
         missing = doubtful.sum(dim=1) + 1 - chosen.sum(dim=1)
         others = torch.where(chosen, -math.inf, score)
         return chosen | ((rank(others) < missing[:, None]) & (others > -math.inf))
@@ -99,7 +102,7 @@ class HierarchicalRemask(DecodeRule):
 
     def _doubtful(self, candidates: Candidates) -> Tensor:
         predicted = candidates.confidence > -math.inf
-        doubtful = predicted & (candidates.confidence < self.remask_threshold)
+        doubtful = predicted & (candidates.confidence < setting(self.remask_threshold, candidates.confidence))
         return candidates.need("editable", self) & ~candidates.masked & doubtful
 
 

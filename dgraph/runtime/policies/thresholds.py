@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies.base import Candidates, DecodeRule, best, leftmost, rank, share
+from dgraph.runtime.policies.base import Candidates, DecodeRule, best, leftmost, rank, setting, share, steps_of
 
 THRESHOLD = 0.9
 """Confidence above which a token is committed, unless the caller says otherwise."""
@@ -16,9 +16,10 @@ FALLBACKS = ("top", "leftmost")
 _USUAL = "Published settings lie between 0.8 and 0.95; 1.0 decodes one token per step."
 
 
-def above(confidence: Tensor, threshold: float, inclusive: bool) -> Tensor:
-    """bool[b, B]: c > threshold, or c >= threshold; in fp32."""
-    return confidence >= threshold if inclusive else confidence > threshold
+def above(confidence: Tensor, threshold: float | Tensor, inclusive: bool) -> Tensor:
+    """bool[b, B]: c > threshold (a number, or [b]), or c >= threshold; in fp32."""
+    bar = setting(threshold, confidence)
+    return confidence >= bar if inclusive else confidence > bar
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ConfidenceThreshold(DecodeRule):
     inclusive: bool = False
 
     name: ClassVar[str] = "confidence_threshold"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold",)
 
     def __post_init__(self) -> None:
         self.check_threshold(hint=_USUAL)
@@ -63,6 +65,7 @@ class DynamicThreshold(DecodeRule):
     inclusive: bool = False
 
     name: ClassVar[str] = "dynamic_threshold"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
     def __post_init__(self) -> None:
         self.check_threshold(hint=_USUAL)
@@ -74,7 +77,7 @@ class DynamicThreshold(DecodeRule):
     def choose(self, candidates: Candidates) -> Tensor:
         offered, committable = candidates.offered, candidates.committable
         block = committable.shape[1]
-        count = share(block, self.steps or block, candidates.step)
+        count = share(block, steps_of(self.steps, block), candidates.step)
         sure = above(offered, self.threshold, self.inclusive) & committable
         few = (sure.sum(dim=1) < count)[:, None]
         if self.fallback == "top":
@@ -97,6 +100,7 @@ class RelativeThreshold(DecodeRule):
     tolerance: float = 1e-5
 
     name: ClassVar[str] = "relative_threshold"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold", "tolerance")
 
     def __post_init__(self) -> None:
         self.check_threshold(hint=_USUAL)
@@ -104,5 +108,6 @@ class RelativeThreshold(DecodeRule):
 
     def choose(self, candidates: Candidates) -> Tensor:
         offered = candidates.offered.double()
-        bar = (offered.amax(dim=1, keepdim=True) - self.tolerance).clamp(max=self.threshold)
+        near = offered.amax(dim=1, keepdim=True) - setting(self.tolerance, offered)
+        bar = near.minimum(setting(self.threshold, offered))
         return (offered >= bar) & candidates.committable
