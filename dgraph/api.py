@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -30,7 +31,7 @@ from dgraph.passes.manager import run_passes
 from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite
 from dgraph.private.triton import target_of
-from dgraph.recipes import RECIPES, Recipe, build, check_recipe
+from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Policy, statistics_of
@@ -345,7 +346,7 @@ def optimize(
 
     Raises:
         UnknownName: an unknown model, recipe or option; the message has the closest matches.
-        InputError: an option out of range.
+        InputError: an option out of range, or a recipe with an option that has the name of an argument.
         CacheError: the folder given as artifacts cannot be used.
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
@@ -353,6 +354,8 @@ def optimize(
     keywords = {f.name: options.pop(f.name) for f in fields(Compilation) if f.name in options}
     how = settings_of(Compilation, compilation, keywords)
     check_recipe(RECIPES, recipe, options)
+    if isinstance(recipe, str):
+        _check_names(recipe)
     store = open_store(how.artifacts)
     compiled = how.backend == "inductor"
     code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
@@ -380,3 +383,16 @@ def optimize(
             first.decoding,
         )
     return made
+
+
+def arguments() -> frozenset[str]:
+    """Names that `optimize` takes for itself, fields of `Compilation` among them: no option of a recipe has one."""
+    own = {name for name, p in inspect.signature(optimize).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    return frozenset(own.union(f.name for f in fields(Compilation)))
+
+
+def _check_names(recipe: str) -> None:
+    for option in sorted(arguments() & options_of(RECIPES[recipe]).keys()):
+        raise InputError(
+            f"recipe {recipe!r} has the option {option!r}, which is an argument of dgraph.optimize; rename the option."
+        )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dgraph.plugins import Table
-from dgraph.recipes.base import RESERVED, Builder, Phase, Recipe, options_of
+from dgraph.recipes.base import Builder, Phase, Recipe, options_of
 from dgraph.recipes.bidirectional import dkv_cache, fast_dllm, vicinity
 from dgraph.recipes.build import build, builder_of, check_recipe
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, combined
@@ -38,7 +38,7 @@ def check_builder(name: str, builder: Any) -> bool:
     """Refuse an entry point that builds no recipes.
 
     Raises:
-        ValueError: it takes no spec, an option without a default, or one that `optimize` has an argument for.
+        ValueError: it takes no spec, or an option without a default.
     """
     try:
         _, *options = inspect.signature(builder).parameters.values()
@@ -47,8 +47,6 @@ def check_builder(name: str, builder: Any) -> bool:
     for option in options:
         if option.default is inspect.Parameter.empty:
             raise ValueError(f"has the option {option.name!r} without a default")
-        if option.name in RESERVED:
-            raise ValueError(f"has the option {option.name!r}, which is an argument of dgraph.optimize; rename it")
     return True
 
 

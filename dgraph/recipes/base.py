@@ -151,26 +151,6 @@ Builder = Callable[..., Recipe]
 """Takes the spec and keyword options with defaults, returns a recipe; its docstring's first line is the summary."""
 
 
-RESERVED = frozenset(
-    {
-        "model",
-        "recipe",
-        "compilation",
-        "dtype",
-        "device",
-        "facts",
-        "progress",
-        "backend",
-        "buckets",
-        "graphs",
-        "tune",
-        "artifacts",
-        "warmup",
-    }
-)
-"""Arguments of `dgraph.optimize`, which takes the options of recipes beside them: no option has the name of one."""
-
-
 def options_of(builder: Builder) -> dict[str, Any]:
     """A builder's options and their defaults, in order."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]
