@@ -44,11 +44,15 @@ def fast_dllm(
     _bidirectional("fast_dllm", spec)
     if cache not in CACHES:
         raise UnknownName("cache of fast_dllm", cache, CACHES)
-    if first == "published":
-        first = "position" if spec.logit_shift else "policy"
+    first = published_first(spec) if first == "published" else first
     plan = RowPlan(CACHES[cache](lead=first != "position"), Counted(every=every), first)
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
     return Recipe("fast_dllm", 2, phases, block_cache, plan=plan)
+
+
+def published_first(spec: ModelSpec) -> str:
+    """What a block's first step commits in published block-wise code, as in `RowPlan`: on Dream the first position."""
+    return "position" if spec.logit_shift else "policy"
 
 
 def dkv_cache(

@@ -16,6 +16,7 @@ from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.recipes.base import Recipe
+from dgraph.recipes.bidirectional import published_first
 from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
 from dgraph.spec import ModelSpec
@@ -199,6 +200,7 @@ def dllm_serve(
     delay: int = 1,
     every: int = 0,
     pairs: int = 0,
+    first: str = "published",
     block_cache: str = "off",
     max_num_logits: int = 2048,
 ) -> Recipe:
@@ -209,8 +211,11 @@ def dllm_serve(
     after the block compete in one pool. The steps after it forward the block alone. In a block-causal model all
     steps do, and those that see everything read the cache, which keeps all keys for the blocks to come.
 
-    One difference on Dream: the first step of a block commits what the policy chooses, where block-wise Dream code as
-    Fast-dLLM publishes it commits the block's first position (see `fast_dllm`, first).
+    Where a step before the one that chooses opens a block, the published code has that step commit the block's first
+    position, whatever its confidence, which the paper does not say; other tokens of that step, where it decodes
+    several, follow by confidence. Here this holds on Dream, for the first position alone, and for other models with
+    first="position". One difference on Dream: the row before the block, which predicts its first position, goes with
+    the block in all steps; there its keys compete with those of the others.
 
     Args:
         spec: the model.
@@ -219,11 +224,16 @@ def dllm_serve(
         delay: steps before the one that chooses.
         every: choose anew every so many steps of a block; 0 for once.
         pairs: instead of `ratio`, how many positions each head keeps.
+        first: what a block's first step commits: what the policy chooses ("policy"), or the block's first position
+            alone, whatever its confidence ("position"). "published": "position" on a model with shifted logits, if
+            `delay` is at least 1; else "policy".
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         max_num_logits: rows whose logits exist at a time.
     """
     kept = kept_by_dllm_serve(spec, ratio, pool, delay, every, pairs)
-    return kept.on(block_rows("dllm_serve", spec, block_cache, max_num_logits), "dllm_serve")
+    return kept.on(
+        block_rows("dllm_serve", spec, _first(spec, first, delay), block_cache, max_num_logits), "dllm_serve"
+    )
 
 
 def sparse_dllm(
@@ -233,13 +243,15 @@ def sparse_dllm(
     delay: int = 1,
     every: int = 0,
     pairs: int = 0,
+    first: str = "published",
     block_cache: str = "off",
     max_num_logits: int = 2048,
 ) -> Recipe:
     """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
 
     As `dllm_serve`, with its difference on Dream, but positions are ranked by the mean over all heads, which is pooled
-    after it is taken.
+    after it is taken. The published code commits a block's first position alone on Dream, and on LLaDA what the policy
+    chooses.
 
     Args:
         spec: the model.
@@ -248,16 +260,31 @@ def sparse_dllm(
         delay: steps before the one that chooses.
         every: choose anew every so many steps of a block; 0 for once.
         pairs: instead of `ratio`, how many positions are kept.
+        first: what a block's first step commits; see `dllm_serve`.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         max_num_logits: rows whose logits exist at a time.
     """
     kept = kept_by_sparse_dllm(spec, ratio, pool, delay, every, pairs)
-    return kept.on(block_rows("sparse_dllm", spec, block_cache, max_num_logits), "sparse_dllm")
+    return kept.on(
+        block_rows("sparse_dllm", spec, _first(spec, first, delay), block_cache, max_num_logits), "sparse_dllm"
+    )
 
 
-def block_rows(name: str, spec: ModelSpec, block_cache: str, max_num_logits: int) -> Recipe:
+def _first(spec: ModelSpec, first: str, delay: int) -> str:
+    """What a block's first step commits, as in `RowPlan`."""
+    if first == "published":
+        return published_first(spec) if delay else "policy"
+    return first
+
+
+def block_rows(name: str, spec: ModelSpec, first: str, block_cache: str, max_num_logits: int) -> Recipe:
     """The rows of a block; of a bidirectional model, all rows where it starts."""
     if spec.attention == "block_causal":
+        if first != "policy":
+            raise InputError(
+                f"first={first!r} is about the step of a block that forwards the whole canvas, but {spec.family} is "
+                f"block_causal; leave it out."
+            )
         return dense(spec, block_cache, max_num_logits=max_num_logits)
-    plan = RowPlan(Block())
-    return Recipe(name, 1, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)
+    plan = RowPlan(Block(), first=first)
+    return Recipe(name, 2, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)

@@ -34,7 +34,8 @@ class Method:
     """Which keys are kept, and which rows are forwarded.
 
     selector: "mask_voting", "snapkv", "h2o", "block" or "shared". pairs: per layer, or `ratio`. interval: full steps of
-    a block, 0 for none but the first. prompt_interval, response_interval, rho: MaskKV's.
+    a block, 0 for none but the first. first: a block's first step decodes its first position. prompt_interval,
+    response_interval, rho: MaskKV's.
     """
 
     window: str
@@ -47,6 +48,7 @@ class Method:
     recent: int = 0
     delay: int = 0
     interval: int = 0
+    first: bool = False
     prompt_interval: int = 0
     response_interval: int = 0
     rho: float = 0.0
@@ -266,7 +268,7 @@ def generate(
                     found[p + shift] = (int(row.argmax()), float(row.softmax(-1).max()))
             done = sum(n > 0 for n in yields)
             count = 0 if steps is None else max(1, block_length // steps + (done < block_length % steps))
-            committed = choose(found, threshold, count)
+            committed = [(start, found[start][0])] if method.first and not yields else choose(found, threshold, count)
             kept = [[list(head.positions) for head in layer] for layer in trace.memory.kept]
             trace.steps.append(Step(plan, kept, committed))
             for position, token in committed:

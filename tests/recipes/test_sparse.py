@@ -54,7 +54,7 @@ LIMITS: dict[str, tuple[Named, Named]] = {
         ("dllm_serve", {"ratio": 1.0, "delay": 0, "every": 3}),
         ("fast_dllm", {"every": 3, **POLICY}),
     ),
-    "dllm_serve, always": (("dllm_serve", {"ratio": 0.1, "every": 1}), ("dense", {})),
+    "dllm_serve, always": (("dllm_serve", {"ratio": 0.1, "every": 1, **POLICY}), ("dense", {})),
     "maskkv, where intervals meet": (
         ("maskkv", {"pairs": ALL, "prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
         ("dllm_cache", {"prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
@@ -160,6 +160,10 @@ def test_phases_and_plans() -> None:
     serve = build(RECIPES, "dllm_serve", BOTH, {"delay": 2, "every": 5})
     assert serve.plan == RowPlan(Block(), Counted(full_steps=3, every=5))
     assert serve.kv == KVPlan("block", delay=2, every=5, ratio=0.5)
+    shifted = replace(BOTH, logit_shift=1)
+    for options, first in (({}, "position"), ({"delay": 0}, "policy"), ({"first": "policy"}, "policy")):
+        for name in ("dllm_serve", "sparse_dllm"):
+            assert build(RECIPES, name, shifted, options).plan.first == first  # type: ignore[union-attr]
 
     blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
     assert [p.name for p in blocks.phases] == ["prefill", "select", "step"]
@@ -256,6 +260,8 @@ def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
         ("maskkv", CAUSAL, {"rho": 0.3}, r"prompt_interval, response_interval and rho say when a bidirectional"),
         ("dllm_serve", BOTH, {"pairs": 5, "ratio": 0.3}, r"give either ratio .* got 0\.3 and \(5,\)"),
         ("dllm_serve", BOTH, {"delay": -1}, r"delay must be an integer of at least 0, got -1"),
+        ("dllm_serve", CAUSAL, {"first": "position"}, r"first='position' is about the step .* is block_causal"),
+        ("dllm_serve", BOTH, {"first": "second"}, r"unknown first commit of a block 'second'"),
         ("sparse_dllm", BOTH, {"pool": 2}, r"pool must be odd and at least 1, got 2"),
         ("sparse_dllm", BOTH, {"block_cache": "on"}, r"block_cache must be one of"),
         ("dllm_serve+fast_dllm", BOTH, {"cache": "prefix"}, r"recipe 'fast_dllm' forwards rows after the block"),
