@@ -28,13 +28,16 @@ from dgraph.runtime.policies.base import (
     policy_key,
     policy_sampler,
     remasks,
+    setting,
     statistics_of,
+    steps_of,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
 from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
+from dgraph.runtime.policies.mixture import Mixture, row_of, settings_spec
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 from dgraph.runtime.sampling import SETTINGS, Sampler
@@ -196,6 +199,7 @@ __all__ = [
     "Hierarchical",
     "HierarchicalRemask",
     "JointThreshold",
+    "Mixture",
     "Policy",
     "RelativeThreshold",
     "Sequential",
@@ -214,7 +218,11 @@ __all__ = [
     "policy_of",
     "policy_sampler",
     "remasks",
+    "row_of",
+    "setting",
     "settings_of",
+    "settings_spec",
     "statistics_of",
+    "steps_of",
     "with_settings",
 ]

@@ -42,6 +42,9 @@ class Candidates:
     position and step; order f32: uniform in [0, 1), a function of seed, prompt and
     position, hence the same in all steps; forwards i64[b]: steps of this block, those that decoded nothing included.
 
+    Where sequences decode by several kinds of rule (see `Mixture`): kind i64[b], which of them each one has; settings
+    by "{index of the kind}.{field}", float64 or int64 [b]: what each set for itself, anything for another kind's.
+
     For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
     part of the prompt; passes i64[b]: steps of this block that began with no mask left in it.
     """
@@ -61,6 +64,8 @@ class Candidates:
     forwards: Tensor | None = None
     editable: Tensor | None = None
     passes: Tensor | None = None
+    kind: Tensor | None = None
+    settings: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def committable(self) -> Tensor:
@@ -154,8 +159,9 @@ class DecodeRule:
 
     per_request: names of numeric fields that each sequence of a batch may have its own value of. The methods must then
     take a tensor [b], float64 or int64, in the place of the number, and give the same bits with either; `setting` and
-    `steps_of` read both. A field that is None stays so. It holds for the class that says it and not for those derived
-    from it, whose methods may read a field in another way.
+    `steps_of` read both. Of a sequence that is not there, or decodes by another rule, the value may be 0, by which no
+    integer must be divided. A field that is None stays so. It holds for the class that says it and not for those
+    derived from it, whose methods may read a field in another way.
     """
 
     name: ClassVar[str]
@@ -264,8 +270,12 @@ def policy_key(policy: Policy) -> Hashable:
     """Equal for two policies of which one may run what was captured for the other.
 
     That is true of equal values: frozen dataclasses all of whose attributes are fields that are compared and cannot
-    change. Any other policy may hold state that its equality does not tell, and is equal to itself alone.
+    change. Any other policy may hold state that its equality does not tell, and is equal to itself alone. One that is
+    made of others has theirs in an attribute `policy_key`.
     """
+    theirs: Hashable = getattr(policy, "policy_key", None)
+    if theirs is not None:
+        return theirs
     own: Hashable = _Own(policy)
     return policy if is_value(policy) and isinstance(policy, Hashable) else own
 

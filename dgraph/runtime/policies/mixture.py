@@ -1,0 +1,248 @@
+"""A batch whose sequences decode by rules of several kinds, each with its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.statistics import BY_NAME, Statistic
+from dgraph.runtime.policies.base import (
+    Candidates,
+    Carried,
+    DecodeRule,
+    Policy,
+    carries_of,
+    edits,
+    foresees,
+    policy_key,
+    remasks,
+    statistics_of,
+)
+from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
+
+Attribute = Literal["may_wait", "edits", "remasks", "overrules", "foresees"]
+"""What is true of a policy or not, and may differ from kind to kind."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A policy that decides for each sequence by its own kind of rule.
+
+    It reads `Candidates.kind`, which may be None where there is one kind, and `Candidates.settings`. Every kind decides
+    for every sequence, and `kind` says which decision counts; so nothing is compiled anew for other settings, nor for
+    sequences that change their kind. Tokens and confidences stand at decoded positions of those sequences alone whose
+    kind edits, see `where`. With one kind it is that kind, operation for operation.
+
+    Attributes:
+        kinds: at least one, no two alike; of each, what its requests set for themselves does not matter.
+
+    Raises:
+        InputError: no kind, two that are equal, or statistics of one name that differ.
+    """
+
+    kinds: tuple[Policy, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(map(kind_of, self.kinds)))
+        if not self.kinds:
+            raise InputError("Mixture: kinds holds at least one policy, got none.")
+        for number, kind in enumerate(self.kinds):
+            if _place(kind, self.kinds) < number:
+                raise InputError(
+                    f"Mixture: {kind!r} is there twice; policies that differ only in what each request sets for itself "
+                    f"are of one kind. Use Mixture.of, which drops such."
+                )
+        statistics_of(self)  # raises where two kinds ask for others of one name
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy]) -> Mixture:
+        """The mixture of their kinds, in the order in which they come first."""
+        kinds = tuple(map(kind_of, policies))
+        return cls(tuple(kind for number, kind in enumerate(kinds) if _place(kind, kinds) == number))
+
+    @property
+    def policy_key(self) -> Hashable:
+        """See `dgraph.runtime.policies.policy_key`."""
+        return (Mixture, *map(policy_key, self.kinds))
+
+    @property
+    def needs(self) -> frozenset[str | Statistic]:
+        """What any kind needs; a statistic that one asks for by name and another by itself is there once."""
+        found = {need for kind in self.kinds for need in getattr(kind, "needs", ())}
+        return frozenset(BY_NAME.get(need, need) if isinstance(need, str) else need for need in found)
+
+    @property
+    def carries(self) -> tuple[Carried, ...]:
+        """What the kinds carry, named "{index of the kind}.{name}"."""
+        return tuple(
+            replace(each, name=_name(index, each.name))
+            for index, kind in enumerate(self.kinds)
+            for each in carries_of(kind)
+        )
+
+    def each(self, attribute: Attribute) -> tuple[bool, ...]:
+        """Of which kinds it is true."""
+        return tuple(bool(getattr(kind, attribute, False)) for kind in self.kinds)
+
+    def where(self, attribute: Attribute, kind: Tensor) -> Tensor:
+        """bool[b]: of which sequences it is true; kind i64[b] as in `Candidates`."""
+        each = self.each(attribute)
+        if len(set(each)) == 1:
+            return torch.full_like(kind, each[0], dtype=torch.bool)
+        found = torch.zeros_like(kind, dtype=torch.bool)
+        for index, true in enumerate(each):
+            found = found | (kind == index) if true else found
+        return found
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether any kind may wait."""
+        return any(self.each("may_wait"))
+
+    @property
+    def edits(self) -> bool:
+        """Whether any kind edits."""
+        return any(self.each("edits"))
+
+    @property
+    def remasks(self) -> bool:
+        """Whether any kind remasks."""
+        return any(self.each("remasks"))
+
+    @property
+    def overrules(self) -> bool:
+        """Whether any kind overrules."""
+        return any(self.each("overrules"))
+
+    @property
+    def foresees(self) -> bool:
+        """Whether any kind foresees."""
+        return any(self.each("foresees"))
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        """See `Policy.choose`."""
+        return _by_kind([rule.choose(own) for rule, own in self._own(candidates)], candidates.kind)
+
+    def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """See `DecodeRule.settled`: that no mask is left, where a kind does not edit."""
+        found = [
+            rule.settled(own, chosen) if edits(rule) else DecodeRule.settled(rule, own, chosen)
+            for rule, own in self._own(candidates)
+        ]
+        return _by_kind(found, candidates.kind)
+
+    def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """See `DecodeRule.remask`: nothing, where a kind does not remask."""
+        found = [
+            rule.remask(own, chosen) if remasks(rule) else torch.zeros_like(chosen)
+            for rule, own in self._own(candidates)
+        ]
+        return _by_kind(found, candidates.kind)
+
+    def carry(self, candidates: Candidates, chosen: Tensor) -> Mapping[str, Tensor]:
+        """See `DecodeRule.carry`: what is not carried by a sequence's own kind stays as it is."""
+        found = {}
+        for index, (rule, own) in enumerate(self._own(candidates)):
+            becomes = rule.carry(own, chosen) if own.carried else {}
+            for name, before in own.carried.items():
+                after = becomes[name]
+                if candidates.kind is not None and len(self.kinds) > 1:
+                    after = torch.where(_over(candidates.kind == index, after), after, before)
+                found[_name(index, name)] = after
+        return found
+
+    def foresee(
+        self,
+        masked: Tensor,
+        step: Tensor,
+        decoded: Tensor,
+        order: Tensor,
+        kind: Tensor | None = None,
+        settings: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """See `DecodeRule.foresee`: nothing, where a kind does not foresee. kind, settings: see `Candidates`."""
+        found = [
+            rule.foresee(masked, step, decoded, order) if foresees(rule) else torch.full_like(step, -1)[:, None]
+            for rule in self._rules(kind, settings or {})
+        ]
+        most = max(columns.shape[1] for columns in found)
+        return _by_kind([F.pad(columns, (0, most - columns.shape[1]), value=-1) for columns in found], kind)
+
+    def _rules(self, kind: Tensor | None, settings: Mapping[str, Tensor]) -> list[Any]:
+        """The kinds with every sequence's settings."""
+        if kind is None and len(self.kinds) > 1:
+            raise InputError(
+                f"Mixture: candidates of {len(self.kinds)} kinds of rule say each sequence's kind, got none."
+            )
+        for name in settings_spec(self.kinds):
+            if name not in settings:
+                raise InputError(
+                    f"Mixture: candidates have the setting {name!r} of each sequence, got {list(settings)}."
+                )
+        return [
+            with_settings(rule, {name: settings[_name(index, name)] for name in per_request(rule)})
+            for index, rule in enumerate(self.kinds)
+        ]
+
+    def _own(self, candidates: Candidates) -> list[tuple[Any, Candidates]]:
+        """Each kind with every sequence's settings, and the candidates with what the kind itself carries."""
+        found = []
+        for index, rule in enumerate(self._rules(candidates.kind, candidates.settings)):
+            carried = {each.name: candidates.carried[_name(index, each.name)] for each in carries_of(rule)}
+            found.append((rule, replace(candidates, carried=carried, kind=None, settings={})))
+        return found
+
+
+def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:
+    """What a batch of these kinds holds for each sequence, by the name in `Candidates.settings`: a tensor [b] of that
+    dtype. Where a sequence is of another kind, it may hold anything.
+    """
+    return {
+        _name(index, name): torch.float64 if isinstance(value, float) else torch.int64
+        for index, kind in enumerate(kinds)
+        for name, value in settings_of(kind).items()
+    }
+
+
+def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int]]:
+    """A request's kind, and the settings that it writes into its row of what `settings_spec` says.
+
+    Raises `InputError` where the mixture has no such kind.
+    """
+    index = _place(kind_of(policy), mixture.kinds)
+    if index == len(mixture.kinds):
+        raise InputError(
+            f"this batch decodes by policies like {', '.join(map(repr, mixture.kinds))}, got {policy!r}, which is of "
+            f"another kind; make the batch with it (Mixture.of)."
+        )
+    return index, {_name(index, name): value for name, value in settings_of(policy).items()}
+
+
+def _place(kind: Policy, kinds: Sequence[Policy]) -> int:
+    """Where a kind stands among others; their number if it does not."""
+    keys = [policy_key(one) for one in kinds]
+    return keys.index(policy_key(kind)) if policy_key(kind) in keys else len(keys)
+
+
+def _name(index: int, name: str) -> str:
+    return f"{index}.{name}"
+
+
+def _over(flags: Tensor, like: Tensor) -> Tensor:
+    """bool[b] with the dimensions of `like` [b, ...]."""
+    return flags.view(-1, *(1,) * (like.dim() - 1))
+
+
+def _by_kind(values: Sequence[Tensor], kind: Tensor | None) -> Tensor:
+    """What stands for each sequence in the value [b, ...] of its own kind."""
+    found = values[0]
+    for index, value in enumerate(values[1:], 1):
+        assert kind is not None
+        found = torch.where(_over(kind == index, value), value, found)
+    return found
