@@ -7,15 +7,16 @@ answer is a sentence that says why, which a pass reports as a near miss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.nodes import ancestors, args_of
-from dgraph.ops import OPS, op_of
+from dgraph.linears import Linear, Projection, linear_of, linears_of, projections_of
+from dgraph.nodes import ancestors, args_of, viewed
+from dgraph.ops import OPS
 
 aten = torch.ops.aten
 
@@ -24,63 +25,32 @@ ATTENTIONS = ("attention", "packed_attention", "paged_attention", "partial_atten
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A linear layer, x @ weight.T + bias.
+class Projections:
+    """The linear layers of an attention.
 
     Attributes:
-        node: the call.
-        x: what it reads, [..., inputs].
-        weight: [outputs, inputs], or what is made of one.
-        bias: [outputs], or None.
-        kind: "plain"; "counted", whose rows the device counts; "gated", silu(gate) * up of such a one.
-        count: offsets of which the last says how many rows are live; None for a plain one.
+        q, k, v: of its queries, keys and values; parts of one layer where they are one product.
+        o: of its output.
     """
 
-    node: Node
-    x: Node
-    weight: Node
-    bias: Node | None
-    kind: str
-    count: Node | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight."""
-        rows, columns = self.weight.meta["val"].shape
-        return int(rows), int(columns)
-
-    @property
-    def by_vectors(self) -> bool:
-        """Whether it reads one vector per row."""
-        return bool(self.x.meta["val"].dim() == 2)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether weight and bias are weights of the model, not computed."""
-        return "weight" in self.weight.meta and (self.bias is None or "weight" in self.bias.meta)
-
-    @property
-    def routes(self) -> bool:
-        """Whether it decides which experts run: its sums keep their order, or near ties would be decided anew."""
-        return any((op := op_of(user.target)) is not None and op.name == "route" for user in self.node.users)
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Linear
 
 
-def linear_of(node: object) -> Linear | None:
-    """The linear layer that a node is; None if it is none."""
-    if not isinstance(node, Node):
-        return None
-    x, weight, bias, count = (*args_of(node), None, None, None, None)[:4]
-    if node.target is aten.linear.default and not node.kwargs:
-        return Linear(node, x, weight, bias, "plain", None)
-    op = op_of(node.target)
-    if op is OPS["rows_linear"] or op is OPS["rows_glu"]:
-        return Linear(node, x, weight, bias, "counted" if op is OPS["rows_linear"] else "gated", count)
-    return None
+@dataclass(frozen=True)
+class GatedUnit:
+    """The linear layers of a feed-forward network, down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
+    Attributes:
+        gate, up: parts of one layer where they are one product; gate is None where there is none.
+        down: of their product.
+    """
 
-def linears_of(nodes: Iterable[Node], *kinds: str) -> list[Linear]:
-    """The linear layers among nodes, in order; of some kinds if given."""
-    return [found for n in nodes if (found := linear_of(n)) is not None and (not kinds or found.kind in kinds)]
+    gate: Projection | None
+    up: Projection
+    down: Linear
 
 
 @dataclass(frozen=True)
@@ -172,6 +142,57 @@ class Layer:
         queries: Node = args_of(self.attention)[0]
         return queries
 
+    @property
+    def keys_values(self) -> tuple[Node, Node] | str:
+        """[rows, KV heads, head_dim] each, as attention reads them or the cache is given them; or why not one of each.
+
+        Of a captured graph, which is not packed yet, [b, heads, t, head_dim], as are its queries.
+        """
+        if self.attention.target in (OPS["attention"].overload, OPS["packed_attention"].overload):
+            _, k, v = args_of(self.attention)[:3]
+            return k, v
+        updates = self.graph.find("kv_update", self.index) if self.index is not None else []
+        write = updates[0] if len(updates) == 1 else self.write
+        if isinstance(write, str):
+            return write
+        k, v = args_of(write)[:2]
+        return k, v
+
+    @property
+    def projections(self) -> Projections | str:
+        """The projections of queries, keys, values and of the output, by role; or why one is not found."""
+        if isinstance(keys_values := self.keys_values, str):
+            return keys_values
+        found = projections_of([self.queries, *keys_values])
+        if isinstance(found, str):
+            return found
+        outputs = [linear for linear in self.linears if viewed(linear.x) is self.attention]
+        if len(outputs) != 1:
+            return f"{len(outputs)} linear layers read the attention; expected one"
+        q, k, v = found
+        return Projections(q, k, v, outputs[0])
+
+    @property
+    def gated_unit(self) -> GatedUnit | str | None:
+        """The linear layers of the feed-forward network, or of the expert that all rows share, by role; None where
+        there are experts alone; or why they are not found.
+        """
+        of_attention = self.projections
+        if isinstance(of_attention, str):
+            return of_attention
+        others = {p.linear.node for p in (of_attention.q, of_attention.k, of_attention.v)} | {of_attention.o.node}
+        mine = [linear for linear in self.linears if linear.node not in others and not linear.routes]
+        if not mine:
+            return None if self.experts else "the layer has no linear layers beside those of its attention"
+        *_, down = mine
+        found = _unit_before(down)
+        if isinstance(found, str):
+            return found
+        used = {p.linear.node for p in (found.gate, found.up) if p is not None} | {down.node}
+        if beside := [linear.node.name for linear in mine if linear.node not in used]:
+            return f"the layer also has the linear layers {', '.join(beside)}"
+        return found
+
     def makers(self, *values: Node) -> list[Node]:
         """The calls of the layer that values are computed by, in order."""
         others = [n for n in self.graph.nodes if n.meta["layer"] != self.index or n.op != "call_function"]
@@ -247,6 +268,23 @@ def layers_of(graph: Graph) -> list[Layer]:
 def of_weights(node: Node) -> bool:
     """Whether a value is computed from weights alone."""
     return all("input" not in n.meta for n in ancestors([node]))
+
+
+def _unit_before(down: Linear) -> GatedUnit | str:
+    """The projections that a down projection reads, or why they are not found."""
+    unit = viewed(down.x)
+    if (linear := linear_of(unit)) is not None and linear.kind == "gated":
+        outputs = linear.shape[0]
+        return GatedUnit(Projection(linear, 0, outputs // 2), Projection(linear, outputs // 2, outputs), down)
+    factors = [factor for factor in unit.all_input_nodes if unit.target is aten.mul.Tensor]
+    if len(factors) != 2:
+        factors = [unit]
+    factors.sort(key=lambda factor: linear_of(viewed(factor)) is not None)  # what is multiplied as it is, is no gate
+    found = projections_of(factors)
+    if isinstance(found, str):
+        return found
+    *gates, up = found
+    return GatedUnit(gates[0] if gates else None, up, down)
 
 
 def _terms(total: Node) -> tuple[Node, Node] | None:

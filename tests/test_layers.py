@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.fx import Node
 
+import dgraph
 from dgraph.graph import Graph
-from dgraph.layers import FeedForward, Layer, Mixing, layers_of, linear_of, linears_of
+from dgraph.layers import FeedForward, GatedUnit, Layer, Mixing, Projections, layers_of
+from dgraph.linears import (
+    Linear,
+    Projection,
+    embedding_of,
+    head_of,
+    linear_of,
+    linears_of,
+    projection_of,
+)
 from dgraph.ops import OPS
 from dgraph.passes import CacheKV, CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN
+from dgraph.testing import TinyModel, models
 from tests.tiny import Hand, rewritten
 
 
@@ -66,3 +80,81 @@ def test_a_linear_layer_of_each_kind() -> None:
     assert linear_of(x) is None
     assert linear_of(None) is None
     assert Layer(hand.graph, plain).feed_forward == "an attention outside the layers has no feed-forward network"
+
+
+def roles(layer: Layer) -> list[str]:
+    """The weights of a layer by role: q, k, v, o; gate, up, down where it has them; each with its part."""
+
+    def named(linear: Linear, *part: int) -> str:
+        name = linear.weight.meta["weight"].removesuffix(".weight").rpartition(".")[2]
+        return f"{name}{list(part)}" if part else name
+
+    def of(projection: Projection | None) -> str:
+        assert projection is not None
+        return named(projection.linear, *(() if projection.is_whole else (projection.begin, projection.end)))
+
+    found, unit = layer.projections, layer.gated_unit
+    assert isinstance(found, Projections), found
+    assert not isinstance(unit, str), unit
+    names = [of(found.q), of(found.k), of(found.v), named(found.o)]
+    return names + ([of(unit.gate), of(unit.up), named(unit.down)] if unit is not None else [])
+
+
+GATED = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("tiny", models(), ids=str)
+def test_the_projections_of_every_family_by_role(tiny: TinyModel) -> None:
+    graph, spec = tiny.graph, tiny.model.spec
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if tiny.family == "llada2":  # one projection, and a first layer without experts
+        q, k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        ends = [0, q, q + k, q + 2 * k]
+        attention = [f"query_key_value{[begin, end]}" for begin, end in itertools.pairwise(ends)] + ["dense"]
+    layers = layers_of(graph)
+    assert len(layers) == spec.layers
+    for layer in layers:
+        assert roles(layer) == attention + ([] if tiny.family == "sdar_moe" else GATED)
+        assert bool(layer.experts) == (layer.router is not None)
+        assert bool(layer.experts) == (tiny.family == "sdar_moe" or (tiny.family == "llada2" and layer.index != 0))
+        unit = layer.gated_unit
+        if isinstance(unit, GatedUnit):
+            assert ("shared_experts" in unit.down.weight.meta["weight"]) == bool(layer.experts)
+    head, embedding = head_of(graph), embedding_of(graph)
+    assert isinstance(head, Linear)
+    assert isinstance(embedding, Node)
+    assert head.shape == embedding.args[0].meta["val"].shape == (spec.vocab, spec.hidden)  # type: ignore[union-attr]
+    assert (head.kind, embedding.meta["layer"]) == ("plain", None)
+
+
+@pytest.mark.parametrize("recipe", ["focus", "dyllm", "dllm_cache"])
+@pytest.mark.parametrize("tiny", models(None, "dream", "llada2"), ids=str)
+def test_they_are_found_after_every_recipe(tiny: TinyModel, recipe: str) -> None:
+    """Fused, gathered, counted and packed: by the same weights, some as parts of one."""
+    if recipe == "dllm_cache" and tiny.family == "llada2":
+        recipe = "dllm_serve"
+    graph = dgraph.rewrite(tiny.graph, tiny.recipe(recipe))["step"].graph
+    wanted = {layer.index: roles(layer) for layer in layers_of(tiny.graph)}
+    for layer in layers_of(graph):
+        found = roles(layer)
+        assert len(found) == len(wanted[layer.index])
+        for name, plain in zip(found, wanted[layer.index], strict=True):
+            assert plain.partition("[")[0] in name.partition("[")[0].split("+"), f"layer {layer.index}: {found}"
+    head = head_of(graph)
+    assert isinstance(head, Linear)
+    assert (head.kind, head.weight.meta["weight"]) == ("head", "lm_head.weight")
+
+
+def test_a_role_that_is_not_there_is_named() -> None:
+    hand = Hand()
+    x, down = hand.input("x", "N", 8), hand.weight("down", 8, 6)
+    up = hand.call(torch.ops.aten.linear.default, x, hand.weight("up", 6, 8))
+    for act in (torch.ops.aten.relu.default, torch.ops.aten.silu.default):  # no gate: up alone
+        node = hand.call(torch.ops.aten.linear.default, hand.call(act, up), down)
+        linear = linear_of(node)
+        assert linear is not None
+        assert projection_of(linear.x) == Projection(linear_of(up), 0, 6)  # type: ignore[arg-type]
+    assert projection_of(x) == "x is computed from x, not by a linear layer"
+    layer = Layer(hand.graph, up)
+    assert layer.keys_values == "0 writes of keys and values in the layer of this attention; expected one"
+    assert layer.projections == layer.gated_unit == layer.keys_values

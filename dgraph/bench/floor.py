@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
-from dgraph.layers import linear_of, linears_of
+from dgraph.linears import head_of, linear_of, linears_of
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
@@ -111,23 +111,19 @@ def work_of(graph: Graph) -> Work:
         found[shape] = found.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
-    heads = [args_of(node) for node in graph.find("lm_head")]
+    last = head_of(graph)
+    head = None if isinstance(last, str) or last.kind != "head" else last  # logits are counted among the products
     spec = graph.spec
     return Work(
         tuple(products),
         listed,
         tuple(attentions),
-        any(of_masked(graph, head[0]) for head in heads),
-        _shape(heads[0][1]) if heads else None,
+        head is not None and of_masked(graph, head.x),
+        head.shape if head is not None else None,
         2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize,
         2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
         spec.dtype,
     )
-
-
-def _shape(weight: Any) -> Shape:
-    rows, columns = weight.meta["val"].shape  # of a weight, or of what is made of one (a part of it, say)
-    return int(rows), int(columns)
 
 
 def _mixture(node: Node) -> Mixture:

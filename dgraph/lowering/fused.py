@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.layers import linear_of
+from dgraph.linears import linear_of
 from dgraph.nodes import ancestors, args_of, viewed
 from dgraph.ops import OPS, op_of, rope
 

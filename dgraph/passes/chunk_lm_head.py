@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.layers import linear_of
-from dgraph.nodes import op_name
+from dgraph.linears import head_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
@@ -59,9 +58,9 @@ class ChunkLMHead(Pass):
             report.skip(f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits", graph.output)
             return
         logits = graph.result("logits")
-        linear = linear_of(logits)
-        if linear is None or linear.kind != "plain":
-            report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
+        linear = head_of(graph)
+        if isinstance(linear, str):
+            report.skip(linear, logits)
             return
         hidden = linear.x
         if graph.row_set(hidden) is None:

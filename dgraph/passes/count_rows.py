@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from dgraph.graph import Graph, Listed
-from dgraph.layers import linear_of
+from dgraph.linears import linear_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.layers import Linear, linears_of
+from dgraph.linears import Linear, linears_of
 from dgraph.passes.base import Effect, Pass, Report
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.layers import Layer, linears_of, of_weights
+from dgraph.layers import Layer, of_weights
+from dgraph.linears import linears_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.layers import linear_of
+from dgraph.linears import linear_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, op_of
 from dgraph.shapes import InputSpec

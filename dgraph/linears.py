@@ -1,0 +1,161 @@
+"""Linear layers of a graph, and which of their outputs a value is made of.
+
+Nothing is kept beside the graph: each function reads it as it is, after whatever passes have done.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, op_name, viewed
+from dgraph.ops import OPS, op_of
+
+aten = torch.ops.aten
+
+HEADS = ("lm_head", "lm_head_measured")
+"""Ops that are an LM head, as `Graph.find` takes them; their first arguments are those of a linear layer."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, x @ weight.T + bias.
+
+    Attributes:
+        node: the call.
+        x: what it reads, [..., inputs].
+        weight: [outputs, inputs], or what is made of one.
+        bias: [outputs], or None.
+        kind: "plain"; "counted", whose rows the device counts; "gated", silu(gate) * up of such a one; "head", an LM
+            head that keeps no logits.
+        count: offsets of which the last says how many rows are live; None for a plain one.
+    """
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    kind: str
+    count: Node | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight."""
+        rows, columns = self.weight.meta["val"].shape
+        return int(rows), int(columns)
+
+    @property
+    def by_vectors(self) -> bool:
+        """Whether it reads one vector per row."""
+        return bool(self.x.meta["val"].dim() == 2)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether weight and bias are weights of the model, not computed."""
+        return "weight" in self.weight.meta and (self.bias is None or "weight" in self.bias.meta)
+
+    @property
+    def routes(self) -> bool:
+        """Whether it decides which experts run: its sums keep their order, or near ties would be decided anew."""
+        return any((op := op_of(user.target)) is not None and op.name == "route" for user in self.node.users)
+
+
+def linear_of(node: object) -> Linear | None:
+    """The linear layer that a node is; None if it is none."""
+    if not isinstance(node, Node):
+        return None
+    x, weight, bias, count = (*args_of(node), None, None, None, None)[:4]
+    if node.target is aten.linear.default and not node.kwargs:
+        return Linear(node, x, weight, bias, "plain", None)
+    op = op_of(node.target)
+    if op is OPS["rows_linear"] or op is OPS["rows_glu"]:
+        return Linear(node, x, weight, bias, "counted" if op is OPS["rows_linear"] else "gated", count)
+    return None
+
+
+def linears_of(nodes: Iterable[Node], *kinds: str) -> list[Linear]:
+    """The linear layers among nodes, in order; of some kinds if given."""
+    return [found for n in nodes if (found := linear_of(n)) is not None and (not kinds or found.kind in kinds)]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Those outputs of a linear layer that make one value: all of them, or of a product of several a part.
+
+    Attributes:
+        linear: the layer.
+        begin, end: the outputs, which are rows of the weight and elements of the bias.
+    """
+
+    linear: Linear
+    begin: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all outputs of the layer."""
+        return (self.begin, self.end) == (0, self.linear.shape[0])
+
+
+def projection_of(value: Node) -> Projection | str:
+    """What projects a value, whose rows were normed, rotated, reshaped or gathered since; or why nothing does."""
+    node, part = value, None
+    while (linear := linear_of(node)) is None:
+        if node.op != "call_function" or not args_of(node):
+            return f"{value.name} is computed from {node.name}, not by a linear layer"
+        source = args_of(node)[0]
+        if node.target is operator.getitem and source.target is aten.split_with_sizes.default:
+            if part is not None:
+                return f"{value.name} is a part of a part of a product"
+            part = args_of(node)[1]
+            sizes = args_of(source)[1]
+        elif node.target is operator.getitem and source.target is OPS["compact"].overload:
+            source = args_of(source)[0][args_of(node)[1]]
+        node = source[0] if isinstance(source, (list, tuple)) else source
+        if not isinstance(node, Node):
+            return f"{value.name} is not computed from a value over rows"
+    outputs = linear.shape[0]
+    if part is None:
+        return Projection(linear, 0, outputs)
+    each = outputs // sum(sizes)  # a split of heads counts heads
+    return Projection(linear, each * sum(sizes[:part]), each * sum(sizes[: part + 1]))
+
+
+def projections_of(values: Iterable[Node]) -> list[Projection] | str:
+    """What projects each of several values; or why nothing projects one of them."""
+    found: list[Projection] = []
+    for value in values:
+        projection = projection_of(value)
+        if isinstance(projection, str):
+            return projection
+        found.append(projection)
+    return found
+
+
+def head_of(graph: Graph) -> Linear | str:
+    """The LM head, which gives logits or decides without keeping them; or why there is none."""
+    heads = [node for name in HEADS for node in graph.find(name)]
+    if len(heads) == 1:
+        x, weight, bias = args_of(heads[0])[:3]
+        return Linear(heads[0], x, weight, bias, "head", None)
+    if heads:
+        return f"{len(heads)} LM heads; expected one"
+    if "logits" not in graph.outputs:
+        return f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits"
+    logits = graph.result("logits")
+    linear = linear_of(logits)
+    if linear is None or linear.kind != "plain":
+        return f"the logits come from {op_name(logits.target)}, not from a linear LM head"
+    return linear
+
+
+def embedding_of(graph: Graph) -> Node | str:
+    """The call that looks up the tokens' vectors, embedding(weight, input_ids); or why it is not one."""
+    tokens = graph.input("input_ids")
+    found = [n for n in graph.calls if n.target is aten.embedding.default and viewed(args_of(n)[1]) is tokens]
+    return found[0] if len(found) == 1 else f"{len(found)} embeddings read input_ids; expected one"
