@@ -9,16 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+import dgraph
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.passes import ChunkLMHead, CountRows, EvictTokens, FuseProjections
+from dgraph.passes import CacheKV, ChunkLMHead, CountRows, EvictTokens, FuseProjections, PackRows
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.rows import inverse
 from dgraph.shapes import InputSpec
-from tests.passes.scene import BLOCKS, Scene
-from tests.tiny import BLOCK, interpret, read_cache, rewritten
+from tests.oracle.models import to_transformers
+from tests.passes.scene import BLOCKS, CONFIG, WEIGHTS, Scene
+from tests.runtime.test_cudagraph import Recorder
+from tests.tiny import BLOCK, MASK, interpret, read_cache, rewritten
 
 ROWS = 32
 DECISION = ("token", "confidence", "margin", "entropy", "kept")
@@ -119,3 +123,39 @@ def test_keeping_by_distance_and_evicting_compose(fused: Graph, step: Scene, pas
     for s in range(len(BLOCKS)):
         mine = positions[(kept // BLOCK == s) & masked]
         assert int(want["reached"][s]) == max([int(step.inputs["reached"][s]), *mine.tolist()])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_all_three_stages_are_replayed(request: pytest.FixtureRequest, step: Scene, device: str) -> None:
+    """Rows dropped by distance, then by FOCUS: each stage of each bucket is recorded once, and gives what it gives when
+    it runs op by op, whatever the stages before it left in their buffers."""
+    if device == "cpu":
+        graph: Graph = request.getfixturevalue("fused")
+    else:
+        module = to_transformers(CONFIG, WEIGHTS).to(device)
+        captured = dgraph.capture(dgraph.adopt(module, mask_id=MASK, block_length=BLOCK))
+        graph = rewritten(captured, PackRows(), CacheKV(), FuseProjections())
+    graph = rewritten(graph, KeepNear(1), EvictTokens(after=2), ChunkLMHead())
+    pool = GraphPool(recorder=Recorder if device == "cpu" else None)
+    compiler, buckets = RegionCompiler("eager"), Buckets.of([4, 8, 12, 16, 20, 24, 32])
+    plain = LoweredProgram(graph, compiler, buckets)
+    graphed = LoweredProgram(graph, compiler, buckets, pool.runner)
+    column = torch.arange(ROWS) % BLOCK
+    caches = {name: value.to(device) for name, value in near(step).items() if "cache" in name}  # replays keep to them
+    for kept in (6, 3, 6, 8, 3):  # columns of each block
+        theirs = {name: value.to(device) for name, value in {**near(step), "near_1": column < kept}.items()}
+        mine = {**theirs, **{name: cache.copy_(theirs[name]) for name, cache in caches.items()}}
+        known = set(pool.recorded)
+        want, got = plain(theirs, ROWS), graphed(mine, ROWS)
+        assert (got.rows, got.padded) == (want.rows, want.padded)
+        assert got.rows[1] == kept * len(BLOCKS) > got.rows[2] > 0
+        count = got.rows[2]
+        for name in DECISION:
+            assert torch.equal(got.outputs[name][:count], want.outputs[name][:count]), name
+        assert torch.equal(got.outputs["reached"], want.outputs["reached"])
+        for name, cache in caches.items():
+            assert torch.equal(cache.nan_to_num(), theirs[name].nan_to_num()), name
+        stages = set(zip(("prefix", "suffix", "suffix 2"), got.padded, strict=True))
+        assert set(pool.recorded) == known | stages
+    assert len(pool.recorded) == len(set(pool.recorded)), "a bucket was recorded twice"
+    assert not pool.refused
