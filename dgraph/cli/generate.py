@@ -118,7 +118,7 @@ def _print(prompts: list[str], result: Result) -> None:
         print_text(text)
     if ERR.is_terminal:
         ERR.print(
-            f"{stats.tokens} tokens in {stats.steps} steps, {stats.tokens_per_step:.2f} tokens per step, "
-            f"{stats.rows_per_token:.1f} rows per token, {stats.total:.2f} s",
+            f"{stats.tokens} tokens, of {stats.decoded} decoded in {stats.steps} steps: {stats.tokens_per_step:.2f} "
+            f"tokens per step, {stats.rows_per_token:.1f} rows per token, {stats.total:.2f} s",
             style="dim",
         )
