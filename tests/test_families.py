@@ -159,6 +159,15 @@ def test_the_end_of_a_turn_is_the_generation_configs(tmp_path: Path) -> None:
         dgraph.load(folder)
 
 
+def test_settings_of_a_generation_are_no_facts_of_a_checkpoint(tmp_path: Path) -> None:
+    """Official code takes ends of a turn from generation_config.json, and no setting of how tokens are drawn."""
+    folder = write(tmp_path / "sdar", eos_token_id=6)
+    spec = dgraph.load(folder).spec
+    drawn = '"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "steps": 512'
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": 6, {drawn}}}')
+    assert dgraph.load(folder).spec == spec
+
+
 def test_the_tokenizer_may_name_the_mask(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 

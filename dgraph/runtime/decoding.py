@@ -18,6 +18,11 @@ from dgraph.settings import settings_of
 class Decoding:
     """Everything that a caller says about how a prompt is continued.
 
+    A setting is the caller's, else that of the policy or preset that was chosen, else the default here. Of a
+    checkpoint's generation_config.json only ids are read (ends of a turn, padding, mask), as official code does: the
+    scripts of SDAR and the functions of LLaDA and LLaDA2 have defaults of their own, and Dream's `diffusion_generate`
+    begins with those of its config's class, which the presets "dream_*" have.
+
     Attributes:
         max_new_tokens: length limit of a response, at least 1.
         threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
