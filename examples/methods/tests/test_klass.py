@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import InputError
-from dgraph.runtime.policies import policy_of
+from dgraph.runtime.policies import ConfidenceThreshold, Mixture, kind_of, policy_of, row_of
 from dgraph.testing import TinyModel, check_against, check_backends_agree, check_batch_equals_alone, models, prompts
 
 MODELS = models("bidirectional")
@@ -98,3 +98,14 @@ def test_what_cannot_be() -> None:
 def test_it_is_found_by_name() -> None:
     assert policy_of("klass", history=3) == Klass(history=3)
     assert policy_of(**RULE.to_json()) == RULE
+
+
+def test_among_other_rules_it_is_a_kind_of_its_own() -> None:
+    mixture = Mixture.of([ConfidenceThreshold(0.5), RULE, Klass(0.3, 0.5), ConfidenceThreshold(0.7), RULE])
+    assert mixture.kinds == tuple(map(kind_of, (ConfidenceThreshold(0.5), RULE, Klass(0.3, 0.5))))
+    assert row_of(mixture, Klass(0.3, 0.5)) == (2, {})
+    assert [each.name for each in mixture.carries] == ["1.calm", "2.calm"]
+    tiny = MODELS[0]
+    want, found = (decoded(tiny, policy=policy) for policy in (RULE, Mixture((RULE,))))
+    assert found.token_ids == want.token_ids
+    assert found.stats.steps == want.stats.steps
