@@ -97,7 +97,8 @@ class Mixture:
             return torch.full_like(kind, each[0], dtype=torch.bool)
         found = torch.zeros_like(kind, dtype=torch.bool)
         for index, true in enumerate(each):
-            found = found | (kind == index) if true else found
+            if true:
+                found = found | (kind == index)
         return found
 
     @property
