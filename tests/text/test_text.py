@@ -299,6 +299,20 @@ def test_wide_lines_of_the_page_wrap_in_their_call(focus: dict[str, Graph]) -> N
     assert all(re.fullmatch(r'<td class="call">.*</td><td.*>.*</td><td class="by">.*</td>', row) for row in rows)
 
 
+def test_the_page_is_for_any_width_and_for_light_and_dark(focus: dict[str, Graph]) -> None:
+    page = to_html(focus["step"])
+    rules = dict(re.findall(r"^([\w. ]+) \{ (.*) \}$", page, flags=re.MULTILINE))
+    assert "pre-wrap" in rules["pre"]
+    assert "overflow-wrap: anywhere" in rules["pre"], "passes and inputs are not cut off"
+    narrow = page.partition("@media (max-width: 700px)")[2].partition("</style>")[0]
+    assert "display: block" in narrow, "type and pass stand below their call"
+    light, dark = page.split("@media (prefers-color-scheme: dark)")
+    used, given = set(re.findall(r"var\((--[\w-]+)\)", page)), re.compile(r"(--[\w-]+): #")
+    assert {"--rows-0", "--rows-1", "--page", "--text"} <= used
+    assert used <= set(given.findall(light)) == set(given.findall(dark))
+    assert re.findall(r"[^-] ?color: #", page) == [], "every colour has its like in the other scheme"
+
+
 # -- from the name of a model ------------------------------------------------------------------------------------
 
 
