@@ -21,6 +21,18 @@ class InputError(DgraphError, ValueError):
     """A prompt, an option or a generation setting that cannot be used."""
 
 
+class EngineBusy(DgraphError):
+    """A queue that is full.
+
+    Attributes:
+        retry_after: seconds after which a place in it is likely, an estimate.
+    """
+
+    def __init__(self, message: str, retry_after: float):
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
 class CaptureError(DgraphError):
     """A model whose forward cannot be captured or canonicalised."""
 

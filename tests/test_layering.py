@@ -45,6 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": CORE | {"cache", "ops"},
     "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
+    "engine": {"errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
+    | {"shapes", "spec"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
@@ -200,6 +202,19 @@ def test_triton_is_imported_late_and_only_by_its_kernels() -> None:
     found = [i for i in IMPORTS if i.module.split(".")[0] == "triton"]
     kernels = ROOT / "dgraph" / "ops" / "triton"
     assert offenders(i for i in found if i.path.parent != kernels and not i.late) == []
+
+
+def test_scheduling_is_arithmetic_on_the_host() -> None:
+    """So that a policy can be judged on a hundred thousand requests without a model, a device or a tensor."""
+    on_host = {"costs", "jobs", "load", "policies", "scheduler", "served", "simulate"}
+    files = {p for p in (ROOT / "dgraph" / "engine").rglob("*.py") if on_host & {p.stem, p.parent.name}}
+    assert {p.stem for p in files} >= on_host - {"policies"}
+    allowed = ("dgraph.engine.", "dgraph.errors", "dgraph.plugins", "dgraph.settings")
+    found = [i for i in IMPORTS if i.path in files]
+    assert offenders(i for i in found if i.module.startswith("dgraph") and not i.module.startswith(allowed)) == []
+    outside = {i.module.partition(".")[0] for i in found} - set(sys.stdlib_module_names) - {"dgraph"}
+    assert outside == {"numpy"}
+    assert all(i.late for i in found if i.module == "numpy")
 
 
 def test_models_are_found_by_entry_point_and_never_by_name() -> None:

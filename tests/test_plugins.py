@@ -15,6 +15,10 @@ import dgraph
 from dgraph import plugins
 from dgraph.api import arguments
 from dgraph.compilation import Compilation
+from dgraph.engine.jobs import Budgets
+from dgraph.engine.load import Request
+from dgraph.engine.policies import policy_of as policy_named
+from dgraph.engine.simulate import Method, simulate
 from dgraph.errors import InputError, PluginError, UnknownName
 from dgraph.frontend.frozen import NotPlain, _target
 from dgraph.ops import OPS
@@ -261,3 +265,25 @@ def test_an_option_named_cache_reaches_its_recipe(tmp_path: Path, monkeypatch: p
     assert made.recipe.plan is not None
     assert made.recipe.plan.region == Suffix()
     assert not list(tmp_path.iterdir()), "and is no folder"
+
+
+SCHEDULER = """
+from dataclasses import dataclass
+from dgraph.engine.policies import SchedulePolicy
+
+@dataclass(frozen=True)
+class Last(SchedulePolicy):
+    "One request at a time."
+    name = "last"
+    def admits(self, job, view):
+        return not view.running
+"""
+
+
+def test_a_scheduling_policy_of_another_package(install: Install) -> None:
+    install("turns", {"dgraph.schedulers": {"last": "turns_methods:Last", "first": "turns_methods:Last"}}, SCHEDULER)
+    requests = [Request(0.0, 64, 32)] * 3
+    found = simulate(requests, Budgets(rows=512, sequences=3, pages=99), Method(), "last")
+    assert (found.policy, found.active) == ("last", 1.0)
+    with pytest.raises(PluginError, match="is a policy whose name is 'last'; both names must be the same"):
+        policy_named("first")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dgraph import passes, plugins, recipes
+from dgraph.engine import policies as schedulers
 from dgraph.plans import rows
 from dgraph.runtime import policies
 
@@ -33,7 +34,14 @@ def test_the_gate_runs_the_readme_s_test_command() -> None:
 def test_the_package_s_entry_points_are_those_that_are_read() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
     groups = tomllib.loads(block)["project"]["entry-points"]
-    assert set(groups) == {recipes.GROUP, policies.GROUP, passes.GROUP, rows.GROUP, plugins.OPS}
+    assert set(groups) == {
+        recipes.GROUP,
+        policies.GROUP,
+        passes.GROUP,
+        rows.GROUP,
+        plugins.OPS,
+        schedulers.GROUP,
+    }
 
 
 def test_every_pass_has_a_row() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import random
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dgraph.bench.traces import Trace
-from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding
@@ -43,68 +39,6 @@ class Load:
     def positions(self) -> int:
         """Of the KV cache, all sequences together."""
         return sum(len(p) + self.tokens for p in self.prompts)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Prompt lengths as an option says them.
-
-    Attributes:
-        text: "1024", "uniform:128-1024", "lognormal:MEDIAN,SIGMA" (natural logarithm), or a file with a number or an
-            object {"prompt": number} per line.
-    """
-
-    text: str
-    _read: list[int] = field(default_factory=list, compare=False, repr=False)
-
-    def draw(self, count: int, seed: int = 0) -> list[int]:
-        """That many lengths, the same for equal arguments.
-
-        Raises:
-            InputError: a text that says no lengths, a file that cannot be read.
-        """
-        kind, colon, rest = self.text.partition(":")
-        draw = random.Random(f"{self.text} {seed}")
-        if self.text.isdecimal():
-            lengths = [int(self.text)] * count
-        elif colon and kind == "uniform":
-            low, high = self._numbers(rest, "-")
-            if low > high:
-                raise InputError(f"--prompt uniform:LOW-HIGH needs LOW <= HIGH, got {self.text!r}.")
-            lengths = [draw.randint(int(low), int(high)) for _ in range(count)]
-        elif colon and kind == "lognormal":
-            median, sigma = self._numbers(rest, ",")
-            if not median > 0 or not math.isfinite(median * sigma):
-                raise InputError(f"--prompt lognormal:MEDIAN,SIGMA needs a positive median, got {self.text!r}.")
-            lengths = [max(1, round(median * math.exp(draw.gauss(0, sigma)))) for _ in range(count)]
-        else:
-            lengths = self._file(count)
-        if min(lengths) < 1:
-            raise InputError(f"--prompt: a prompt has at least 1 token, got {min(lengths)} from {self.text!r}.")
-        return lengths
-
-    def _numbers(self, text: str, between: str) -> tuple[float, float]:
-        try:
-            first, second = map(float, text.split(between))
-        except ValueError:
-            raise InputError(
-                f"--prompt takes a number of tokens, uniform:LOW-HIGH, lognormal:MEDIAN,SIGMA or a JSONL file, "
-                f"got {self.text!r}."
-            ) from None
-        return first, second
-
-    def _file(self, count: int) -> list[int]:
-        path = Path(self.text)
-        if not path.is_file():
-            self._numbers("", "-")
-        try:
-            values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            found = [value["prompt"] if isinstance(value, dict) else value for value in values]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f'--prompt {path}: a line is a number or {{"prompt": number}}; {error!r}.') from None
-        if not found or not all(type(n) is int for n in found):
-            raise InputError(f"--prompt {path} has no whole numbers, one length per line.")
-        return [found[i % len(found)] for i in range(count)]
 
 
 def prompts_of(model: Model, lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -31,6 +31,7 @@ COMMANDS = {
     "calibrate": "calibrate:calibrate",
     "cache": "cache:app",
     "bench": "bench:app",
+    "simulate": "simulate:simulate",
     "eval": "eval:evaluate",
     "recipes": "tables:recipes",
     "policies": "tables:policies",

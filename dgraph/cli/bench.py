@@ -214,8 +214,9 @@ def _load(
     block: int | None,
 ) -> Load:
     """The workload, but for the prompts' ids: lists of zeros of their lengths."""
-    from dgraph.bench.load import Lengths, Load
+    from dgraph.bench.load import Load
     from dgraph.bench.traces import read_trace
+    from dgraph.engine.load import Lengths
     from dgraph.runtime.decoding import Decoding
 
     if sum(value is not None for value in (commits, steps, threshold)) > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from dgraph.api import Optimized, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
 from dgraph.bench.floor import Device, StepCount, floor_of, work_of
-from dgraph.bench.load import Lengths, Load, endless, prompts_of
+from dgraph.bench.load import Load, endless, prompts_of
 from dgraph.bench.measure import Bench, Counter
 from dgraph.bench.products import Mixture
 from dgraph.bench.traces import kept_rows, synthesise
-from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, PartialAttention
@@ -221,19 +219,3 @@ def test_an_ablation_lacks_one_thing_at_a_time(model: Model) -> None:
     assert [a.label for a in ablation(arm, on_gpu=False)] == labels[:-1]
     assert without(arm.recipe, "EvictTokens").phase("step") == recipe(model, "dense").phase("step")
     assert without(arm.recipe, "FuseProjections").phase("prefill") != arm.recipe.phase("prefill")
-
-
-def test_prompt_lengths(tmp_path: Path) -> None:
-    assert Lengths("12").draw(3) == [12, 12, 12]
-    uniform = Lengths("uniform:5-9").draw(50)
-    assert uniform == Lengths("uniform:5-9").draw(50)
-    assert set(uniform) == {5, 6, 7, 8, 9}
-    drawn = sorted(Lengths("lognormal:100,0.5").draw(99))
-    assert 80 < drawn[49] < 125
-    file = tmp_path / "lengths.jsonl"
-    file.write_text('7\n{"prompt": 11}\n\n')
-    assert Lengths(str(file)).draw(3) == [7, 11, 7]
-    file.write_text('"seven"\n')
-    for text in ("many", "uniform:9-5", "uniform:5", "lognormal:0,1", "0", str(file), "gamma:1-2"):
-        with pytest.raises(InputError, match="--prompt"):
-            Lengths(text).draw(2)

@@ -1,0 +1,140 @@
+"""How long a step takes, from what it forwards: what the profiler measures and the simulator goes by."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dgraph.errors import InputError
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a step: `constant + products(rows) + per_key * keys`.
+
+    Attributes:
+        rows: row counts, ascending, at which the products were measured.
+        seconds: of the products at these; linear between them, constant below the first, and after the last as steep as
+            between the last two.
+        per_key: seconds per row of keys that attention reads: over all slots of a step, the keys of each once. (A
+            refresh reads them once per tile of its queries; that is part of what its rows cost.)
+        constant: of launches, of the LM head of the few rows that need logits, and of what happens between forwards.
+
+    Raises:
+        InputError: row counts that do not ascend, or as many times as there are not row counts.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    per_key: float = 0.0
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        if len(self.rows) != len(self.seconds) or not self.rows:
+            raise InputError(
+                f"a cost model needs as many seconds as row counts, got {len(self.seconds)} and {len(self.rows)}."
+            )
+        if any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 0:
+            raise InputError(f"row counts of a cost model must ascend from at least 0, got {self.rows}.")
+        if min(*self.seconds, self.per_key, self.constant) < 0:
+            raise InputError(f"times of a cost model must not be negative, got {self}.")
+
+    def products(self, rows: int) -> float:
+        """Seconds of the products of a step of so many rows."""
+        if rows <= self.rows[0]:
+            return self.seconds[0]
+        if len(self.rows) == 1:
+            return self.seconds[0] * rows / self.rows[0]
+        at = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
+        low, high = self.rows[at - 1], self.rows[at]
+        return self.seconds[at - 1] + (self.seconds[at] - self.seconds[at - 1]) * (rows - low) / (high - low)
+
+    def step(self, rows: int, keys: int) -> float:
+        """Seconds of a step that forwards `rows` rows, of slots that hold `keys` keys together; 0 without a row."""
+        return self.constant + self.products(rows) + self.per_key * keys if rows else 0.0
+
+    def enough(self, limit: int, share: float = 0.95) -> int:
+        """The fewest rows, up to a limit, whose rows per second are that share of the best up to the limit.
+
+        A device that has so many rows to forward in every step is busy: more requests at a time make no request faster.
+        """
+        rates = [(rows, rows / self.step(rows, 0)) for rows in range(1, limit + 1, max(1, limit // 1024))]
+        best = max(rate for _, rate in rates)
+        return next(rows for rows, rate in rates if rate >= share * best)
+
+    @classmethod
+    def fit(cls, samples: Iterable[tuple[int, int, float]], knots: Sequence[int] | None = None) -> CostModel:
+        """The model that fits measured steps best, by least squares.
+
+        The constant is part of the products' seconds: steps alone cannot tell one from the other.
+
+        Args:
+            samples: (rows, keys, seconds) of a step each.
+            knots: row counts of the table; by default those of the samples, thinned to at most 16.
+
+        Raises:
+            InputError: fewer samples than knots.
+        """
+        import numpy as np
+
+        found = np.array(list(samples), dtype=float).reshape(-1, 3)
+        at = sorted({int(rows) for rows in found[:, 0]}) if knots is None else sorted(set(knots))
+        if knots is None and len(at) > 16:
+            at = [at[round(i * (len(at) - 1) / 15)] for i in range(16)]
+        if not at or len(found) < len(at):
+            raise InputError(f"a cost model of {len(at)} row counts needs at least as many steps, got {len(found)}.")
+        hats = np.stack([np.interp(found[:, 0], at, np.eye(len(at))[i]) for i in range(len(at))], axis=1)
+        keys = found[:, 1:2] if found[:, 1].any() else np.zeros((len(found), 0))
+        scale = 1 / found[:, 2:]  # relative errors count: steps differ a hundredfold
+        solved = np.linalg.lstsq(np.hstack([hats, keys]) * scale, np.ones(len(found)), rcond=None)[0].clip(min=0)
+        return cls(tuple(at), tuple(map(float, solved[: len(at)])), float(solved[len(at)]) if keys.shape[1] else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them."""
+        return {"rows": self.rows, "seconds": self.seconds, "per_key": self.per_key, "constant": self.constant}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> CostModel:
+        """The model that `to_json` described.
+
+        Raises:
+            InputError: other names or values.
+        """
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise InputError(f"a cost model has rows, seconds, per_key and constant, got {value!r}: {error}.") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> CostModel:
+        """The model in a JSON file.
+
+        Raises:
+            InputError: a file that cannot be read, or has no such model.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise InputError(f"cost model {path} cannot be read: {error}.") from None
+
+
+LLADA_8B_H200 = CostModel(
+    rows=(1, 32, 128, 192, 256, 512, 1024, 2048, 4096, 8192),
+    seconds=tuple(
+        1e-3 * 32 * (218.1 / 192.9) * ms for ms in (0.108, 0.111, 0.119, 0.146, 0.157, 0.306, 0.589, 1.27, 2.35, 4.72)
+    ),
+    per_key=0.2e-6,
+    constant=1.0e-3,
+)
+"""LLaDA-8B in bfloat16 on one H200, from single measurements, not from an engine's steps.
+
+Products: those of one SDAR-8B layer (192.9 M weights), timed in a CUDA graph, times 32 layers of 218.1 M weights. A row
+of keys: 512 KiB in 32 layers with 32 KV heads each, at 2.6 TB/s. The constant makes a step of 32 rows 5.2 ms, as was
+measured at batch 1 (5.4 ms with 1,088 keys).
+"""

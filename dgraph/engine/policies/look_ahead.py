@@ -1,0 +1,77 @@
+"""Look-ahead: refreshes are foreseen, admission asks whether the steps to come hold them, who sat out goes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dgraph.engine.jobs import Job, Running
+from dgraph.engine.policies.base import SchedulePolicy, View, first_step
+from dgraph.errors import InputError
+
+
+@dataclass(frozen=True)
+class LookAhead(SchedulePolicy):
+    """A request is admitted if the steps of the horizon hold what it and those that run will need.
+
+    When refreshes come is known where steps per block are fixed; else it follows from the masks left and from the pace
+    of the request so far. Rows that exceed the budget of a step wait for the next one, and so on: as much as is left
+    over may at no step be more than `delay` steps forward. A refresh that waits is a staggering that lasts, since the
+    refreshes after it move along.
+
+    `enough` keeps requests from slowing each other down for nothing. Below so many rows a step, another request costs
+    hardly any time. Above, steps grow in proportion: what is running ends later by as much as the newcomer starts
+    sooner. So while steps have enough rows on average, a request is admitted only if more wait than run: a long queue
+    wants the last per cent of throughput, a short one wants the oldest to end.
+
+    Rows go to who has sat out longest, then to small steps before refreshes, then by order of the queue. So a request
+    that sits out goes before all who take part, and none overtakes it for ever: with `n` running requests, `largest`
+    rows of the largest need among them, and facts that are `lag` steps old (1 where the host plans a step while the one
+    before it runs, else 0), it sits out at most
+
+        1 + lag + (n - 1) * (1 + lag) // (rows // largest)
+
+    steps in a row. A step in which somebody sits out serves at least `rows // largest` others; from the time when its
+    sitting out is known, only who has sat out as long goes before it, and each of the `n - 1` others ceases to as soon
+    as it is known to be served, which it may be `1 + lag` times until then.
+
+    Attributes:
+        horizon: steps to look ahead.
+        delay: steps that a foreseen refresh may have to wait.
+        enough: rows of a step from which on more requests make steps longer in proportion, see `CostModel.enough`; None
+            where that is not known: then only the budget bounds how many run.
+    """
+
+    horizon: int = 32
+    delay: int = 1
+    enough: int | None = None
+
+    name = "look_ahead"
+
+    def __post_init__(self) -> None:
+        for name, least in (("horizon", 1), ("delay", 0), ("enough", 1)):
+            value = getattr(self, name)
+            if not (type(value) is int and value >= least) and not (name == "enough" and value is None):
+                raise InputError(f"look_ahead: {name} must be a whole number, at least {least}, got {value!r}.")
+
+    def admits(self, job: Job, view: View) -> bool:
+        if view.rows + first_step(job) > view.budgets.rows:
+            return False
+        if self.enough is not None and len(view.running) >= max(view.waiting, 1):
+            prompts = sum([r.prompt_left for r in view.running])
+            if sum(view.foreseen(self.horizon)) + prompts >= self.horizon * self.enough:
+                return False
+        budget, over = view.budgets.rows, 0
+        for rows in view.foreseen(self.horizon, job):
+            over = max(over + rows - budget, 0)
+            if over > self.delay * budget:
+                return False
+        return True
+
+    def order(self, view: View) -> list[Running]:
+        by_need = sorted(zip(view.needs, view.running, strict=True), key=_place)
+        return [running for _, running in by_need]
+
+
+def _place(entry: tuple[int, Running]) -> tuple[int, int, tuple[float, int]]:
+    need, running = entry
+    return -running.skipped, need, running.key

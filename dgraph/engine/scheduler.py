@@ -1,0 +1,271 @@
+"""Which requests run, and which of them take part in the next step."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from dgraph.engine.jobs import Budgets, Facts, Job, Plan, Running
+from dgraph.engine.policies import SchedulePolicy, View, policy_of
+from dgraph.errors import EngineBusy, InputError
+
+_WINDOW = 64
+"""Ends of requests over which throughput is measured."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a scheduler has done so far.
+
+    Attributes:
+        iterations: plans made, empty ones included.
+        submitted, refused, admitted, finished, cancelled, requeued: requests; one that is requeued is admitted again.
+        rows, refresh_rows: forwarded rows, and those of refreshes and prompts among them; of requests that had not left
+            their slot when it was told.
+        steps: steps of requests, and `committed`: tokens that they have committed.
+        skipped: most iterations in a row in which a running request took no part.
+    """
+
+    iterations: int = 0
+    submitted: int = 0
+    refused: int = 0
+    admitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    requeued: int = 0
+    rows: int = 0
+    refresh_rows: int = 0
+    steps: int = 0
+    committed: int = 0
+    skipped: int = 0
+
+
+class Scheduler:
+    """The queue and the running requests of one engine. Pure: no device, no clock of its own; equal calls, equal plans.
+
+    A request waits by (arrived - priority * ageing, id), smallest first: of two that wait, the one of higher priority
+    goes first unless the other has come `ageing` seconds per level of priority before it. So no priority starves, and
+    within one the order is that of arrival. Nothing overtakes the head of the queue, whatever would fit in its place.
+
+    Args:
+        budgets: see `Budgets`.
+        policy: a name or an object, see `dgraph.engine.policies`.
+        queue: requests that may wait; None for any number.
+        ageing: seconds of waiting that make up for one level of priority.
+
+    Raises:
+        UnknownName: an unknown policy.
+        InputError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        policy: str | SchedulePolicy = "look_ahead",
+        *,
+        queue: int | None = None,
+        ageing: float = 10.0,
+    ):
+        if queue is not None and queue < 1:
+            raise InputError(f"queue must be at least 1 request, or None for any number, got {queue}.")
+        if not ageing > 0:
+            raise InputError(f"ageing must be more than 0 seconds, got {ageing}.")
+        self.budgets, self.policy, self.queue, self.ageing = budgets, policy_of(policy), queue, ageing
+        self.running: dict[int, Running] = {}
+        self.counters = Counters()
+        self._waiting: dict[int, Job] = {}
+        self._heap: list[tuple[float, int]] = []
+        self._slots = list(range(budgets.sequences))
+        self._growing = 0  # running requests that may still take pages
+        self._now = 0.0
+        self._ends: deque[float] = deque(maxlen=_WINDOW)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def fill(self) -> float:
+        """Share of the budget of rows that steps have used."""
+        return self.counters.rows / max(1, self.counters.iterations * self.budgets.rows)
+
+    def submit(self, job: Job, now: float) -> None:
+        """Queue a request.
+
+        Raises:
+            InputError: one that would never fit, or whose id is in use.
+            EngineBusy: the queue is full.
+        """
+        self._now = max(self._now, now)
+        try:
+            self._check(job)
+        except InputError:
+            self.counters.refused += 1
+            raise
+        if self.queue is not None and len(self._waiting) >= self.queue:
+            self.counters.refused += 1
+            after = self._drained()
+            raise EngineBusy(
+                f"{len(self._waiting)} requests wait, as many as the queue holds; try again in about {after:.1f} s.",
+                after,
+            )
+        self.counters.submitted += 1
+        self._enqueue(job)
+
+    def _check(self, job: Job) -> None:
+        budgets = self.budgets
+        if job.id in self.running or job.id in self._waiting:
+            raise InputError(f"request {job.id} is here already; every request needs an id of its own.")
+        if job.peak_rows > budgets.rows:
+            raise InputError(
+                f"request {job.id} needs {job.peak_rows} rows in one step ({job.prompt} tokens of prompt, {job.new} "
+                f"new), more than the {budgets.rows} of max_batched_rows; shorten it, or raise max_batched_rows."
+            )
+        if job.chunk > budgets.rows:
+            raise InputError(
+                f"request {job.id} is forwarded in blocks of {job.chunk} rows, more than the {budgets.rows} of "
+                f"max_batched_rows; raise it."
+            )
+        if job.pages_life > budgets.pages:
+            raise InputError(
+                f"request {job.id} needs {job.pages_life} pages of the KV pool ({job.prompt} tokens of prompt, "
+                f"{job.new} new), which has {budgets.pages}; shorten it, or give the pool more memory."
+            )
+
+    def cancel(self, id: int) -> bool:
+        """Take a request out, waiting or running; whether it was there.
+
+        Its slot is free from the next plan on. A plan that was made before may still admit it or have it in its order.
+        """
+        if self._waiting.pop(id, None) is None and self._retire(id) is None:
+            return False
+        self.counters.cancelled += 1
+        return True
+
+    def finish(self, id: int) -> None:
+        """A running request has ended; one that was taken out before is none of it."""
+        if self._retire(id) is not None:
+            self.counters.finished += 1
+            self._ends.append(self._now)
+
+    def victim(self) -> Running | None:
+        """The running request that gives way when pages run out: the last one by order of the queue."""
+        return max(self.running.values(), key=lambda r: r.key, default=None)
+
+    def requeue(self, id: int, job: Job | None = None) -> None:
+        """Send a running request back to its place in the queue.
+
+        Args:
+            id: whose.
+            job: the same request, if it is to come back with other rows or pages.
+        """
+        running = self.running.get(id)
+        if running is None:
+            raise InputError(f"request {id} does not run; only a running request can be sent back to the queue.")
+        again = job or running.job
+        if again.id != id:
+            raise InputError(f"request {id} cannot come back as request {again.id}; give a job of the same id.")
+        self._retire(id)
+        self.counters.requeued += 1
+        self._enqueue(again)
+
+    def plan(self, now: float, free_pages: int) -> Plan:
+        """The next step, from what is known.
+
+        Args:
+            now: seconds, on the clock that `Job.arrived` is on.
+            free_pages: pages of the pool that no request holds.
+        """
+        self._now = max(self._now, now)
+        iteration = self.counters.iterations
+        running = list(self.running.values())
+        needs = [r.needs(r.ahead) for r in running]
+        view = View(self.budgets, running, needs, len(running), self.waiting, self.pace, sum(needs))
+        admit = []
+        while self._slots and (job := self._head()) is not None:
+            if job.pages_first + self._growing > free_pages or not self.policy.admits(job, view):
+                break
+            free_pages -= job.pages_first
+            view.admit(self._start(iteration))
+            admit.append(job)
+        order = self.policy.order(view) if running else []
+        for r in order:
+            r.ahead += 1
+        if len(order) < len(running):
+            self._left_out(running, needs, order)
+        self.counters.iterations += 1
+        return Plan(iteration, tuple(admit), tuple([r.job.id for r in order]))
+
+    def update(self, iteration: int, id: int, facts: Facts) -> None:
+        """What the device says of a request after a step in whose order it stood; `iteration` is that of the plan.
+
+        Facts of a request that has left its slot since are ignored.
+        """
+        running = self.running.get(id)
+        if running is None or iteration < running.admitted:
+            return
+        counters, took = self.counters, facts.took
+        steps, committed = running.steps, running.committed
+        if took:
+            counters.rows += took
+            if running.refresh:
+                counters.refresh_rows += took
+        running.ahead -= 1
+        running.told(facts, self.pace)
+        counters.steps += running.steps - steps
+        counters.committed += running.committed - committed
+        if running.skipped > counters.skipped:
+            counters.skipped = running.skipped
+
+    @property
+    def pace(self) -> float:
+        """Tokens that a request commits per step, of all requests so far; 1 before the first."""
+        return self.counters.committed / self.counters.steps if self.counters.committed else 1.0
+
+    def _left_out(self, running: list[Running], needs: list[int], order: list[Running]) -> None:
+        chosen = {r.job.id for r in order}
+        for r, need in zip(running, needs, strict=True):
+            if need and r.job.id not in chosen:
+                r.skipped += 1
+                self.counters.skipped = max(self.counters.skipped, r.skipped)
+
+    def _start(self, iteration: int) -> Running:
+        """Give the head of the queue a slot."""
+        key = heapq.heappop(self._heap)
+        job = self._waiting.pop(key[1])
+        id = job.id
+        running = self.running[id] = Running(job, heapq.heappop(self._slots), key, iteration, self.pace)
+        self._growing += job.pages_first < job.pages_life
+        self.counters.admitted += 1
+        return running
+
+    def _retire(self, id: int) -> Running | None:
+        running = self.running.pop(id, None)
+        if running is not None:
+            heapq.heappush(self._slots, running.slot)
+            self._growing -= running.job.pages_first < running.job.pages_life
+        return running
+
+    def _enqueue(self, job: Job) -> None:
+        self._waiting[job.id] = job
+        heapq.heappush(self._heap, (job.arrived - job.priority * self.ageing, job.id))
+        if len(self._heap) > 2 * len(self._waiting) + _WINDOW:  # most are of requests that were cancelled
+            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+            heapq.heapify(self._heap)
+
+    def _head(self) -> Job | None:
+        """The request that is admitted next."""
+        while self._heap:
+            job = self._waiting.get(self._heap[0][1])
+            if job is not None:
+                return job
+            heapq.heappop(self._heap)
+        return None
+
+    def _drained(self) -> float:
+        """Seconds until those that wait now will have been admitted, at the rate of the last ends."""
+        if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
+            return 1.0
+        return len(self._waiting) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -1,0 +1,76 @@
+"""`dgraph simulate`: its table, its JSON, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dgraph.engine.policies import POLICIES
+from tests.cli.conftest import Run
+
+SMALL = ("--requests", 40, "--prompt", "uniform:32-256", "--tokens", 64, "--rows", 1024, "--sequences", 8)
+
+
+def test_a_table_with_a_row_per_policy(run: Run) -> None:
+    result = run("simulate", "--rate", 20, *SMALL)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("40 requests, ")
+    assert lines[2].split()[:4] == ["policy", "tok/s", "mean", "s"]
+    assert [line.split()[0] for line in lines[3:]] == list(POLICIES)
+
+
+def test_json_has_all_that_was_found(run: Run) -> None:
+    settings = ("--policy", "fcfs", "--policy", "look_ahead", "--clients", 8, "--causal", "--by-block", "--limit", 5)
+    result = run("simulate", *SMALL, *settings, "--commits", 4, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [p["policy"] for p in found["policies"]] == ["fcfs", "look_ahead"]
+    for policy in found["policies"]:
+        assert policy["counters"]["finished"] == policy["requests"] == found["requests"] == 40
+        assert policy["tokens"] == 40 * 64
+        assert policy["goodput"] > 0
+        assert {"p99", "queue_mean", "first_mean", "fill", "tokens_per_second"} <= set(policy)
+
+
+def test_a_trace_and_a_cost_model_from_files(run: Run) -> None:
+    Path("trace.jsonl").write_text('{"arrival": 0, "prompt": 64, "new": 32}\n{"arrival": 9, "prompt": 64, "new": 32}\n')
+    Path("costs.json").write_text('{"rows": [1], "seconds": [0.0], "constant": 1.0}')
+    result = run(
+        "simulate", "--trace", "trace.jsonl", "--costs", "costs.json", "--commits", 8, "--policy", "fcfs", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    (policy,) = json.loads(result.stdout)["policies"]
+    assert (policy["steps"], policy["p50"], policy["seconds"]) == (8, 4.0, 13.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give --trace, or --rate, or --clients"),
+        (("--rate", 1, "--clients", 2), "only one of the last two"),
+        (("--trace", "x.csv", "--rate", 1), "leave out --requests and --rate"),
+        (("--trace", "x.csv"), "trace x.csv"),
+        (("--rate", 0), "the rate must be a positive number"),
+        (("--rate", 1, "--arrivals", "burst"), "arrivals are poisson, gamma:CV or constant"),
+        (("--rate", 1, "--requests", 0), "--requests must be at least 1, got 0"),
+        (("--rate", 1, "--policy", "fifo"), "unknown scheduling policy 'fifo'"),
+        (("--rate", 1, "--prompt", "many"), "--prompt takes a number of tokens"),
+        (("--rate", 1, "--tokens", "many"), "--tokens takes a number of tokens"),
+        (("--rate", 1, "--commits", "drown:4"), "--commits takes a whole number of tokens, or drawn:MEAN"),
+        (("--rate", 1, "--commits", "1.5"), "whole unless drawn, got 1.5"),
+        (("--rate", 1, "--causal", "--refresh-every", 4), "refresh_every is for bidirectional models"),
+        (("--rate", 1, "--rows", 100), "more than the 100 of max_batched_rows"),
+        (("--rate", 1, "--pages", 1), "of the KV pool"),
+        (("--rate", 1, "--sequences", 0), "budget of sequences must be a whole number, at least 1, got 0"),
+        (("--rate", 1, "--costs", "none.json"), "cost model none.json cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(run: Run, args: tuple[object, ...], message: str) -> None:
+    result = run("simulate", *args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in " ".join(result.stderr.split())

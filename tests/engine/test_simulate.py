@@ -1,0 +1,101 @@
+"""The simulated engine: times by hand, and policies against each other on many requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgraph.engine.costs import LLADA_8B_H200, CostModel
+from dgraph.engine.jobs import Budgets
+from dgraph.engine.load import Lengths, Request, arrivals, drawn
+from dgraph.engine.policies import POLICIES, LookAhead
+from dgraph.engine.simulate import Method, Simulated, simulate
+from dgraph.errors import InputError
+
+SECOND = CostModel((1,), (0.0,), constant=1.0)
+WIDE = Budgets(rows=1000, sequences=8, pages=1000)
+
+
+def test_a_request_alone_takes_its_steps() -> None:
+    (served,) = simulate([Request(3.0, 40, 12)], WIDE, Method(block=4, commits=2), costs=SECOND).served
+    assert (served.arrived, served.admitted, served.first, served.ended) == (3.0, 3.0, 5.0, 9.0)
+
+
+def test_one_that_comes_during_a_step_starts_two_steps_later() -> None:
+    """The next step is planned while this one runs, so it is the one after that which the newcomer is part of."""
+    requests = [Request(0.0, 40, 12), Request(0.5, 40, 4)]
+    late = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND).served[1]
+    soon = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND, overlap=False).served[1]
+    assert (late.admitted, late.ended) == (2.0, 6.0)
+    assert (soon.admitted, soon.ended) == (1.0, 5.0)
+
+
+def test_rows_of_a_bidirectional_request() -> None:
+    found = simulate([Request(0.0, 40, 8)], WIDE, Method(block=4, commits=1, refresh_every=3), costs=SECOND)
+    assert found.counters.refresh_rows == 48 * 4, "the first step of a block, and the third after it"
+    assert found.counters.rows == 48 * 4 + 4 * 4
+
+
+def test_rows_of_a_block_causal_request() -> None:
+    found = simulate([Request(0.0, 42, 8)], WIDE, Method(block=4, causal=True, commits=2), costs=SECOND)
+    assert found.counters.refresh_rows == 40, "the prompt's full blocks"
+    assert found.counters.rows == 40 + 4 * 4 + 4, "and the block that is done goes along with the next one's first step"
+    narrow = simulate([Request(0.0, 42, 8)], Budgets(16, 1, 99), Method(block=4, causal=True, commits=2), costs=SECOND)
+    assert narrow.counters.rows == found.counters.rows
+    assert narrow.steps == found.steps + 2
+
+
+def test_a_closed_loop_keeps_its_clients_busy() -> None:
+    requests = [Request(99.0, 40, 4) for _ in range(10)]
+    found = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND, clients=5, overlap=False)
+    assert found.active == 5.0
+    assert found.summary.seconds == 8.0
+
+
+def test_no_requests() -> None:
+    with pytest.raises(InputError, match="at least 1 request, got none"):
+        simulate([], WIDE, Method())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block": 0}, "block and page must be at least 1"),
+        ({"commits": 0}, "commits must be at least 1 token a step"),
+        ({"commits": 1.5}, "whole unless drawn, got 1.5"),
+        ({"kept": 0.0}, r"share in \(0, 1\], got 0"),
+        ({"causal": True, "refresh_every": 2}, "for bidirectional models"),
+    ],
+)
+def test_methods_that_make_no_sense(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Method(**settings)  # type: ignore[arg-type]
+
+
+def compared(load: float, count: int = 1500) -> dict[str, Simulated]:
+    """Every policy on LLaDA-8B's shape with parallel commits, at a share of what 64 slots serve (5.85 requests/s)."""
+    budgets, method = Budgets(rows=8192, sequences=64, pages=64 * 24), Method(commits=5.0, drawn=True)
+    requests = drawn(arrivals("poisson", load * 5.85, count), Lengths("512"), Lengths("256", "--tokens"))
+    policies = {**dict.fromkeys(POLICIES), "look_ahead": LookAhead(enough=LLADA_8B_H200.enough(8192))}
+    return {name: simulate(requests, budgets, method, policy or name) for name, policy in policies.items()}
+
+
+def test_look_ahead_has_the_shorter_tail_below_saturation() -> None:
+    found = compared(0.9)
+    tails = {name: result.summary.p99 for name, result in found.items()}
+    assert tails["look_ahead"] < 0.9 * min(tails["fcfs"], tails["static"], tails["prefill_first"]), tails
+    assert found["look_ahead"].counters.skipped <= found["fcfs"].counters.skipped
+
+
+def test_look_ahead_loses_no_throughput_above_it() -> None:
+    rates = {name: result.summary.tokens_per_second for name, result in compared(1.5, 800).items()}
+    assert rates["look_ahead"] > 0.98 * max(rates.values()), rates
+
+
+def test_twenty_thousand_requests_all_end() -> None:
+    requests = drawn(
+        arrivals("gamma:2", 30.0, 20_000), Lengths("lognormal:100,0.8"), Lengths("uniform:8-96", "--tokens")
+    )
+    budgets, method = Budgets(rows=4096, sequences=64, pages=2000), Method(commits=4.0, drawn=True, by_block=True)
+    found = simulate(requests, budgets, method, LookAhead(enough=800))
+    assert found.counters.finished == found.summary.requests == len(requests)
+    assert 0 < found.fill <= 1
