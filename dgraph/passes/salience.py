@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.linears import linear_of
+from dgraph.linears import head_of, linear_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, op_of
 from dgraph.shapes import InputSpec
@@ -98,8 +98,10 @@ def count_salient(graph: Graph, by: str) -> None:
 
 def of_masked(graph: Graph, node: Node) -> bool:
     """Whether a value is over the masked rows alone (OnlyMasked): other ones in every step, and in every block."""
-    heads = (args_of(head) for head in graph.find("lm_head"))
-    return any(len(args) > 8 and args[8] and graph.row_set(args[0]) == graph.row_set(node) for args in heads)
+    head = head_of(graph)
+    if isinstance(head, str) or head.kind != "head" or graph.row_set(head.x) != graph.row_set(node):
+        return False
+    return args_of(head.node)[8:9] == (True,)  # packed
 
 
 def obstacle(nodes: Iterable[Node]) -> str | None:

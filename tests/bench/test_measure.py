@@ -20,7 +20,8 @@ from dgraph.bench.products import Mixture
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.families import Model
 from dgraph.families import load as load_model
-from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, PartialAttention
+from dgraph.ops.statistics import KL
+from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, MeasureRows, PartialAttention
 from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.decoding import Decoding
@@ -119,6 +120,8 @@ def test_a_last_layer_on_masked_rows_counts_as_those() -> None:
     # Fused projections: four products a layer, but in the last one keys and values on all rows, four on masked ones.
     assert [sum(shapes.values()) for shapes in work.products] == [2 * 4 + 1, 4]
     assert (work.masked, work.attentions, work.listed) == (True, (2, 1), {})
+    measured = work_of(rewritten(program.graph("step"), MeasureRows((KL(),))))
+    assert (measured.head, measured.masked) == (work.head, True), "a head that also measures rows is one"
     counter = Counter(evicts=False, masked=True)
     stats = program.generate(input_ids=prompts_for(16), max_new_tokens=32, steps=4, observer=counter).stats
     assert [c.rows[0] for c in counter.counts] == stats.step_rows
