@@ -40,7 +40,7 @@ class Compilation:
         artifacts: where compiled code and captured graphs are stored for later processes: True for the user's artifact
             cache (see `dgraph cache path`), False for nowhere, or a folder.
         tune: on a GPU, let kernels take the tilings (sizes of launches) that were the fastest on this kind of device: a
-            warm-up times them for the shapes that it meets, once, and keeps the choices in the cache; without a cache
+            warm-up times them for the shapes that it meets, once, and stores the choices in the cache; without a cache
             none is timed. A tiling changes the order of sums, so results may differ in the last bits from those of
             another tiling. False for the tilings that kernels derive from shapes.
 

@@ -1,4 +1,4 @@
-"""`dgraph cache`: the artifact cache, in which compiled code is kept for later processes."""
+"""`dgraph cache`: the artifact cache, in which compiled code is stored for later processes."""
 
 from __future__ import annotations
 

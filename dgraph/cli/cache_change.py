@@ -91,7 +91,7 @@ def import_(
     cache: Folder = None,
     json: given.Json = False,
 ) -> None:
-    """Take in artifacts that export wrote. One that was made for another torch or device is kept, but not used here.
+    """Take in artifacts that export wrote. One that was made for another torch or device is stored, but not used here.
 
     \b
     dgraph cache import kernels.zip --trust

@@ -63,7 +63,7 @@ def compile_(
     seconds, compiler = time.perf_counter() - start, made.compiler
     if compiler.unstored:
         count = len(compiler.compiled) + len(compiler.loaded)
-        raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be kept in {store.root}.")
+        raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be stored in {store.root}.")
     timed = len(made.tuning.timed) if made.tuning is not None else 0
     kernels = len(made.kernels.compiled)
     counts = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "timed": timed, "kernels": kernels}

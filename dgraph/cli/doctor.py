@@ -193,7 +193,7 @@ def _cache() -> Iterator[Check]:
 
 
 def _artifacts() -> Iterator[Check]:
-    """Where dgraph keeps compiled regions; without it programs run, but are compiled anew in every process."""
+    """Where dgraph stores compiled regions; without it programs run, but are compiled anew in every process."""
     from dgraph.cache.place import check_owner, default_folder
     from dgraph.errors import CacheError
 
@@ -202,7 +202,7 @@ def _artifacts() -> Iterator[Check]:
         if folder.exists():
             check_owner(folder)
     except CacheError as error:
-        yield Check("artifact cache", "warn", str(error), "Until then nothing is kept between processes.")
+        yield Check("artifact cache", "warn", str(error), "Until then nothing is stored between processes.")
     else:
         yield Check("artifact cache", "ok", str(folder) if folder.exists() else f"{folder}, made on first use")
 

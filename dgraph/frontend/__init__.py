@@ -1,1 +1,1 @@
-"""From a module to a verified graph: capture, canonical form, and captures kept between processes."""
+"""From a module to a verified graph: capture, canonical form, and captures stored between processes."""

@@ -55,8 +55,8 @@ def capture_or_load(
 
     Args:
         module, spec, prefix: as for `capture_module`.
-        store: where graphs are kept. Only a module with an attribute `identity` is looked up and kept: a string that
-            says everything its forward depends on but its tensors.
+        store: where graphs are stored. Only a module with an attribute `identity` is looked up, and stored: a string
+            that says everything its forward depends on but its tensors.
 
     Returns:
         The graph, and whether it was captured just now.
@@ -86,7 +86,7 @@ def capture_or_load(
             data = to_data(graph)
             from_data(data, spec, weights_of(module, prefix))  # proves now that it can be read back
         except (DgraphError, NotPlain) as error:
-            store.warn(f"a captured graph cannot be kept in the artifact cache {store.root}: {error}.")
+            store.warn(f"a captured graph cannot be stored in the artifact cache {store.root}: {error}.")
         else:
             store.put(key, {FILE: json.dumps(data, separators=(",", ":")).encode()})
     return graph, True

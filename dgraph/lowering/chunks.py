@@ -79,7 +79,7 @@ def in_chunks(
     origins: Sequence[Region | Call | Fused],
     steps: Sequence[Step],
     numbers: Mapping[Node, int],
-    kept: Collection[int],
+    outside: Collection[int],
     limit: int,
 ) -> tuple[AnyStep, ...]:
     """The steps of a stage, those that run in chunks joined.
@@ -89,7 +89,7 @@ def in_chunks(
         origins: what each step was lowered from.
         steps: in order.
         numbers: slots of nodes.
-        kept: slots that something outside of `steps` reads.
+        outside: slots that something outside of `steps` reads.
         limit: rows of a chunk, at least 1.
     """
     slicings = [slicing_of(graph, origin) for origin in origins]
@@ -101,7 +101,7 @@ def in_chunks(
         if rows is None:
             found += members
             continue
-        after = {slot for slot, reader in last.items() if reader > at[-1]}.union(kept)
+        after = {slot for slot, reader in last.items() if reader > at[-1]}.union(outside)
         counts = {one.count for i in at if (one := slicings[i]) is not None and one.count is not None}
         joined = _joined(graph, origins[at[0] : at[-1] + 1], members, counts, numbers, after, limit)
         found += [joined] if joined else members

@@ -1,4 +1,4 @@
-"""Regions compiled by Inductor: now, before in this process, or by an earlier process that kept them in a store."""
+"""Regions compiled by Inductor: now, before in this process, or by an earlier process that stored them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
 
     Args:
         source: the region.
-        store: where compiled regions are kept.
+        store: where compiled regions are stored.
         tell: called with "compiling", "loading" or "waiting for".
 
     Raises:
@@ -132,14 +132,14 @@ def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], N
 
 
 def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
-    """A region compiled now and kept. Torch can store less than it can compile; then it is compiled as it is."""
+    """A region compiled now and stored. Torch can store less than it can compile; then it is compiled as it is."""
     try:
         function = _with_copy(source)
         files = pack_region(function)
         _run(function, source.inputs)
     except Exception as error:
         found = _compile(source)
-        store.warn(f"a compiled region cannot be kept in the artifact cache {store.root}: {_reason(error)}.")
+        store.warn(f"a compiled region cannot be stored in the artifact cache {store.root}: {_reason(error)}.")
         return found
     return Compiled(function, files, new=True, stored=store.put(key, files))
 

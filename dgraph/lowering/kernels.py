@@ -1,4 +1,4 @@
-"""Kernels of our ops as Triton compiled them, kept for later processes.
+"""Kernels of our ops as Triton compiled them, stored for later processes.
 
 Triton compiles a kernel when a launch first meets its constants and types, for a second or more, and keeps it in a
 cache of its own. A store holds one entry per module of kernels and kind of device (`dgraph.cache.key.kernel_keys`),
@@ -40,7 +40,7 @@ class Kernels:
 
     Args:
         target: what kernels are compiled for (`dgraph.private.triton.target_of`); None where there are none.
-        store: where they are kept; None for nowhere.
+        store: where they are stored; None for nowhere.
         tell: called with what is being done, for display.
 
     Attributes:
@@ -75,7 +75,7 @@ class Kernels:
         try:
             yield
         finally:
-            self.keep()
+            self.save()
 
     def prepare(self) -> None:
         """Take what launches kernels from the store, now: Inductor needs it for its own, and would move the cache."""
@@ -109,7 +109,7 @@ class Kernels:
             return 0
         return count
 
-    def keep(self) -> int:
+    def save(self) -> int:
         """Store what this process compiled or loaded and the store has not.
 
         Returns:
@@ -129,7 +129,7 @@ class Kernels:
                 bundles.setdefault(bundle, {})[name] = read()
             except (OSError, KeyError, ValueError) as error:
                 root = self._store.root
-                self._store.warn(f"a kernel of {bundle} cannot be kept in the artifact cache {root}: {error}.")
+                self._store.warn(f"a kernel of {bundle} cannot be stored in the artifact cache {root}: {error}.")
         for bundle, files in bundles.items():
             self._extend(self._store, self._keys[bundle], files)
         return len(new)

@@ -33,7 +33,7 @@ class RegionCompiler:
 
     Attributes:
         backend: "inductor", or "eager" to run the same regions op by op (for debugging).
-        store: where compiled regions are kept for later processes; None for nowhere.
+        store: where compiled regions are stored for later processes; None for nowhere.
         compiled: texts that Inductor compiled for this compiler, in order.
         loaded: texts that need not be compiled: they came from the store, or an earlier program of this process.
         unstored: texts that could not be put into the store.

@@ -131,7 +131,7 @@ class TraceCompiler:
 
     Attributes:
         often: calls after which the seconds are well spent on a function that nobody asked for ahead.
-        store: where what was compiled is kept for later processes; None for nowhere.
+        store: where what was compiled is stored for later processes; None for nowhere.
         compiled, loaded: names of the functions that were compiled for this object, and that need not be.
         refused: names of those that cannot be, with the reason.
     """

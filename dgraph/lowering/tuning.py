@@ -1,4 +1,4 @@
-"""Tilings of kernels, timed once for the shapes that a program will meet, and kept for later processes.
+"""Tilings of kernels, timed once for the shapes that a program will meet, and stored for later processes.
 
 A store holds one entry per op and device (`dgraph.cache.key.tuning_key`), with every shape that was ever tuned there. A
 program takes its choices from the entry when it is lowered. Only while tuning is open (a warm-up) are shapes timed that
@@ -36,7 +36,7 @@ class Tuning:
 
     Args:
         device: of the programs.
-        store: where choices are kept; without one nothing is timed, since every process would time anew.
+        store: where choices are stored; without one nothing is timed, since every process would time anew.
         tell: called with what is being timed, for display.
         timer: replaced in tests, where there is no device.
 
@@ -105,7 +105,7 @@ class Tuning:
                     self._tell(f"timing tilings of {op} for {text_of(shape)}")
                     self._take(op, self._choose(op, shape))
                     self.timed.append((op, shape))
-            finally:  # what was timed before an interruption is kept
+            finally:  # what was timed before an interruption is stored
                 self._save(op, key, missing)
         if self.device.type == "cuda" and missing:
             torch.cuda.empty_cache()  # the values that tilings were timed on are large, and capturing comes next

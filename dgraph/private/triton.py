@@ -68,7 +68,7 @@ class LoadedKernel:
 
 
 def target_of(device: torch.device) -> str | None:
-    """What Triton compiles for on a device, as "cuda 90"; None where kernels are not kept, or Triton is missing."""
+    """What Triton compiles for on a device, as "cuda 90"; None where kernels are not stored, or Triton is missing."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)

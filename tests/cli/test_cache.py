@@ -284,7 +284,7 @@ def test_compile_that_cannot_fill_it(run: Run, folder: Path, store: Store, monke
     assert warning.startswith("warning: the artifact cache")
     assert "No space left on device" in warning
     assert error.startswith("error: ")
-    assert "regions could not be kept in" in error
+    assert "regions could not be stored in" in error
 
 
 def test_compile_refuses_bad_input(run: Run, store: Store) -> None:

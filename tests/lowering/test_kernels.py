@@ -156,7 +156,7 @@ def test_a_moved_cache_is_filled_as_well(
 def test_another_target_finds_nothing(store: Store, triton_cache: Path) -> None:
     found = Kernels("cuda 100", store)
     found.restore()
-    assert (found.restored, found.keep(), len(folders(store))) == ([], 0, 1)
+    assert (found.restored, found.save(), len(folders(store))) == ([], 0, 1)
     assert files_below(triton_cache) == {}
 
 
@@ -171,7 +171,7 @@ def test_without_a_store_kernels_are_only_counted(triton_cache: Path) -> None:
     for found in (Kernels(TARGET, None), Kernels(None, None)):
         with found.remembered():
             found.prepare()
-        assert (found.keep(), found.compiled, found.restored) == (0, [], [])
+        assert (found.save(), found.compiled, found.restored) == (0, [], [])
     assert not triton_cache.exists()
 
 
@@ -212,8 +212,8 @@ def test_a_triton_that_is_not_known(tmp_path: Path, triton_cache: Path, monkeypa
     monkeypatch.setattr(kernels, "loaded_kernels", changed)
     found = Kernels(TARGET, Store(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="in a way that dgraph does not know: 'JITFunction'"):
-        assert found.keep() == 0
-    assert found.keep() == 0
+        assert found.save() == 0
+    assert found.save() == 0
 
 
 def test_what_is_kept_is_what_runs(tmp_path: Path, triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_what_is_kept_is_what_runs(tmp_path: Path, triton_cache: Path, monkeypat
     (tmp_path / "theirs" / "_list_kept.cubin").write_bytes(b"put there later")
     monkeypatch.setattr(kernels, "loaded_kernels", lambda package: binary.loaded())
     store = Store(tmp_path / "cache")
-    assert Kernels(TARGET, store).keep() == 1
+    assert Kernels(TARGET, store).save() == 1
     assert unpacked(only_file(store).read_bytes()) == {HASH: KERNEL}
 
 
@@ -234,8 +234,8 @@ def test_a_kernel_whose_metadata_is_wrong_is_left_out(
         shutil.rmtree(tmp_path / "theirs")
     monkeypatch.setattr(kernels, "loaded_kernels", lambda package: binary.loaded())
     found, store = Kernels(TARGET, Store(tmp_path / "cache")), Store(tmp_path / "cache")
-    with pytest.warns(UserWarning, match="a kernel of keep_index cannot be kept"):
-        found.keep()
+    with pytest.warns(UserWarning, match="a kernel of keep_index cannot be stored"):
+        found.save()
     assert folders(store) == []
 
 

@@ -67,7 +67,7 @@ def test_libraries_that_launch_are_kept_and_loaded_first(
     active = SimpleNamespace(utils=utils, get_current_device=lambda: asked.append("device"))
     monkeypatch.setattr(type(driver), "active", active)
     store = Store(tmp_path / "cache")
-    assert Kernels(TARGET, store).keep() == 2
+    assert Kernels(TARGET, store).save() == 2
     assert sorted(e.what for e in upkeep.entries(store)) == ["kernels: keep_index", "kernels: launchers"]
     assert asked == []
     found = Kernels(TARGET, store)

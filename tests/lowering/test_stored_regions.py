@@ -169,6 +169,6 @@ def test_a_region_that_cannot_be_packed_runs(store: Store, monkeypatch: pytest.M
 
     store.trim(limit=0)
     monkeypatch.setattr(inductor, "pack_region", changed)
-    with pytest.warns(UserWarning, match="cannot be kept in the artifact cache .*: torch generates other code"):
+    with pytest.warns(UserWarning, match="cannot be stored in the artifact cache .*: torch generates other code"):
         assert counts(run(store)) == (1, 0, 1)
     assert folders(store) == []
