@@ -9,7 +9,7 @@ import typer
 
 from dgraph.cli import options as given
 from dgraph.cli.output import print_json, print_table, print_text, status
-from dgraph.errors import InputError
+from dgraph.errors import InputError, warn
 
 if TYPE_CHECKING:
     from dgraph.engine.costs import CostModel
@@ -83,6 +83,8 @@ def simulate(
         for chosen in policies:
             tell(chosen.name)
             done.append(run(found, budgets, method, chosen, model, clients=clients or 0, seed=seed, limit=limit))
+    if refused := done[0].refused:
+        warn(f"{len(refused)} of {len(found)} requests are refused, as the first one: {refused[0]}")
     if json:
         print_json({"requests": len(found), "policies": [result.to_json() for result in done]})
         return

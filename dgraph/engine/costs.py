@@ -59,14 +59,14 @@ class CostModel:
         """Seconds of a step that forwards `rows` rows, of slots that hold `keys` keys together; 0 without a row."""
         return self.constant + self.products(rows) + self.per_key * keys if rows else 0.0
 
-    def enough(self, limit: int, share: float = 0.95) -> int:
-        """The fewest rows, up to a limit, whose rows per second are that share of the best up to the limit.
+    def enough(self, limit: int, times: float = 8.0) -> int:
+        """The fewest rows of a step that takes so many times as long as one of a single row; a limit if none does.
 
-        A device that has so many rows to forward in every step is busy: more requests at a time make no request faster.
+        What a step costs whatever it forwards (reading the weights, launches) is then a small part of it: with more
+        requests at a time, steps grow in proportion, and hardly more tokens come out of a second.
         """
-        rates = [(rows, rows / self.step(rows, 0)) for rows in range(1, limit + 1, max(1, limit // 1024))]
-        best = max(rate for _, rate in rates)
-        return next(rows for rows, rate in rates if rate >= share * best)
+        seconds = times * self.step(1, 0)
+        return bisect.bisect_left(range(1, limit), seconds, key=lambda rows: self.step(rows, 0)) + 1
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[int, int, float]], knots: Sequence[int] | None = None) -> CostModel:

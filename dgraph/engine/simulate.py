@@ -98,7 +98,8 @@ class Simulated:
         steps, busy: steps that forwarded rows, and their seconds.
         fill: share of the rows of these steps' budgets that was used.
         active: requests that took part in a step, on average.
-        served: each request, by order of the trace.
+        served: requests by their place in the trace.
+        refused: why others were not.
     """
 
     policy: str
@@ -108,7 +109,8 @@ class Simulated:
     busy: float
     fill: float
     active: float
-    served: list[Served]
+    served: dict[int, Served]
+    refused: list[InputError]
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the requests one by one."""
@@ -164,6 +166,7 @@ class Engine:
         self.now, self.free = 0.0, scheduler.budgets.pages
         self.slots: dict[int, _Slot] = {}
         self.served: dict[int, Served] = {}
+        self.refused: list[InputError] = []
         self.steps = self.rows = self.parts = 0
         self.busy = 0.0
         self._coming = deque(enumerate(requests))
@@ -216,7 +219,11 @@ class Engine:
             elif request.arrival > self.now:
                 return
             self._coming.popleft()
-            self.scheduler.submit(self.method.job(request, id), self.now)
+            try:
+                self.scheduler.submit(self.method.job(request, id), self.now)
+            except InputError as error:
+                self.refused.append(error)
+                continue
             self.served[id] = Served(request.arrival, math.nan, math.nan, math.nan, request.new)
             self._here += 1
 
@@ -327,8 +334,10 @@ def simulate(
 ) -> Simulated:
     """Serve a trace under a policy; see `Engine` and `summarise` for the arguments.
 
+    Requests that never fit are refused and left out, as the engine does it.
+
     Raises:
-        InputError: no requests, or one that never fits.
+        InputError: no requests, or none that ever fits.
         UnknownName: an unknown policy.
     """
     if not requests:
@@ -337,14 +346,16 @@ def simulate(
     engine = Engine(requests, scheduler, method, costs, clients=clients, overlap=overlap, seed=seed)
     while engine.advance():
         pass
-    served = [engine.served[id] for id in range(len(requests))]
+    if not engine.served:
+        raise engine.refused[0]
     return Simulated(
         policy=scheduler.policy.name,
-        summary=summarise(served, warm_up, limit),
+        summary=summarise(list(engine.served.values()), warm_up, limit),
         counters=scheduler.counters,
         steps=engine.steps,
         busy=engine.busy,
         fill=engine.rows / max(1, engine.steps * budgets.rows),
         active=engine.parts / max(1, engine.steps),
-        served=served,
+        served=engine.served,
+        refused=engine.refused,
     )

@@ -46,6 +46,14 @@ def test_a_trace_and_a_cost_model_from_files(run: Run) -> None:
     assert (policy["steps"], policy["p50"], policy["seconds"]) == (8, 4.0, 13.0)
 
 
+def test_requests_that_never_fit_are_one_line_of_warning(run: Run) -> None:
+    result = run("simulate", "--rate", 20, *SMALL, "--rows", 200)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("40 requests")
+    (line,) = result.stderr.splitlines()
+    assert "of 40 requests are refused, as the first one: request " in line
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -21,10 +21,10 @@ def test_steps_are_linear_between_what_was_measured() -> None:
 
 
 def test_rows_that_are_enough() -> None:
-    assert COSTS.enough(15) == 15, "below the knee every row is for free"
-    model = CostModel((100, 200), (1.0, 2.0), constant=0.1)
-    assert [model.enough(1000, share) for share in (0.5, 0.95, 1.0)] == [55, 159, 1000]
-    assert 500 < LLADA_8B_H200.enough(8192) < 1500
+    assert COSTS.enough(15) == 15, "up to the knee a row is for free"
+    model = CostModel((100, 200), (1.0, 2.0))
+    assert [model.enough(1000, times) for times in (1.0, 1.5, 8.0, 99.0)] == [1, 150, 800, 1000]
+    assert 1500 < LLADA_8B_H200.enough(8192) < 2000
 
 
 def test_a_fit_finds_the_model_again() -> None:

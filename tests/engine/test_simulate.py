@@ -16,7 +16,7 @@ WIDE = Budgets(rows=1000, sequences=8, pages=1000)
 
 
 def test_a_request_alone_takes_its_steps() -> None:
-    (served,) = simulate([Request(3.0, 40, 12)], WIDE, Method(block=4, commits=2), costs=SECOND).served
+    served = simulate([Request(3.0, 40, 12)], WIDE, Method(block=4, commits=2), costs=SECOND).served[0]
     assert (served.arrived, served.admitted, served.first, served.ended) == (3.0, 3.0, 5.0, 9.0)
 
 
@@ -49,6 +49,15 @@ def test_a_closed_loop_keeps_its_clients_busy() -> None:
     found = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND, clients=5, overlap=False)
     assert found.active == 5.0
     assert found.summary.seconds == 8.0
+
+
+def test_what_never_fits_is_left_out() -> None:
+    requests = [Request(0.0, 40, 4), Request(1.0, 999, 4), Request(2.0, 40, 4)]
+    found = simulate(requests, WIDE, Method(block=4), costs=SECOND)
+    assert (list(found.served), found.counters.refused) == ([0, 2], 1)
+    assert "request 1 needs 1003 rows" in str(found.refused[0])
+    with pytest.raises(InputError, match="request 0 needs 1003 rows"):
+        simulate([Request(0.0, 999, 4)], WIDE, Method(block=4), costs=SECOND)
 
 
 def test_no_requests() -> None:

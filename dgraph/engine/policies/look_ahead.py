@@ -18,15 +18,15 @@ class LookAhead(SchedulePolicy):
     over may at no step be more than `delay` steps forward. A refresh that waits is a staggering that lasts, since the
     refreshes after it move along.
 
-    `enough` keeps requests from slowing each other down for nothing. Below so many rows a step, another request costs
-    hardly any time. Above, steps grow in proportion: what is running ends later by as much as the newcomer starts
-    sooner. So while steps have enough rows on average, a request is admitted only if more wait than run: a long queue
-    wants the last per cent of throughput, a short one wants the oldest to end.
+    `enough` keeps requests from slowing each other down for nothing. Below so many rows a step, another request adds to
+    throughput. Above, steps grow in proportion: what runs ends later by as much as the newcomer starts sooner. So while
+    the steps to come have enough rows on average, a request is admitted only if more wait than run: a long queue wants
+    the last per cent of throughput, a short one wants the oldest to end.
 
-    Rows go to who has sat out longest, then to small steps before refreshes, then by order of the queue. So a request
-    that sits out goes before all who take part, and none overtakes it for ever: with `n` running requests, `largest`
-    rows of the largest need among them, and facts that are `lag` steps old (1 where the host plans a step while the one
-    before it runs, else 0), it sits out at most
+    Rows go to who has sat out longest, then by order of the queue. So a request that sits out goes before all who take
+    part, and none overtakes it for ever: with `n` running requests, `largest` rows of the largest need among them, and
+    facts that are `lag` steps old (1 where the host plans a step while the one before it runs, else 0), it sits out at
+    most
 
         1 + lag + (n - 1) * (1 + lag) // (rows // largest)
 
@@ -68,10 +68,4 @@ class LookAhead(SchedulePolicy):
         return True
 
     def order(self, view: View) -> list[Running]:
-        by_need = sorted(zip(view.needs, view.running, strict=True), key=_place)
-        return [running for _, running in by_need]
-
-
-def _place(entry: tuple[int, Running]) -> tuple[int, int, tuple[float, int]]:
-    need, running = entry
-    return -running.skipped, need, running.key
+        return sorted(view.running, key=lambda running: (-running.skipped, running.key))
