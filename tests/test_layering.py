@@ -68,14 +68,7 @@ class Import:
 
 
 def imports_of(path: Path) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    late = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _only_for_types(node)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+    for node, late in _nodes(ast.parse(path.read_text(encoding="utf-8")), False):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -84,7 +77,16 @@ def imports_of(path: Path) -> Iterator[Import]:
         else:
             continue
         for name in names:
-            yield Import(path, name, node.lineno, id(node) in late)
+            yield Import(path, name, node.lineno, late)
+
+
+def _nodes(node: ast.AST, late: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """The statements below a node, and whether each runs later than an import of its file, if at all."""
+    late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _only_for_types(node)
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.stmt | ast.excepthandler | ast.match_case):
+            yield inner, late
+            yield from _nodes(inner, late)
 
 
 def _package(path: Path, level: int) -> str:

@@ -25,15 +25,22 @@ class TinyModel:
     Attributes:
         family: the family's name.
         model: the model, in fp32 on the CPU.
-        graph: its captured forward; copy it before you rewrite it.
     """
 
     family: str
     model: Model
-    graph: Graph
 
     def __str__(self) -> str:
         return self.family
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """Its captured forward; copy it before you rewrite it.
+
+        Captured when it is first asked for, so that tests can be collected, with models as their parameters, without
+        a capture, and the artifact cache is the one that a test's fixtures have set.
+        """
+        return capture_or_load(self.model.module, self.model.spec, self.model.prefix, open_store())[0]
 
     def recipe(self, recipe: str | Recipe, **options: object) -> Recipe:
         """A recipe for this model; see `dgraph.recipe`."""
@@ -53,8 +60,7 @@ def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> O
 
 @functools.cache
 def _tiny(family: str, seed: int) -> TinyModel:
-    model = families()[family].random(seed)
-    return TinyModel(family, model, capture_or_load(model.module, model.spec, model.prefix, open_store())[0])
+    return TinyModel(family, families()[family].random(seed))
 
 
 def models(attention: str | None = None, *names: str, seed: int = 0) -> list[TinyModel]:

@@ -87,9 +87,21 @@ def check_launcher(op: Op) -> None:
         assert_close(found, outcome(op, args), equal_nan=True, msg=_of(op))
 
 
+def check_tracing(op: Op) -> None:
+    """Traced with sizes as symbols the op gives what it gives untraced, as torch's own check of a custom op has it.
+
+    Once per kind of arguments: samples whose tensors have the same dtypes and numbers of dimensions, and whose settings
+    select the same branches, make one trace. What their fakes say of each sample's sizes, `check_fake` sees.
+    """
+    kinds = {_kind(sample.args): sample for sample in reversed(samples_of(op))}
+    for sample in kinds.values():
+        torch.library.opcheck(op.overload, copy.deepcopy(sample.args), test_utils="test_aot_dispatch_dynamic")
+
+
 def check_schema(op: Op, sample: Sample) -> None:
-    """Torch's own checks of a custom op: schema, fake, autograd registration, tracing."""
-    torch.library.opcheck(op.overload, copy.deepcopy(sample.args))
+    """Torch's own checks of a call of a custom op: schema, autograd registration, fake."""
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(op.overload, copy.deepcopy(sample.args), test_utils=checks)
 
 
 def check_reference(op: Op, sample: Sample) -> None:
@@ -141,7 +153,13 @@ def check_fake(op: Op, sample: Sample) -> None:
             assert got == want, f"{_where(op, sample)}: traced as {got}, computed as {want}"
 
 
-OP_CHECKS: tuple[Callable[[Op], None], ...] = (check_contract, check_target, check_kernel, check_launcher)
+OP_CHECKS: tuple[Callable[[Op], None], ...] = (
+    check_contract,
+    check_target,
+    check_kernel,
+    check_launcher,
+    check_tracing,
+)
 """Those of an op."""
 CALL_CHECKS: tuple[Callable[[Op, Sample], None], ...] = (check_schema, check_reference, check_padding, check_fake)
 """Those of one call; `check_precision` takes a dtype as well."""
@@ -171,6 +189,16 @@ def on_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to("meta")
     return type(value)(on_meta(part) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value), value > 0
+    return value
 
 
 def _where(op: Op, sample: Sample | None = None, part: str = "") -> str:

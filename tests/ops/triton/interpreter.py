@@ -6,6 +6,8 @@ before in the test's process, or that tests on a GPU run next to these.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -30,9 +32,11 @@ class _Stays:
 def interpret_all() -> None:
     """Let Triton interpret kernels in this process, from before its import to the end of the process.
 
-    Triton replaces the functions of its language again at every call of a function within a kernel, although they
-    are replaced already: close to half of the time of small calls. Here each set of them is replaced once (checked
-    on Triton 3.7; one without this function interprets as it likes).
+    Three things that Triton does again at every call, or for nothing, take more than half of the time of small calls;
+    they are left out (checked on Triton 3.7; one without these functions interprets as it likes). It replaces the
+    functions of its language at every call of a function within a kernel, although they are replaced already. It builds
+    a table of number types whenever it looks one up. It works out whether a sum of integers overflows, and drops the
+    answer outside of its debug mode, which interpreted kernels cannot ask for.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
@@ -40,7 +44,8 @@ def interpret_all() -> None:
     from triton.runtime import interpreter
 
     replace, done, stays = getattr(interpreter, "_patch_lang", None), set(), _Stays()
-    if replace is None:
+    number_type = getattr(interpreter, "_get_np_dtype", None)
+    if replace is None or number_type is None:
         return
 
     def once(fn: Any) -> _Stays:
@@ -51,6 +56,10 @@ def interpret_all() -> None:
         return stays
 
     interpreter._patch_lang = once
+    remembered = functools.cache(number_type)
+    interpreter._get_np_dtype = lambda t: number_type(t.scalar) if t.scalar.is_ptr() else remembered(t.scalar)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _pack(value: Any) -> bytes:
