@@ -51,9 +51,9 @@ class Cache:
         self.written = [[False] * capacity for _ in range(config.layers)]
 
     def write(self, layer: int, positions: Sequence[int], k: Tensor, v: Tensor) -> None:
-        for row, position in enumerate(positions):
-            self.k[layer][position] = k[row]
-            self.v[layer][position] = v[row]
+        at = torch.tensor(positions, dtype=torch.int64, device=k.device)
+        self.k[layer][at], self.v[layer][at] = k, v
+        for position in positions:
             self.written[layer][position] = True
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
