@@ -54,6 +54,12 @@ def test_generate_as_json_has_the_stats_under_their_names(run: Run, folder: Path
     assert next(p for p in step["passes"] if p["pass"] == "EvictTokens")["alpha"] == "inf"
 
 
+def test_an_option_of_a_recipe_named_cache_is_not_the_artifact_cache(run: Run) -> None:
+    prefix = ("-r", "fast_dllm", "-o", "cache=prefix")
+    found = one_object(run("generate", "tiny_llada", "-p", "Sort these words: a b", *prefix, *EAGER, "--json"))
+    assert found["recipe"]["plan"]["region"]["name"] == "Suffix"
+
+
 def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
     dyllm = ("-r", "dyllm", "-o", "tau=1.01", "-o", "full_steps=2")
     found = one_object(run("generate", folder, "-p", PROMPT, *dyllm, *EAGER, "--json"))
