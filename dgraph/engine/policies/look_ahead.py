@@ -23,32 +23,33 @@ class LookAhead(SchedulePolicy):
     the steps to come have enough rows on average, a request is admitted only if more wait than run: a long queue wants
     the last per cent of throughput, a short one wants the oldest to end.
 
-    Rows go to who has sat out longest, then by order of the queue. So a request that sits out goes before all who take
-    part, and none overtakes it for ever: with `n` running requests, `largest` rows of the largest need among them, and
-    facts that are `lag` steps old (1 where the host plans a step while the one before it runs, else 0), it sits out at
-    most
+    Rows go by order of the queue, but first to who has sat out `patience` steps in a row, longest first. So none is
+    overtaken for ever: with `n` running requests, `largest` rows of the largest need among them, and facts that are
+    `lag` steps old (1 where the host plans a step while the one before it runs, else 0), a request sits out at most
 
-        1 + lag + (n - 1) * (1 + lag) // (rows // largest)
+        patience + lag + (n - 1) * (1 + lag) // (rows // largest)
 
-    steps in a row. A step in which somebody sits out serves at least `rows // largest` others; from the time when its
-    sitting out is known, only who has sat out as long goes before it, and each of the `n - 1` others ceases to as soon
-    as it is known to be served, which it may be `1 + lag` times until then.
+    steps in a row. A step in which somebody sits out serves at least `rows // largest` others. Once it is known that a
+    request has sat out `patience` steps, only who has sat out as long goes before it, and each of the `n - 1` others
+    ceases to as soon as it is known to be served, which it may be `1 + lag` times until then.
 
     Attributes:
         horizon: steps to look ahead.
         delay: steps that a foreseen refresh may have to wait.
+        patience: steps that a request sits out before it goes first.
         enough: rows of a step from which on more requests make steps longer in proportion, see `CostModel.enough`; None
             where that is not known: then only the budget bounds how many run.
     """
 
     horizon: int = 32
     delay: int = 1
+    patience: int = 4
     enough: int | None = None
 
     name = "look_ahead"
 
     def __post_init__(self) -> None:
-        for name, least in (("horizon", 1), ("delay", 0), ("enough", 1)):
+        for name, least in (("horizon", 1), ("delay", 0), ("patience", 1), ("enough", 1)):
             value = getattr(self, name)
             if not (type(value) is int and value >= least) and not (name == "enough" and value is None):
                 raise InputError(f"look_ahead: {name} must be a whole number, at least {least}, got {value!r}.")
@@ -68,4 +69,5 @@ class LookAhead(SchedulePolicy):
         return True
 
     def order(self, view: View) -> list[Running]:
-        return sorted(view.running, key=lambda running: (-running.skipped, running.key))
+        patience = self.patience
+        return sorted(view.running, key=lambda r: (-r.skipped if r.skipped >= patience else 0, r.key))
