@@ -71,13 +71,13 @@ def simulate(
     dgraph simulate --trace burst.csv --policy look_ahead --rows 4096 --json
     dgraph simulate --requests 2000 --clients 128 --causal --costs costs.json
     """
-    from dgraph.engine.policies import POLICIES
+    from dgraph.engine.policies import POLICIES, policy_of
     from dgraph.engine.simulate import simulate as run
 
     model, method = _costs(costs), _method(block, causal, refresh_every, commits, page, by_block)
     found = _requests(trace, requests, rate, arrivals, clients, prompt, tokens, seed)
     budgets = _budgets(found, method, rows, sequences, pages)
-    policies = [_policy(name, model, rows) for name in policy or POLICIES]
+    policies = [policy_of(name) for name in policy or POLICIES]
     done: list[Simulated] = []
     with status("simulating") as tell:
         for chosen in policies:
@@ -166,10 +166,3 @@ def _budgets(requests: Sequence[Request], method: Method, rows: int, sequences: 
     if pages is None:
         pages = max(sequences, 1) * max(method.pages(r.prompt + r.new) for r in requests)
     return Budgets(rows, sequences, pages)
-
-
-def _policy(name: str, costs: CostModel, rows: int) -> Any:
-    from dgraph.engine.policies import LookAhead, policy_of
-
-    policy = policy_of(name)
-    return LookAhead(enough=costs.enough(rows)) if policy == LookAhead() else policy

@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 
+from dgraph.engine.costs import CostModel
 from dgraph.engine.jobs import Budgets, Facts, Job, Plan, Running
 from dgraph.engine.policies import SchedulePolicy, View, policy_of
 from dgraph.errors import EngineBusy, InputError
@@ -52,6 +53,7 @@ class Scheduler:
         budgets: see `Budgets`.
         policy: a name or an object, see `dgraph.engine.policies`.
         queue: requests that may wait; None for any number.
+        costs: how long steps take, if that was measured; policies may go by it.
         ageing: seconds of waiting that make up for one level of priority.
 
     Raises:
@@ -65,13 +67,16 @@ class Scheduler:
         policy: str | SchedulePolicy = "look_ahead",
         *,
         queue: int | None = None,
+        costs: CostModel | None = None,
         ageing: float = 10.0,
     ):
         if queue is not None and queue < 1:
             raise InputError(f"queue must be at least 1 request, or None for any number, got {queue}.")
         if not ageing > 0:
             raise InputError(f"ageing must be more than 0 seconds, got {ageing}.")
-        self.budgets, self.policy, self.queue, self.ageing = budgets, policy_of(policy), queue, ageing
+        self.budgets, self.queue, self.ageing = budgets, queue, ageing
+        chosen = policy_of(policy)
+        self.policy = chosen if costs is None else chosen.measured(costs, budgets.rows)
         self.running: dict[int, Running] = {}
         self.counters = Counters()
         self._waiting: dict[int, Job] = {}
@@ -100,13 +105,13 @@ class Scheduler:
         """
         self._now = max(self._now, now)
         try:
-            self._check(job)
+            self.check(job)
         except InputError:
             self.counters.refused += 1
             raise
         if self.queue is not None and len(self._waiting) >= self.queue:
             self.counters.refused += 1
-            after = self._drained()
+            after = self.drained()
             raise EngineBusy(
                 f"{len(self._waiting)} requests wait, as many as the queue holds; try again in about {after:.1f} s.",
                 after,
@@ -114,7 +119,8 @@ class Scheduler:
         self.counters.submitted += 1
         self._enqueue(job)
 
-    def _check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:
+        """Raises `InputError` for a request that would never fit, or whose id is in use."""
         budgets = self.budgets
         if job.id in self.running or job.id in self._waiting:
             raise InputError(f"request {job.id} is here already; every request needs an id of its own.")
@@ -264,7 +270,7 @@ class Scheduler:
             heapq.heappop(self._heap)
         return None
 
-    def _drained(self) -> float:
+    def drained(self) -> float:
         """Seconds until those that wait now will have been admitted, at the rate of the last ends."""
         if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
             return 1.0

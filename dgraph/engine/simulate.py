@@ -342,7 +342,7 @@ def simulate(
     """
     if not requests:
         raise InputError("a simulation needs at least 1 request, got none.")
-    scheduler = Scheduler(budgets, policy)
+    scheduler = Scheduler(budgets, policy, costs=costs)
     engine = Engine(requests, scheduler, method, costs, clients=clients, overlap=overlap, seed=seed)
     while engine.advance():
         pass

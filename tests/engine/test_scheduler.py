@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgraph.engine.costs import CostModel
 from dgraph.engine.jobs import Budgets, Facts, Job, grant
 from dgraph.engine.load import Request
-from dgraph.engine.policies import POLICIES, LookAhead
+from dgraph.engine.policies import POLICIES, Fcfs, LookAhead
 from dgraph.engine.scheduler import Scheduler
 from dgraph.engine.simulate import Method
 from dgraph.errors import EngineBusy, InputError, UnknownName
@@ -188,6 +189,14 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 def test_wrong_values_are_refused(make: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_look_ahead_goes_by_what_was_measured_unless_told_otherwise() -> None:
+    costs, budgets = CostModel((100, 200), (1.0, 2.0)), Budgets(1000, 1, 1)
+    assert Scheduler(budgets, "look_ahead", costs=costs).policy == LookAhead(enough=800)
+    assert Scheduler(budgets, LookAhead(enough=7), costs=costs).policy == LookAhead(enough=7)
+    assert Scheduler(budgets, "look_ahead").policy == LookAhead()
+    assert Scheduler(budgets, "fcfs", costs=costs).policy == Fcfs()
 
 
 def test_an_unknown_policy() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dgraph.engine.costs import LLADA_8B_H200, CostModel
+from dgraph.engine.costs import CostModel
 from dgraph.engine.jobs import Budgets
 from dgraph.engine.load import Lengths, Request, arrivals, drawn
-from dgraph.engine.policies import POLICIES, LookAhead
+from dgraph.engine.policies import POLICIES
 from dgraph.engine.simulate import Method, Simulated, simulate
 from dgraph.errors import InputError
 
@@ -84,8 +84,7 @@ def compared(load: float, count: int = 1500) -> dict[str, Simulated]:
     """Every policy on LLaDA-8B's shape with parallel commits, at a share of what 64 slots serve (5.85 requests/s)."""
     budgets, method = Budgets(rows=8192, sequences=64, pages=64 * 24), Method(commits=5.0, drawn=True)
     requests = drawn(arrivals("poisson", load * 5.85, count), Lengths("512"), Lengths("256", "--tokens"))
-    policies = {**dict.fromkeys(POLICIES), "look_ahead": LookAhead(enough=LLADA_8B_H200.enough(8192))}
-    return {name: simulate(requests, budgets, method, policy or name) for name, policy in policies.items()}
+    return {name: simulate(requests, budgets, method, name) for name in POLICIES}
 
 
 def test_look_ahead_has_the_shorter_tail_below_saturation() -> None:
@@ -105,6 +104,6 @@ def test_twenty_thousand_requests_all_end() -> None:
         arrivals("gamma:2", 30.0, 20_000), Lengths("lognormal:100,0.8"), Lengths("uniform:8-96", "--tokens")
     )
     budgets, method = Budgets(rows=4096, sequences=64, pages=2000), Method(commits=4.0, drawn=True, by_block=True)
-    found = simulate(requests, budgets, method, LookAhead(enough=800))
+    found = simulate(requests, budgets, method)
     assert found.counters.finished == found.summary.requests == len(requests)
     assert 0 < found.fill <= 1

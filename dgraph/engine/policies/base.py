@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dgraph.engine.costs import CostModel
 from dgraph.engine.jobs import Budgets, Job, Running
 
 
@@ -86,6 +87,10 @@ class SchedulePolicy(ABC):
     @abstractmethod
     def admits(self, job: Job, view: View) -> bool:
         """Whether a request starts in this step."""
+
+    def measured(self, costs: CostModel, rows: int) -> SchedulePolicy:
+        """This policy on a device of which it is known how long steps take, up to so many rows."""
+        return self
 
     def order(self, view: View) -> list[Running]:
         """Who takes part in this step, in the order in which rows are given out."""

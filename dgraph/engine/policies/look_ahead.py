@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dgraph.engine.costs import CostModel
 from dgraph.engine.jobs import Job, Running
 from dgraph.engine.policies.base import SchedulePolicy, View, first_step
 from dgraph.errors import InputError
@@ -37,8 +38,8 @@ class LookAhead(SchedulePolicy):
         horizon: steps to look ahead.
         delay: steps that a foreseen refresh may have to wait.
         patience: steps that a request sits out before it goes first.
-        enough: rows of a step from which on more requests make steps longer in proportion, see `CostModel.enough`; None
-            where that is not known: then only the budget bounds how many run.
+        enough: rows of a step from which on more requests make steps longer in proportion; None to go by the cost model
+            (`CostModel.enough`), and where that is not known, by the budget alone.
     """
 
     horizon: int = 32
@@ -53,6 +54,9 @@ class LookAhead(SchedulePolicy):
             value = getattr(self, name)
             if not (type(value) is int and value >= least) and not (name == "enough" and value is None):
                 raise InputError(f"look_ahead: {name} must be a whole number, at least {least}, got {value!r}.")
+
+    def measured(self, costs: CostModel, rows: int) -> LookAhead:
+        return replace(self, enough=costs.enough(rows)) if self.enough is None else self
 
     def admits(self, job: Job, view: View) -> bool:
         if view.rows + first_step(job) > view.budgets.rows:
