@@ -61,6 +61,10 @@ class PluginError(DgraphError):
     """An entry point of another package that cannot be loaded or used."""
 
 
+class PoolFull(DgraphError):
+    """A pool of KV pages that has not enough free ones; nothing was handed out."""
+
+
 class UnknownName(DgraphError, KeyError):
     """A name that is not in a closed set; the message lists the closest ones."""
 

@@ -115,41 +115,57 @@ class RowPlan:
 
 
 class RowCounts:
-    """What the host knows of the rows of a batch before its steps, without reading anything.
-
-    All sequences take their steps together, so each has done as many as the batch.
+    """What the host knows of the rows of sequences before their steps, without reading anything.
 
     Args:
         plan: which rows a step forwards.
-        prompts: tokens of each prompt.
-        new: tokens to decode for each.
+        slots: how many sequences there may be.
         shift: the model's logit shift.
     """
 
-    def __init__(self, plan: RowPlan, prompts: Sequence[int], new: int, shift: int):
-        self._plan = plan
+    def __init__(self, plan: RowPlan, slots: int, shift: int):
+        self._plan, self._shift = plan, shift
+        self._step = torch.zeros(slots, dtype=torch.int64)
+        self._bounds = torch.zeros(slots, 2, dtype=torch.int64)
+        self._everything = torch.zeros(slots, dtype=torch.int64)
+        self._region = torch.zeros(slots, dtype=torch.int64)
+        self._known = True
+
+    def set(self, slots: Sequence[int], prompts: Sequence[int], new: Sequence[int]) -> None:
+        """Sequences that begin: tokens of each prompt, and how many are to be decoded."""
         prompt_end = torch.tensor(prompts, dtype=torch.int64)
-        positions = torch.arange(int(prompt_end.max()) + new)
-        self._view = View(positions=positions, prompt_end=prompt_end, end=prompt_end + new, shift=shift)
-        region = plan.region
-        seen = ahead(region.seen, self._view) if region.hides else self._view.inside
-        rows = ahead(region.rows, self._view)
-        self._everything = None if seen is None else seen.sum(dim=1)
-        self._region = None if seen is None or rows is None else (seen & rows).sum(dim=1)
+        end = prompt_end + torch.tensor(new, dtype=torch.int64)
+        positions = torch.arange(int(end.max()))
+        view = View(positions=positions, prompt_end=prompt_end, end=end, shift=self._shift)
+        region, at = self._plan.region, list(slots)
+        seen = ahead(region.seen, view) if region.hides else view.inside
+        rows = ahead(region.rows, view)
+        self._known = seen is not None and rows is not None
+        self._bounds[at] = torch.stack([prompt_end, end], dim=1)
+        self._step[at] = 0
+        if seen is not None and rows is not None:
+            self._everything[at] = seen.sum(dim=1)
+            self._region[at] = (seen & rows).sum(dim=1)
 
-    def of(self, step: int) -> Tensor | None:
-        """i64[b]: rows that each sequence forwards in a step, if it goes on till then; None if only the device knows.
+    def advance(self, slots: Sequence[int]) -> None:
+        """Note that these took a step."""
+        self._step[list(slots)] += 1
 
-        step: number of the step, from 0. Rows that a block cache skips are counted, too.
+    def of(self, slots: Sequence[int]) -> Tensor | None:
+        """i64[n]: rows that each of these forwards in its next step, if it goes on till then; None if only the device
+        knows. Rows that a block cache skips are counted, too.
         """
-        if self._everything is None or self._region is None:
+        at = list(slots)
+        everything, region = self._everything[at], self._region[at]
+        if not self._known:
             return None
-        if torch.equal(self._everything, self._region):
-            return self._everything
-        whole = self.whole(step)
-        return None if whole is None else torch.where(whole, self._everything, self._region)
+        if torch.equal(everything, region):
+            return everything
+        whole = self.whole(at)
+        return None if whole is None else torch.where(whole, everything, region)
 
-    def whole(self, step: int) -> Tensor | None:
-        """bool[b]: whether each sequence forwards every row in a step; None if only the device knows."""
-        now = View(**vars(self._view), step=torch.full_like(self._view.end, step))
-        return ahead(self._plan.schedule.whole, now)
+    def whole(self, slots: Sequence[int]) -> Tensor | None:
+        """bool[n]: whether each of these forwards every row in its next step; None if only the device knows."""
+        prompt_end, end = self._bounds[list(slots)].unbind(1)
+        view = View(prompt_end=prompt_end, end=end, shift=self._shift, step=self._step[list(slots)])
+        return ahead(self._plan.schedule.whole, view)

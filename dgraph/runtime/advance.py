@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,12 +24,12 @@ from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
-from dgraph.runtime.decode_state import DecodeState
-from dgraph.runtime.offers import Moment, computed, initial_states
-from dgraph.runtime.policies import edits, needs_of, statistics_of
-from dgraph.runtime.rows import RowResults, row_results
+from dgraph.runtime.decode_state import DecodeState, per_sequence
+from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
+from dgraph.runtime.policies import needs_of, statistics_of
+from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
-from dgraph.runtime.seeds import policy_noise, sequence_keys
+from dgraph.runtime.seeds import policy_noise
 
 FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, **{s.name: s.filler for s in GIVEN}, "measured": 0.0}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
@@ -39,6 +39,9 @@ TWIN = "unconditional "
 """Goes before the name of a state where it is that of a sequence without its prompt (guidance)."""
 NEEDED = ("seed",)
 """What the loop itself reads of its inputs, to draw from logits."""
+
+LEFT_ALONE = ("stop_ids", "place")
+"""Tensors of a state that a request says nothing of."""
 
 Assignment = tuple[Tensor, Tensor]
 """A tensor that stays where it is, and what it becomes."""
@@ -53,7 +56,10 @@ class Decision:
 
 
 class Advance:
-    """State, rows and program inputs of one batch, and the transition from step to step.
+    """State, rows and program inputs of b slots, and the transition from step to step.
+
+    A step goes: the program runs on `inputs`; `take` what it gives; write slots anew (`admit`, `retire`, `order`);
+    `move` on, which applies the step to the sequences that took part in it, and packs the rows of the next one.
 
     Args:
         rule: how to decode.
@@ -66,7 +72,7 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step programs, by name, computed and carried; row inputs are padded to `capacity`.
-        summary: i64[5], see `DecodeState.summary`; what the host reads before a step.
+        report: i64[b, ...], see `DecodeState.report`; what the host reads before a step.
     """
 
     def __init__(
@@ -78,11 +84,10 @@ class Advance:
         compiler: TraceCompiler | None = None,
     ):
         self.rule, self.state, self.capacity, self._pool, self._compiler = rule, state, capacity, pool, compiler
-        state.keys = sequence_keys(rule.seed, state.prompt)
         state.carry(rule.policy)
-        self._editing = edits(rule.policy)
-        self.rows = state.rows(capacity, self._editing)
-        self.summary = state.summary()
+        state.grant()
+        self.rows = self._rows_of(state)
+        self.report = state.report()
         self._names = (*(spec.name for spec in rule.inputs), *NEEDED)
         self.carried = {spec.name: spec for spec in rule.inputs if spec.carried}
         if rule.guided:
@@ -94,17 +99,60 @@ class Advance:
         self._fits = True  # whether memory sufficed for capturing it
         self._steps = 0
 
-    def load(self, state: DecodeState, seed: int) -> None:
-        """Start over with another batch of the same shape, in the tensors that are there."""
-        state.keys = sequence_keys(seed, state.prompt)
+    def admit(self, slots: Sequence[int], state: DecodeState) -> None:
+        """Write the sequences of another state, as they are before their first step, into slots that nobody uses; no
+        other slot changes. They are packed by the next `move` or `pack`.
+        """
         state.carry(self.rule.policy)
-        _write(self._packed(state, self._initial(), fixed=True))
+        state.granted = torch.zeros_like(state.granted)  # whoever was here before may be part of the step that runs
+        at = torch.tensor(slots, dtype=torch.int64, device=state.start.device)
+        for (name, mine), (_, theirs) in zip(_named(self.state), _named(state), strict=True):
+            if name not in LEFT_ALONE:
+                mine[at] = theirs
+        for name, spec in self.carried.items():
+            self.inputs[name][at] = spec.initial
+        self._write_fixed()
+
+    def adopt(self, other: Advance) -> None:
+        """Take over the sequences of another transition of the same shape, whose policies are the first of this one's;
+        to be packed.
+        """
+        mine, theirs = dict(_by_name(self.state)), dict(_by_name(other.state))
+        for name in mine.keys() & theirs.keys():
+            mine[name].copy_(theirs[name])
+        for name in self.carried.keys() & other.carried.keys():
+            self.inputs[name].copy_(other.inputs[name])
+        self._write_fixed()
+
+    def retire(self, slots: Sequence[int]) -> None:
+        """Let the sequences of these slots take no part in anything."""
+        self.state.active[torch.tensor(slots, dtype=torch.int64, device=self.state.start.device)] = False
+
+    def order(self, places: Tensor) -> None:
+        """Give every slot its turn i64[b] when the rows of the steps after this one are granted; see `DecodeState`."""
+        self.state.place.copy_(places, non_blocking=True)
+
+    def pack(self) -> None:
+        """Pack the rows of the next step where no step has run since slots were written."""
+        state = copy.copy(self.state)
+        state.grant()
+        _write(self._packed(state, {name: self.inputs[name] for name in self.carried}))
+
+    def _write_fixed(self) -> None:
+        moment = Moment(self.rows, self.state, self.rule)
+        for name, value in computed(self._names, moment, late=False).items():
+            if OFFERS[name].fixed(self.rule) and OFFERS[name].per == "sequence":
+                self.inputs[name].copy_(value)
+
+    def _rows_of(self, state: DecodeState) -> StepRows:
+        editing = per_sequence("edits", self.rule.policy, state.kind)
+        return state.rows(self.capacity, editing)
 
     def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:
         """Carry the states of responses on from a prefill, of sequences bool[b] that took part in it."""
         for name, spec in self.carried.items():
             if name in outputs and spec.reset == "response":
-                self.inputs[name].copy_(_where(took_part, outputs[name], self.inputs[name]))
+                self.inputs[name].copy_(choose(took_part, outputs[name], self.inputs[name]))
 
     def late(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Of the named inputs those that the loop computes only before the programs that read them."""
@@ -113,14 +161,11 @@ class Advance:
     def _initial(self) -> dict[str, Tensor]:
         return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)
 
-    def __call__(self, outputs: Mapping[str, Tensor], observed: bool = False) -> Decision | None:
-        """Take the results of a step to the next one.
+    def move(self, observed: bool = False) -> Decision | None:
+        """Go on to the next step with what the last one gave (see `take`).
 
-        Args:
-            outputs: of the step program, with token and confidence; kept if it evicts, and its states.
-            observed: run op by op and return the decision.
+        observed: run op by op and return the decision.
         """
-        self._take(outputs)
         self._steps += 1
         if observed:
             return self._transition()
@@ -144,10 +189,11 @@ class Advance:
 
     def compile(self, outputs: Mapping[str, Tensor]) -> None:
         """Compile the transition for outputs of these types, unless that has been done before."""
-        self._take(outputs)
+        self.take(outputs)
         self._compiled(ahead=True)
 
-    def _take(self, outputs: Mapping[str, Tensor]) -> None:
+    def take(self, outputs: Mapping[str, Tensor]) -> None:
+        """Keep the results of a step: token and confidence; kept if it evicts, and its states."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name in (*FILLERS, *self.carried):
@@ -183,13 +229,13 @@ class Advance:
 
     def _carried(self, after: DecodeState) -> dict[str, Tensor]:
         """The states that passes declared, as the next step is given them."""
-        found, moved = {}, after.start != self.state.start
+        found, moved, part = {}, after.start != self.state.start, self.state.granted & self.state.active
         for name, spec in self.carried.items():
             value = self.inputs[name]
             if name in self._given:
-                value = _where(self.state.active, self._given[name], value)
+                value = choose(part, self._given[name], value)
             if spec.reset == "block":
-                value = _where(moved, torch.full_like(value, spec.initial), value)
+                value = choose(moved, torch.full_like(value, spec.initial), value)
             found[name] = value
         return found
 
@@ -197,17 +243,17 @@ class Advance:
         if "noise" not in needs_of(self.rule.policy):
             return None
         columns = torch.arange(self.state.block, device=self.state.start.device)
-        return policy_noise(self.state.keys, self.state.start[:, None] + columns, self.state.counter)
+        return policy_noise(self.state.keys.T, self.state.start[:, None] + columns, self.state.counter)
 
-    def _packed(self, state: DecodeState, carried: Mapping[str, Tensor], fixed: bool = False) -> list[Assignment]:
+    def _packed(self, state: DecodeState, carried: Mapping[str, Tensor]) -> list[Assignment]:
         """What every tensor here becomes where the next step finds that state, and these declared ones."""
-        rows = state.rows(self.capacity, self._editing)
-        inputs = computed(self._names, Moment(rows, state, self.rule), late=False, fixed=fixed) | dict(carried)
+        rows = self._rows_of(state)
+        inputs = computed(self._names, Moment(rows, state, self.rule), late=False, fixed=False) | dict(carried)
         pairs = [
             *_pairs(self.state, state),
             *_pairs(self.rows, rows),
             *((self.inputs[name], value) for name, value in inputs.items()),
-            (self.summary, state.summary()),
+            (self.report, state.report()),
         ]
         held = {id(old) for old, _ in pairs}
         updates = {id(old): (old, new) for old, new in pairs if old is not new}
@@ -222,15 +268,14 @@ class Advance:
         given = tuple((name, value.dtype) for name, value in self._given.items())
         values = (getattr(self.state, field.name) for field in fields(self.state))
         fixed = tuple(value for value in values if not isinstance(value, Tensor | dict))
-        rule = replace(self.rule, temperature=float(self.rule.temperature > 0)).key
         shapes = tuple(value.shape for value in held)
-        key = (rule, type(self.state), self.state.block, fixed, given, shapes)
-        name = f"the transition between steps under policy {type(self.rule.policy).__name__}"
+        key = (self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
+        name = f"the transition between steps under policy {self.rule.policies}"
         return self._compiler.function(name, self._traceable(held), held, key, ahead)
 
     def _held(self) -> list[Tensor]:
         """Every tensor that a transition reads or writes, once."""
-        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.summary]
+        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.report]
         return list({id(tensor): tensor for tensor in (*everything, *self._given.values())}.values())
 
     def _traceable(self, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
@@ -246,7 +291,7 @@ class Advance:
             twin.rows = _each(self.rows, other)
             twin.inputs = {name: other(value) for name, value in self.inputs.items()}
             twin._given = {name: other(value) for name, value in self._given.items()}
-            twin.summary = other(self.summary)
+            twin.report = other(self.report)
             own = {id(tensor): number for number, tensor in enumerate(tensors)}
             updates, _ = twin._next()
             return [(own[id(old)], new) for old, new in updates]
@@ -269,7 +314,7 @@ class Advance:
         except RuntimeError as error:
             raise LoweringError(
                 f"the transition between steps cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
-                f"Policy {type(self.rule.policy).__name__} may read values on the host; decode with graphs=False."
+                f"Policy {self.rule.policies} may read values on the host; decode with graphs=False."
             ) from error
         finally:  # a capture runs the transition to warm up
             for tensor, value in before:
@@ -281,11 +326,6 @@ class Advance:
         self._graph = None
 
 
-def _where(sequences: Tensor, value: Tensor, other: Tensor) -> Tensor:
-    """`value` [b, ...] for the sequences bool[b], `other` for the rest."""
-    return torch.where(sequences.view(-1, *(1,) * (value.dim() - 1)), value, other)
-
-
 def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
     """The same dataclass with every field changed, and every entry of one that is a dict."""
 
@@ -295,10 +335,25 @@ def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
     return type(holder)(**{field.name: changed(getattr(holder, field.name)) for field in fields(holder)})
 
 
+def _named(holder: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a dataclass, with the name of its field."""
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        for one in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(one, Tensor):
+                yield field.name, one
+
+
+def _by_name(holder: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a dataclass by a name of its own."""
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        entries = value.items() if isinstance(value, dict) else [("", value)]
+        yield from ((f"{field.name} {name}", one) for name, one in entries if isinstance(one, Tensor))
+
+
 def _tensors(holder: Any) -> list[Tensor]:
-    values = (getattr(holder, field.name) for field in fields(holder))
-    flat = (one for value in values for one in (value.values() if isinstance(value, dict) else (value,)))
-    return [value for value in flat if isinstance(value, Tensor)]
+    return [value for _, value in _named(holder)]
 
 
 def _pairs(target: Any, source: Any) -> list[Assignment]:

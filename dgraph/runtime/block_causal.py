@@ -19,7 +19,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows, packed
+from dgraph.runtime.rows import StepRows, choose, packed
 
 __all__ = ["BLOCK_CACHES", "BlockCache", "BlockCausalState", "ready_columns"]
 
@@ -50,17 +50,18 @@ class BlockCausalState(DecodeState):
         prompt_end: Tensor,
         *,
         sequences: int | None = None,
-        max_new_tokens: int,
+        max_new_tokens: int | Tensor,
         block: int,
         mask_id: int,
         stop_ids: Tensor,
         plan: RowPlan | None = None,
         kv: KVPlan | None = None,
+        most_rows: int | None = None,
     ) -> BlockCausalState:
         """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
         block.
 
-        prompt i64[b]: indices among all prompts.
+        prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
         canvas i64[b, T]: prompts, then mask tokens, at least to the end of the longest sequence's last block.
         sequences: only the first so many take part, default all; the others have no rows.
         """
@@ -71,7 +72,7 @@ class BlockCausalState(DecodeState):
         pending[:, block:] = True
         masked = columns[:, block:] >= prompt_end[:, None]
         return cls(
-            **cls.counters(start, sequences),
+            **cls.counters(start, sequences, block, most_rows),
             tokens=canvas.gather(1, columns.clamp(min=0)),
             pending=pending,
             masked=masked,
@@ -90,8 +91,7 @@ class BlockCausalState(DecodeState):
     def block(self) -> int:
         return self.masked.shape[1]
 
-    @property
-    def capacity(self) -> int:
+    def _columns(self) -> int:
         return self.tokens.numel()
 
     @property
@@ -127,10 +127,10 @@ class BlockCausalState(DecodeState):
     def visible(self) -> Tensor:
         return self.start + self.block
 
-    def live(self) -> Tensor:
+    def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]
 
-    def rows(self, capacity: int, editing: bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
         live = self.live()
         block, width = self.block, 2 * self.block
         index, cu_rows = packed(live, capacity)
@@ -147,7 +147,7 @@ class BlockCausalState(DecodeState):
         def per_row(flags: Tensor) -> Tensor:
             return current & flags[sequence, (column - block).clamp(min=0)] & real
 
-        masked = per_row(self.masked)
+        masked, none = per_row(self.masked), torch.zeros_like(self.masked)
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so none of its rows is skipped.
@@ -160,14 +160,14 @@ class BlockCausalState(DecodeState):
             positions=(self.start[sequence] - block + column) * real,
             limit=limit.int(),
             masked=masked,
-            candidate=per_row(self.masked | self.editable) if editing else masked,
+            candidate=masked if editing is False else per_row(self.masked | choose(editing, self.editable, none)),
             cu_rows=cu_rows,
             full=full,
             changed=changed,
         )
 
     def _own_rows(self) -> Tensor:
-        return self.live()[:, : self.block].sum()
+        return self.live()[:, : self.block].sum(dim=1)
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
         block = self.block
@@ -185,7 +185,7 @@ class BlockCausalState(DecodeState):
         block = self.block
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
-        moved = self._finish(settled)
+        moved = self._finish(policy, settled)
         shift = moved[:, None]
         committing = torch.ones_like(pending) if recommit else pending
         previous = torch.where(shift, committing, False)  # else cleared: this step has committed it

@@ -17,9 +17,9 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
-from dgraph.runtime.policies import Candidates, Policy, overrules
-from dgraph.runtime.rows import StepRows, packed
+from dgraph.runtime.decode_state import BlockCache, DecodeState, per_sequence, ready_columns
+from dgraph.runtime.policies import Candidates, Mixture, Policy
+from dgraph.runtime.rows import StepRows, choose, packed
 
 
 @dataclass
@@ -55,25 +55,27 @@ class CanvasState(DecodeState):
         prompt_end: Tensor,
         *,
         sequences: int | None = None,
-        max_new_tokens: int,
+        max_new_tokens: int | Tensor,
         block: int,
         mask_id: int,
         stop_ids: Tensor,
         plan: RowPlan,
         kv: KVPlan | None = None,
         shift: int = 0,
+        most_rows: int | None = None,
     ) -> CanvasState:
         """Before the first step, which is a full one.
 
         prompt i64[b]: indices among all prompts. canvas i64[b, T]: prompts, then mask tokens, at least one block more
-        than the longest sequence needs. sequences: only the first so many take part, default all.
+        than the longest sequence needs. max_new_tokens, for all or i64[b]. sequences: only the first so many take part,
+        default all.
         """
         positions = torch.arange(canvas.shape[1], device=canvas.device)
         end = prompt_end + max_new_tokens
         inside = positions < end[:, None]
         first = torch.ones_like(prompt_end, dtype=torch.bool)
         state = cls(
-            **cls.counters(prompt_end.clone(), sequences),
+            **cls.counters(prompt_end.clone(), sequences, block, most_rows),
             masked=inside & (positions >= prompt_end[:, None]),
             pending=inside,
             full=first,
@@ -108,8 +110,7 @@ class CanvasState(DecodeState):
     def block(self) -> int:
         return self.size
 
-    @property
-    def capacity(self) -> int:
+    def _columns(self) -> int:
         return self.canvas.numel()
 
     @property
@@ -154,10 +155,10 @@ class CanvasState(DecodeState):
     def visible(self) -> Tensor:
         return self.end
 
-    def live(self) -> Tensor:
+    def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]
 
-    def rows(self, capacity: int, editing: bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
         live, width = self.live(), self.canvas.shape[1]
         index, cu_rows = packed(live, capacity)
         real = index >= 0
@@ -175,8 +176,10 @@ class CanvasState(DecodeState):
         column = own + self.shift  # of the position that the row predicts
         masked = per_row(masks, own)
         candidate = masked
-        if editing or self.shift:
-            candidate = per_row(masks | self.editable if editing else masks, column)
+        if editing is not False:
+            candidate = per_row(masks | choose(editing, self.editable, torch.zeros_like(masks)), column)
+        elif self.shift:
+            candidate = per_row(masks, column)
         full, always = self.full[sequence], self.plan.schedule.always(self.view())
         if always is not None:
             full = full | always[sequence, position]
@@ -200,14 +203,16 @@ class CanvasState(DecodeState):
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         chosen = policy.choose(candidates)
-        if self.plan.first == "policy" or overrules(policy):
+        overruled = per_sequence("overrules", policy, self.kind)
+        if self.plan.first == "policy" or overruled is True:
             return chosen
         first = torch.arange(self.size, device=chosen.device) == 0
-        return torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
+        opened = torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
+        return choose(overruled, chosen, opened)
 
     def _own_rows(self) -> Tensor:
         live = self.live()
-        return live.sum() - (live & self.view().around_block()).sum()
+        return live.sum(dim=1) - (live & self.view().around_block()).sum(dim=1)
 
     def _seen(self, view: View) -> Tensor:
         """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
@@ -228,7 +233,7 @@ class CanvasState(DecodeState):
         waiting = before & (positions < (self.start + self.size)[:, None])
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
-        moved = self._finish(settled)
+        moved = self._finish(policy, settled)
         self._next_block(moved)
         region, schedule = self.plan.region, self.plan.schedule
         more = {"coming": self._coming(policy)} if region.foresees else {}
@@ -244,4 +249,7 @@ class CanvasState(DecodeState):
         self.pending = torch.where(self.whole[:, None], everything, part)
 
     def _coming(self, policy: Policy) -> Tensor:
-        return policy.foresee(self.block_masked, self.steps, self.decoded, self.order)  # type: ignore[attr-defined,no-any-return]
+        known = self.block_masked, self.steps, self.decoded, self.order
+        if isinstance(policy, Mixture):
+            return policy.foresee(*known, self.kind, self.settings)
+        return policy.foresee(*known)  # type: ignore[attr-defined,no-any-return]

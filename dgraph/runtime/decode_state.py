@@ -1,13 +1,18 @@
-"""What the decode loop knows of a batch, and its transition from step to step, as tensors on the device.
+"""What the decode loop knows of its sequences, and the transition from step to step, as tensors on the device.
 
 Two kinds of state share it: `BlockCausalState` for block-causal models and `CanvasState` for bidirectional ones. They
 differ in which rows they forward; what a step commits and how it counts is the same. Nothing here loops over
-sequences, and only `summary` is meant to be read by the host.
+sequences, and only `report` is meant to be read by the host.
+
+Every sequence is a row of every tensor (a slot), and no row depends on another: so between two steps the host may
+write a slot anew, for another request, or leave some slots out of a step.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
@@ -17,8 +22,9 @@ from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
 from dgraph.ops.statistics import GIVEN
-from dgraph.runtime.policies import Candidates, Policy, carries_of, edits, may_wait, needs_of, remasks, statistics_of
-from dgraph.runtime.rows import RowResults, StepRows, inverse, read
+from dgraph.runtime.policies import Candidates, Mixture, Policy, carries_of, edits, needs_of, remasks, statistics_of
+from dgraph.runtime.policies.mixture import Attribute
+from dgraph.runtime.rows import RowResults, StepRows, choose, inverse, read
 from dgraph.runtime.seeds import policy_order
 
 BlockCache = Literal["off", "dc", "dc+"]
@@ -39,21 +45,35 @@ def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
     return decoded & right
 
 
+REPORT = (
+    *("rows", "wanted", "choosing", "active", "broken", "shown_start", "start", "counter"),
+    *("total", "kept_rows", "commit_rows"),
+)
+"""The numbers of a sequence that the host reads after a step, before its block's tokens; see `DecodeState.report`."""
+OUT = -1
+"""The place of a sequence that sits a step out."""
+
+
 @dataclass
 class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
     start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
     some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that
-    reached the last layers, all steps; commit_rows i64[]: rows forwarded for their keys alone (to commit a block, or to
-    renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
-    left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; carried: by name, what the policy keeps
-    from step to step (see `carry`); canvas i64[b, T]: prompts and what is
-    decoded so far, mask tokens elsewhere.
+    reached the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block,
+    or to renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no
+    mask left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the
+    next step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a
+    mask; shown_start i64[b]: where it begins; carried: by name, what the policy keeps from step to step (see `carry`);
+    canvas i64[b, T]: prompts and what is decoded so far, mask tokens elsewhere.
 
-    Fixed: prompt i64[b]: index of each prompt among all of the call; prompt_end i64[b]; end i64[b] = prompt +
-    max_new_tokens; stop_ids i64[E]; mask_id; keys i64[2, b]: what draws start from, see `sequence_keys`; zeros until
-    there is a seed.
+    What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; prompt_end
+    i64[b]; end i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
+    temperature f32[b]; stopping bool[b]: whether a stop token ends it; kind i64[b] and settings, by name [b]: which
+    policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted, the lowest
+    first, `OUT` for none.
+
+    Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
     """
 
     start: Tensor
@@ -67,31 +87,45 @@ class DecodeState(ABC):
     passes: Tensor
     active: Tensor
     broken: Tensor
-    keys: Tensor
+    granted: Tensor
+    shown: Tensor
+    shown_start: Tensor
     carried: dict[str, Tensor]
     canvas: Tensor
     prompt: Tensor
     prompt_end: Tensor
     end: Tensor
+    keys: Tensor
+    temperature: Tensor
+    stopping: Tensor
+    kind: Tensor
+    settings: dict[str, Tensor]
+    place: Tensor
     stop_ids: Tensor
     mask_id: int
+    most_rows: int
 
     @staticmethod
-    def counters(start: Tensor, sequences: int | None) -> dict[str, Any]:
+    def counters(start: Tensor, sequences: int | None, block: int, most_rows: int | None) -> dict[str, Any]:
         """The fields that begin alike in every state. Only the first `sequences` take part, default all."""
         b, device = len(start), start.device
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
+        active = torch.arange(b, device=device) < (b if sequences is None else sequences)
+        counts = ("decoded", "steps", "counter", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
         return {
             "start": start,
-            **{name: zeros(b) for name in ("decoded", "steps", "counter", "total", "kept_rows", "forwards", "passes")},
-            "commit_rows": zeros(),
-            "active": torch.arange(b, device=device) < (b if sequences is None else sequences),
-            "broken": torch.zeros(b, dtype=torch.bool, device=device),
-            "keys": zeros(2, b),
+            **{name: torch.zeros_like(start) for name in counts},
+            "active": active,
+            "broken": torch.zeros_like(active),
+            "granted": active.clone(),
+            "shown": torch.full((b, block), -1, device=device),
+            "shown_start": start.clone(),
             "carried": {},
+            "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
+            "temperature": torch.zeros(b, device=device),
+            "stopping": torch.ones_like(active),
+            "settings": {},
+            "place": torch.arange(b, device=device),
+            "most_rows": sys.maxsize if most_rows is None else most_rows,
         }
 
     @property
@@ -100,9 +134,13 @@ class DecodeState(ABC):
         """Columns of a block, B."""
 
     @property
-    @abstractmethod
     def capacity(self) -> int:
         """Rows that a step can have at most."""
+        return min(self.most_rows, self._columns())
+
+    @abstractmethod
+    def _columns(self) -> int:
+        """Entries of `live`: rows of a step in which every sequence forwards all that it has."""
 
     @property
     @abstractmethod
@@ -115,20 +153,34 @@ class DecodeState(ABC):
         """i64[b, B]: the current block as it stands."""
 
     @abstractmethod
+    def wanted(self) -> Tensor:
+        """bool[b, W]: what the next step of each sequence forwards, over the columns of this kind of state."""
+
     def live(self) -> Tensor:
-        """bool[b, W]: what the next step forwards, over the columns of this kind of state."""
+        """bool[b, W]: of `wanted`, what the next step forwards: the rows of sequences that take part."""
+        return self.wanted() & self.granted[:, None]
+
+    def grant(self) -> None:
+        """Let sequences take part in the next step, in the order of their places, as long as their rows fit into
+        `most_rows`. The first that does not fit, and all after it, wait: so none is overtaken for ever.
+        """
+        self.granted = self.active & (self.place != OUT)
+        if self._columns() > self.most_rows:
+            rows = self.wanted().sum(dim=1) * self.granted
+            before = (self.place[None, :] <= self.place[:, None]) & self.granted
+            self.granted = self.granted & ((before * rows).sum(dim=1) <= self.most_rows)
 
     @abstractmethod
-    def rows(self, capacity: int, editing: bool = False) -> StepRows:
-        """Pack the rows of the next step; `capacity` rows, of which `summary()[0]` are live and the others padding.
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+        """Pack the rows of the next step; `capacity` rows, of which some are live (see `live`) and the others padding.
 
-        With a capacity below that count rows are lost: the caller knows better. editing: decoded rows that may be
-        replaced get a candidate like masked ones.
+        With a capacity below their count rows are lost: the caller knows better. editing, for all sequences or bool[b]:
+        decoded rows that may be replaced get a candidate like masked ones.
         """
 
     @abstractmethod
     def _own_rows(self) -> Tensor:
-        """i64[]: rows of the step that are forwarded for their keys alone."""
+        """i64[b]: rows of the step that are forwarded for their keys alone."""
 
     @abstractmethod
     def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
@@ -194,7 +246,7 @@ class DecodeState(ABC):
     @property
     def order(self) -> Tensor:
         """f32[b, B]: of the current block's positions, see `policy_order`."""
-        return policy_order(self.keys, self.columns)
+        return policy_order(self.keys.T, self.columns)
 
     @property
     def editable(self) -> Tensor:
@@ -218,13 +270,17 @@ class DecodeState(ABC):
         b, device = len(self.start), self.start.device
         self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
 
-    def summary(self) -> Tensor:
-        """i64[5]: rows of the next step, active sequences, tokens decoded so far, broken sequences, and sequences
-        whose next step does not reuse what is packed (0 where nothing is).
+    def report(self) -> Tensor:
+        """i64[b, len(REPORT) + B]: what the host reads of each sequence after a step, by `REPORT`, then `shown`.
+
+        rows: of its next step, 0 if it waits; wanted: the same if it does not; choosing: 1 if that step does not reuse
+        what is packed, and it takes part; the others as in the attributes.
         """
-        action = self.action
-        counts = [self.live().sum(), self.active.sum(), self.total.sum(), self.broken.sum()]
-        return torch.stack([*counts, torch.zeros_like(counts[0]) if action is None else (action != REUSE).sum()])
+        wanted, action = self.wanted().sum(dim=1), self.action
+        choosing = torch.zeros_like(wanted) if action is None else (action != REUSE) & self.granted
+        found = {"rows": wanted * self.granted, "wanted": wanted, "choosing": choosing}
+        numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
+        return torch.cat([torch.stack([n.long() for n in numbers], dim=1), self.shown], dim=1)
 
     def apply(
         self,
@@ -237,8 +293,9 @@ class DecodeState(ABC):
     ) -> Tensor:
         """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
 
-        noise f32[b, B]: uniform, for policies that draw.
+        Sequences that took no part stay as they are. noise f32[b, B]: uniform, for policies that draw.
         """
+        before, part = copy.copy(self), self.granted & self.active
         editing, masked, start = edits(policy), self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
         row = self._block_rows(rows)
@@ -260,22 +317,24 @@ class DecodeState(ABC):
             forwards=self.forwards,
             editable=self.editable if editing else None,
             passes=self.passes,
+            kind=self.kind,
+            settings=self.settings,
         )
         commit = self._chosen(candidates, policy)
         carries = carries_of(policy)
         kept = policy.carry(candidates, commit) if carries else {}  # type: ignore[attr-defined]
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
-        progressed = candidates.committable if may_wait(policy) else commit & masked
+        progressed = choose(per_sequence("may_wait", policy, self.kind), candidates.committable, commit & masked)
         masks_left = masked.any(dim=1)
         # Once set it stays set: the host may look only some steps later.
-        self.broken = self.broken | self.active & (invalid | (masks_left & ~progressed.any(dim=1)))
+        self.broken = self.broken | part & (invalid | (masks_left & ~progressed.any(dim=1)))
 
         self.commit_rows = self.commit_rows + self._own_rows()
         own = rows.sequence == torch.arange(len(self.start), device=masked.device)[:, None]
         self.kept_rows = self.kept_rows + (own & results.kept & rows.live).sum(dim=1)
-        self.forwards = self.forwards + self.active
-        self.passes = self.passes + (self.active & ~masks_left)
-        self.counter = self.counter + self.active
+        self.forwards = self.forwards + part
+        self.passes = self.passes + (part & ~masks_left)
+        self.counter = self.counter + part
         written, left = commit, masked & ~commit
         if remasks(policy):
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
@@ -285,10 +344,22 @@ class DecodeState(ABC):
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
         self._write(written, token, left)
+        self.shown, self.shown_start = torch.where(left, -1, self.block_tokens), start
         self._advance(masked, policy, block_cache, recommit, settled)
         moved = self.start != start
         self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
-        return commit
+        self._keep(before, ~part)
+        self.grant()
+        return commit & part[:, None]
+
+    def _keep(self, before: DecodeState, waiting: Tensor) -> None:
+        """Undo what a transition did to sequences bool[b]."""
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(self, field.name)
+            if isinstance(new, dict):
+                setattr(self, field.name, {name: choose(waiting, old[name], one) for name, one in new.items()})
+            elif isinstance(new, Tensor) and new is not old:
+                setattr(self, field.name, choose(waiting, old, new))
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         """bool[b, B]: what the step commits."""
@@ -306,12 +377,12 @@ class DecodeState(ABC):
         inside = (column >= 0) & (column < self.block)
         return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.block - 1)), others)
 
-    def _finish(self, settled: Tensor | None) -> Tensor:
+    def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
         """End sequences that are done; bool[b]: those of the others whose block is done."""
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
         generated = ~masked & (self.columns >= self.prompt_end[:, None])  # a stop token of the prompt is none
-        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & generated
+        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & generated & self.stopping[:, None]
         first_stop = torch.where(stop, column, block + 1).amin(dim=1)
         first_mask = torch.where(masked, column, block).amin(dim=1)
         complete = first_mask == block if settled is None else settled
@@ -319,7 +390,8 @@ class DecodeState(ABC):
         # at once.
         stopped = first_stop < first_mask
         if settled is not None:
-            stopped = stopped & settled
+            edited = per_sequence("edits", policy, self.kind)
+            stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
         self.active = self.active & ~(stopped | (complete & (self.start + block >= self.end)))
         return complete & self.active
 
@@ -328,3 +400,11 @@ class DecodeState(ABC):
         self.start = torch.where(moved, self.start + self.block, self.start)
         for name in ("decoded", "steps", "forwards", "passes"):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))
+
+
+def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor | bool:
+    """Whether the policy of each sequence has an attribute of `DecodeRule`: bool[b], or one bool for all of them."""
+    if not isinstance(policy, Mixture):
+        return bool(getattr(policy, attribute, False))
+    found = set(policy.each(attribute))
+    return found.pop() if len(found) == 1 else policy.where(attribute, kind)

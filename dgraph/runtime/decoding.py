@@ -34,6 +34,7 @@ class Decoding:
         top_p, top_k: draw from the most likely tokens only (1 and 0: from all). None for the policy's, or all.
         sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits:
             suppressed ids, penalties, your own logits processors.
+        ignore_eos: go on after a stop token, up to max_new_tokens.
         stop: texts that end a response where they first occur; they are left out.
         seed: of the draws.
 
@@ -51,6 +52,7 @@ class Decoding:
     top_p: float | None = None
     top_k: int | None = None
     sampler: Sampler | None = None
+    ignore_eos: bool = False
     stop: Sequence[str] = ()
     seed: int = 0
 

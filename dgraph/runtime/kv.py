@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from dgraph.errors import DgraphError, InputError
+from dgraph.errors import DgraphError, InputError, PoolFull
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
@@ -18,13 +19,18 @@ class KVStore:
     """Paged caches of declared shapes, and who owns which page.
 
     Position p of a sequence lives at cache[table[p // page], p % page] in every cache. Pages are handed out
-    when a sequence is allocated and come back when it is freed; the caches grow when too few are free.
-    Growing replaces the tensors, so ask for `tensors()` after the last `allocate`.
+    when a sequence is allocated or extended and come back when it is freed; the caches grow when too few are free.
+    Growing replaces the tensors, so ask for `tensors()` after the last `allocate`. Several may own a page: whoever
+    wants it to live on, `retain`s it, and it is free when all have dropped it.
 
     Args:
         caches: declarations of inputs per position, `("pages", "page", ...)`; of each its own sizes and dtype.
         page_size: positions of a page.
         device: where they are.
+
+    Attributes:
+        limit: the most pages that there may be; None for as many as memory holds.
+        reclaim: asked for so many pages when too few are free, and the pool may not grow: drops what it can do without.
 
     Raises:
         InputError: page_size below 1, or a cache whose sizes are not numbers.
@@ -36,9 +42,12 @@ class KVStore:
         self.page_size, self.device = page_size, torch.device(device)
         self._specs: dict[str, InputSpec] = {}
         self._caches: dict[str, Tensor] = {}
+        self.limit: int | None = None
+        self.reclaim: Callable[[int], None] = lambda pages: None
         self._pages = 0
         self.declare(caches)
         self._free: list[int] = []  # the lowest page last: low pages are used first
+        self._owners: list[int] = []  # of each page
         self._owned: dict[int, list[int]] = {}
         self._next = 0
 
@@ -52,6 +61,15 @@ class KVStore:
             if spec.name not in self._specs:
                 self._specs[spec.name] = spec
                 self._caches[spec.name] = self._empty(spec.name, self._pages)
+
+    def unlimited(self) -> None:
+        """Let the pool grow by need."""
+        self.limit, self.reclaim = None, lambda pages: None
+
+    @property
+    def declared(self) -> tuple[InputSpec, ...]:
+        """The declarations of the caches."""
+        return tuple(self._specs.values())
 
     @property
     def pages(self) -> int:
@@ -72,36 +90,121 @@ class KVStore:
         """Pages that hold `tokens` positions."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, tokens: Sequence[int], first: Sequence[int] | None = None) -> list[int]:
+    @property
+    def position_bytes(self) -> int:
+        """Bytes that a position takes in all caches together."""
+        return sum(math.prod(spec.element) * spec.dtype.itemsize for spec in self._specs.values())
+
+    def allocate(
+        self, tokens: Sequence[int], first: Sequence[int] | None = None, shared: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
         """Room for one sequence per entry, for that many positions; returns their handles in order.
 
-        first: of each sequence, the first position that needs a page; those on pages before it have none.
+        first: of each sequence, the first position that needs a page; those on pages before it have none. shared: of
+        each sequence, pages that it begins with, which others own as well.
         What a page holds at first is what its cache is declared to begin a response with; else finite but arbitrary:
         zeros, or what an earlier sequence left.
+
+        Raises:
+            PoolFull: more pages than are free, where the pool may not grow.
         """
         absent = [0] * len(tokens) if first is None else [n // self.page_size for n in first]
-        counts = [self.pages_for(n) - none for n, none in zip(tokens, absent, strict=True)]
-        missing = sum(counts) - len(self._free)
-        if missing > 0:
-            self._grow(self._pages + missing)
+        given = [[] for _ in tokens] if shared is None else shared
+        counts = [self.pages_for(n) - none - len(have) for n, none, have in zip(tokens, absent, given, strict=True)]
+        for have in given:  # first of all, so that reclaiming cannot take them
+            for page in have:
+                self.retain(page)
+        try:
+            self._make_room(sum(counts))
+        except PoolFull:
+            for have in given:
+                for page in have:
+                    self.drop(page)
+            raise
         handles = []
-        for count, none in zip(counts, absent, strict=True):
-            self._owned[self._next] = [NO_PAGE] * none + [self._free.pop() for _ in range(count)]
+        for count, none, have in zip(counts, absent, given, strict=True):
+            self._owned[self._next] = [NO_PAGE] * none + [*have, *self._take(count)]
             handles.append(self._next)
             self._next += 1
-        self._reset([page for handle in handles for page in self._owned[handle] if page != NO_PAGE])
         return handles
+
+    def reserve(self, pages: int) -> None:
+        """Make so many pages now. Caches that grow later are replaced, and CUDA graphs that read them captured anew."""
+        if pages > self._pages:
+            self._grow(pages)
+
+    def extend(self, sequence: int, tokens: int) -> bool:
+        """Room for that many positions of a sequence in all; whether it got more pages.
+
+        Raises:
+            PoolFull: more pages than are free, where the pool may not grow.
+        """
+        owned = self._pages_of(sequence)
+        missing = self.pages_for(tokens) - len(owned)
+        if missing <= 0:
+            return False
+        self._make_room(missing)
+        owned += self._take(missing)
+        return True
+
+    def retain(self, page: int) -> None:
+        """Own a page that somebody owns, too."""
+        self._owners[page] += 1
+
+    def drop(self, page: int) -> None:
+        """Give up a page; it is free if nobody else owns it."""
+        self._owners[page] -= 1
+        if self._owners[page] == 0:
+            self._free.append(page)
+
+    def owners(self, page: int) -> int:
+        """How many own a page."""
+        return self._owners[page]
+
+    def owned(self, sequence: int) -> tuple[int, ...]:
+        """The pages of a sequence, -1 where it has none."""
+        return tuple(self._pages_of(sequence))
+
+    def _make_room(self, pages: int) -> None:
+        missing = pages - len(self._free)
+        if missing > 0 and self.limit is not None and self._pages + missing > self.limit:
+            self.reclaim(missing)
+            missing = pages - len(self._free)
+            if self._pages + max(missing, 0) > self.limit:
+                raise PoolFull(
+                    f"KV store: {pages} pages of {self.page_size} positions are needed, {len(self._free)} of "
+                    f"{self.limit} are free."
+                )
+        if missing > 0:
+            self._grow(self._pages + missing)
+
+    def _take(self, count: int) -> list[int]:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        self._reset(pages)
+        return pages
 
     def _reset(self, pages: list[int]) -> None:
         """What begins anew with a response, on those pages."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        index: Tensor | None = None
         for name, spec in self._specs.items():
             if spec.reset == "response":
+                index = torch.tensor(pages, dtype=torch.int64, device=self.device) if index is None else index
                 self._caches[name][index] = spec.initial
+
+    def clear(self, sequence: int) -> None:
+        """Make what a sequence has written finite again: its numbers went wrong."""
+        pages = [page for page in self._pages_of(sequence) if page != NO_PAGE and self._owners[page] == 1]
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for name, spec in self._specs.items():
+            self._caches[name][index] = spec.initial
 
     def free(self, sequence: int) -> None:
         """Hand the pages of a sequence back."""
-        self._free.extend(page for page in reversed(self._pages_of(sequence)) if page != NO_PAGE)
+        for page in reversed(self._pages_of(sequence)):
+            if page != NO_PAGE:
+                self.drop(page)
         del self._owned[sequence]
 
     def release(self, sequence: int, first: int) -> None:
@@ -109,7 +212,7 @@ class KVStore:
         owned = self._pages_of(sequence)
         for i in range(min(first // self.page_size, len(owned))):
             if owned[i] != NO_PAGE:
-                self._free.append(owned[i])
+                self.drop(owned[i])
                 owned[i] = NO_PAGE
 
     def page_table(self, sequences: Sequence[int], rows: int = 0, columns: int = 0) -> Tensor:
@@ -153,7 +256,7 @@ class KVStore:
         return self._owned[sequence]
 
     def _grow(self, pages: int) -> None:
-        if not self._owned:  # nothing to keep
+        if not any(self._owners):  # nothing to keep
             self._pages, self._free = 0, []
         kept = self._pages
         for name in self._caches:
@@ -165,6 +268,7 @@ class KVStore:
             self._caches[name] = new
         # Only now: if memory ran out above, what was allocated before is still whole.
         self._free = list(range(pages - 1, kept - 1, -1)) + self._free
+        self._owners = [*self._owners[:kept], *[0] * (pages - kept)]
         self._pages = pages
 
     def _empty(self, name: str, pages: int) -> Tensor:

@@ -17,7 +17,6 @@ from dgraph.ops.sparse import REUSE
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rows import StepRows, offsets_of
 from dgraph.runtime.rule import Rule
-from dgraph.runtime.script import Script
 from dgraph.runtime.seeds import row_seeds, uniform
 from dgraph.shapes import InputSpec
 
@@ -58,29 +57,28 @@ def _given(value: Tensor | None) -> Tensor:
 
 
 def _temperature(at: Moment) -> Tensor:
-    device = at.rows.masked.device
-    return torch.full((len(at.rows.masked),), at.rule.temperature, dtype=torch.float32, device=device)
+    return at.state.temperature[at.rows.sequence]
 
 
 def _seed(at: Moment) -> Tensor:
     rows, state = at.rows, at.state
     if not at.rule.draws:
         return torch.zeros(len(rows.masked), dtype=torch.int64, device=rows.masked.device)
-    return row_seeds(state.keys[:, rows.sequence], rows.positions, state.counter[rows.sequence])
+    return row_seeds(state.keys[rows.sequence].T, rows.positions, state.counter[rows.sequence])
 
 
 def _average(at: Moment) -> Tensor:
-    average, policy = at.state.average, at.rule.policy
-    if not any(spec.name == "script" for spec in at.rule.inputs) or not isinstance(policy, Script):
+    average, script = at.state.average, at.rule.script
+    if script is None or not any(spec.name == "script" for spec in at.rule.inputs):
         return average
     # Where nothing may be evicted (a full step), the script does not change that.
-    return torch.where(average.isinf(), average, policy.budget(at.state))
+    return torch.where(average.isinf(), average, script.budget(at.state))
 
 
 def _script(at: Moment) -> Tensor:
-    policy = at.rule.policy
-    if isinstance(policy, Script):
-        return policy.scores(at.rows, at.state)
+    script = at.rule.script
+    if script is not None:
+        return script.scores(at.rows, at.state)
     return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
 
 
@@ -109,7 +107,7 @@ OFFERS: dict[str, Offer] = {
     # Where a row's keys lie in the pages of its sequence.
     "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
     # Draws: see `dgraph.runtime.seeds`.
-    "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: True),
+    "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
     "seed": Offer(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
     "noise": Offer(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
     "script": Offer(torch.float32, "row", _script),

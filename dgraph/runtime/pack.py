@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.plans.kv import KVPlan
+from dgraph.plans.kv import KVPlan, pairs_of
 from dgraph.shapes import InputSpec
+
+
+class _Runs:
+    """Who has which run of a line of entries: first fit."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []  # (first, end), ascending
+        self._of: dict[int, tuple[int, int]] = {}
+
+    def take(self, slot: int, count: int) -> int:
+        """The first entry of a run of so many that nobody else has."""
+        self.drop(slot)
+        begin = 0
+        for first, end in self._taken:
+            if begin + count <= first:
+                break
+            begin = end
+        self._of[slot] = (begin, begin + count)
+        insort(self._taken, self._of[slot])
+        return begin
+
+    def others(self, slots: Sequence[int]) -> bool:
+        """Whether a slot that is not among these has a run."""
+        return not self._of.keys() <= set(slots)
+
+    def drop(self, slot: int) -> None:
+        """Give up the run of a slot."""
+        if slot in self._of:
+            self._taken.remove(self._of.pop(slot))
 
 
 class PackedKV:
     """Per layer the caches [entries, ...] that its passes declared (keys, values, positions), how many entries each
     head of each sequence has i32[sequences, Hkv], and where a sequence's begin.
 
-    A sequence owns a run of entries in every layer, as long as its plan lets it keep at most. Within it the heads'
-    entries follow one another. Caches grow by need; growing replaces the tensors, so ask for `tensors()` after
-    `prepare`.
+    A slot owns a run of entries in every layer, as long as its plan lets its sequence keep at most. Within it the
+    heads' entries follow one another. Caches grow by need, which keeps what they hold; growing replaces the tensors, so
+    ask for `tensors()` after `open`.
 
     Args:
         caches: declarations of packed inputs, `("entries", ...)` and one `("sequences", Hkv)` of each layer, with the
@@ -40,53 +70,74 @@ class PackedKV:
             else:
                 self._entries.setdefault(spec.layer, []).append(spec)
         self._caches: dict[str, Tensor] = {}
-        self._start = torch.zeros(layers, 0, dtype=torch.int32)
-        self._room = [-1] * layers
+        self._start = torch.zeros(layers, 0, dtype=torch.int32, device=self.device)
+        # Layers that keep equally many entries have their runs at equal places.
+        self._runs = {self._like(layer): _Runs() for layer in self._counts}
 
     @property
     def bytes(self) -> int:
         """Size of all caches in bytes."""
         return sum(t.numel() * t.element_size() for t in self._caches.values())
 
-    def prepare(self, candidates: Sequence[int], sequences: int) -> None:
-        """Make room for one batch; what it had packed before is forgotten.
+    def widen(self, slots: int) -> None:
+        """Make room for the counts of so many slots; what was packed before is forgotten."""
+        self._runs = {like: _Runs() for like in self._runs}
+        self._start = torch.zeros(len(self._start), slots, dtype=torch.int32, device=self.device)
+        for spec in self._counts.values():
+            count = self._caches.get(spec.name)
+            if count is None or len(count) < slots:
+                self._caches[spec.name] = self._zeros(spec, slots)
+            else:
+                count.zero_()
+
+    def open(self, slots: Sequence[int], candidates: Sequence[int]) -> None:
+        """Make room for sequences, which have nothing packed yet.
 
         Args:
-            candidates: of each sequence, positions outside of its window, at most.
-            sequences: rows of the batch, at least one for each of these; the others keep nothing.
+            slots: their rows of the batch; what was packed for those before them is forgotten.
+            candidates: of each, positions outside of its window, at most.
         """
-        rows = [*candidates, *[0] * (sequences - len(candidates))]
-        starts = []
-        for layer in range(len(self._room)):
-            counts = [0] * sequences
-            if layer in self._counts:
-                (heads,) = self._counts[layer].element
-                counts = [self.plan.entries(layer, n, heads) for n in rows]
-            ends = torch.tensor(counts, dtype=torch.int64).cumsum(0)
-            starts.append(ends - torch.tensor(counts))
-            if layer in self._counts:
-                self._make(layer, int(ends[-1]), sequences)
-        self._start = torch.stack(starts).int().to(self.device)
+        found: dict[tuple[int, int], tuple[list[int], int]] = {}
+        starts = torch.zeros(len(self._start), len(slots), dtype=torch.int32)
+        at = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        keeps = any(runs.others(slots) for runs in self._runs.values())
+        for layer, spec in self._counts.items():
+            like, (heads,) = self._like(layer), spec.element
+            if like not in found:
+                counts = [self.plan.entries(layer, n, heads) for n in candidates]
+                begins = [self._runs[like].take(slot, n) for slot, n in zip(slots, counts, strict=True)]
+                found[like] = begins, max(b + n for b, n in zip(begins, counts, strict=True))
+            begins, end = found[like]
+            starts[layer] = torch.tensor(begins)
+            self._grow(layer, end, keeps)
+            self._caches[spec.name][at] = 0
+        self._start[:, at] = starts.to(self.device)
+
+    def close(self, slot: int) -> None:
+        """Hand the entries of a slot back."""
+        for runs in self._runs.values():
+            runs.drop(slot)
 
     def tensors(self) -> dict[str, Tensor]:
         """The caches under the names that programs ask for, and `pack_start` i32[layers, b]."""
         return {**self._caches, "pack_start": self._start}
 
-    def _make(self, layer: int, entries: int, sequences: int) -> None:
-        name = self._counts[layer].name
-        count = self._caches.get(name)
-        if count is None or len(count) < sequences:
-            count = self._caches[name] = self._zeros(self._counts[layer], sequences)
-        count.zero_()
-        if entries <= self._room[layer]:
-            return
-        self._room[layer] = -1  # until all of the layer's caches are there
-        specs = self._entries.get(layer, [])
+    def _like(self, layer: int) -> tuple[int, int]:
+        """Equal for layers that keep equally many entries of as many candidates."""
+        return pairs_of(self.plan.pairs, layer), self._counts[layer].element[0]
+
+    def _grow(self, layer: int, entries: int, keeps: bool) -> None:
+        """Make the caches of a layer long enough. keeps: they hold entries of others."""
+        there = {name: len(cache) for name, cache in self._caches.items()}
+        specs = [spec for spec in self._entries.get(layer, []) if there.get(spec.name, -1) < entries]
+        old = {spec.name: self._caches.pop(spec.name, None) for spec in specs}
+        if not keeps:
+            old.clear()  # let go of the old ones first, so that both never exist at once
         for spec in specs:
-            self._caches.pop(spec.name, None)  # let go of the old one first, so that both never exist at once
-        for spec in specs:
-            self._caches[spec.name] = self._zeros(spec, entries)
-        self._room[layer] = entries
+            new, before = self._zeros(spec, entries), old.pop(spec.name, None)
+            if before is not None:
+                new[: len(before)] = before
+            self._caches[spec.name] = new
 
     def _zeros(self, spec: InputSpec, count: int) -> Tensor:
         # Zeros, not uninitialised memory: a kernel may load entries past a head's last and weigh them by 0.

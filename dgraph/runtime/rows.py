@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -128,6 +128,13 @@ def read(values: Tensor, at: Tensor, fill: float) -> Tensor:
     return torch.where(at >= 0, values[at.clamp(min=0)], fill)
 
 
+def choose(sequences: Tensor | bool, value: Tensor, other: Tensor) -> Tensor:
+    """`value` [b, ...] for the sequences bool[b], `other` for the rest; one bool decides for all of them."""
+    if isinstance(sequences, bool):
+        return value if sequences else other
+    return torch.where(sequences.view(-1, *(1,) * (value.dim() - 1)), value, other)
+
+
 def packed(live: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 after them; i32[b+1]: where those
     of each sequence begin, and where the last one's end. live bool[b, W].
@@ -160,24 +167,16 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
     )
 
 
-def prefill_chunks(lengths: Sequence[int], block: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Ranges (begin, end) per sequence that together cover [0, length) of each, at most `most` rows a chunk.
-
-    A sequence is split at blocks only, and its chunks come in order: a later block reads the keys of earlier ones.
-    `most` is at least one block.
+def prefill_chunk(spans: Sequence[tuple[int, int]], block: int, most: int) -> list[tuple[int, int]]:
+    """The next part (begin, end) of each of the prompts, of which [begin, length) is left: whole blocks, in order, at
+    most `most` rows together; empty for those that must wait. `most` is at least one block.
     """
-    begin, end, room = [0] * len(lengths), [0] * len(lengths), most
-    for s, length in enumerate(lengths):
-        while end[s] < length:
-            step = min(length - end[s], room // block * block)
-            end[s] += step
-            room -= step
-            if room < block:
-                yield begin, end
-                begin, room = list(end), most
-                end = list(end)
-    if begin != end:
-        yield begin, end
+    found = []
+    for begin, length in spans:
+        step = min(length - begin, most // block * block)
+        most -= step
+        found.append((begin, begin + step))
+    return found
 
 
 def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> StepRows:

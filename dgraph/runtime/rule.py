@@ -1,4 +1,4 @@
-"""How a session decodes a batch."""
+"""How the sequences of a step are decoded."""
 
 from __future__ import annotations
 
@@ -6,34 +6,46 @@ from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
 from dgraph.runtime.decode_state import BlockCache
-from dgraph.runtime.policies import Policy, policy_key
+from dgraph.runtime.policies import Mixture, policy_key
+from dgraph.runtime.script import Script
 from dgraph.shapes import InputSpec
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a session decodes; see `BlockSession` and its `generate`.
+    """How sequences are decoded together; what differs from one to the next lies in their state.
 
+    policy: the policies that requests bring. sampled: whether some of them draw tokens.
     inputs: what the programs read that the loop computes or carries. guided: every program runs once more without the
-    prompts, with states of its own.
+    prompts, with states of its own. For the others see `BlockSession`.
     """
 
-    policy: Policy
+    policy: Mixture
     block_cache: BlockCache
     recommit: bool
     select_noise: bool
-    temperature: float
-    seed: int
+    sampled: bool
     inputs: tuple[InputSpec, ...] = ()
     guided: bool = False
 
     @property
     def key(self) -> Hashable:
-        """Equal for two rules of which one may run what was captured for the other, each with its own seed."""
-        others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("policy", "seed"))
+        """Equal for two rules of which one may run what was captured for the other."""
+        others = tuple(getattr(self, field.name) for field in fields(self) if field.name != "policy")
         return (policy_key(self.policy), *others)
 
     @property
     def draws(self) -> bool:
         """Whether programs or the loop draw anything by row."""
-        return self.temperature > 0 or self.select_noise
+        return self.sampled or self.select_noise
+
+    @property
+    def script(self) -> Script | None:
+        """The script that decides, if one does."""
+        first = self.policy.kinds[0]
+        return first if isinstance(first, Script) else None
+
+    @property
+    def policies(self) -> str:
+        """Names of the policies, for messages."""
+        return " and ".join(type(kind).__name__ for kind in self.policy.kinds)

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgraph.errors import InputError
+from dgraph.errors import DgraphError, InputError
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
+from dgraph.runtime.batch import Batch
 from dgraph.runtime.checks import check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.decode_state import BlockCache, DecodeState
+from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, check_page_size
-from dgraph.runtime.loop import BlockLoop
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Policy, statistics_of
+from dgraph.runtime.policies import Mixture, Policy, statistics_of
+from dgraph.runtime.report import Report
+from dgraph.runtime.requests import Programs, Request, Shape
 from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
-from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.script import Script, check_script
-from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.runtime.script import check_script
+from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
+from dgraph.runtime.transcript import Transcripts
 from dgraph.runtime.transitions import Transitions
 from dgraph.spec import ModelSpec
 
@@ -78,8 +79,8 @@ def measuring(policy: Policy) -> str:
     return declare(statistics_of(policy))
 
 
-UNREAD_STEPS = 15
-"""Where transitions are captured and nobody follows the progress, steps between host reads, if the plan allows it."""
+PREFILL_ROWS = 32768
+"""Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 
 
 class BlockSession:
@@ -154,6 +155,11 @@ class BlockSession:
         entries = [spec for spec in inputs if spec.per == "packed"]
         self.packed = None if kv is None else PackedKV(entries, spec.layers, kv, self.device)
 
+    @property
+    def lasting(self) -> bool:
+        """Whether something lasts from step to step of a response that its tokens do not tell."""
+        return any(spec.reset == "response" for spec in (*self._inputs, *self.kv.declared))
+
     @torch.no_grad()
     def generate(
         self,
@@ -179,65 +185,54 @@ class BlockSession:
         Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist.
         """
         chosen = Decoding.of(decoding, settings)
-        policy, sampler, seed, max_new_tokens = chosen.rule, chosen.sampling, chosen.seed, chosen.max_new_tokens
-        block = chosen.block_length or self.spec.block_length
         ids = check_request(self.spec, prompts, chosen, max_batch)
-        step, select = self._programs_for(policy, sampler)
-        check_rule(policy, sampler, step, self.block_cache, self.plan)
-        scripted = "script" in step.inputs
-        check_script(policy, block, scripted)
-        temperature = float(sampler.temperature)
-        guided = sampler.cfg_scale > 0
-        rule = self._rule(policy, temperature, seed, guided)
-        fixed = self.pool is not None and observer is None
-        if guided and self.packed is not None:
-            raise InputError(
-                f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
-                f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
-            )
+        began, stats = time.perf_counter(), GenerationStats()
+        if not ids:
+            return Generation([], stats, [] if keep_kv else None)
         if keep_kv and self.plan is not None and self.plan.region.hides:
             raise InputError(
                 f"keep_kv returns keys by position, but {self.plan} hides rows, whose keys do not exist; leave it out."
             )
-        loop = self._loop(rule, step, select, max_new_tokens, block, sampler, fixed)
-        loop = replace(loop, unread=UNREAD_STEPS if fixed and progress is None else 0, observer=observer)
-        began = time.perf_counter()
-        stats = GenerationStats()
-        token_ids: list[list[int]] = []
-        kept: list[SequenceKV] = []
-        width = max_batch or max(1, len(ids))
-        for first in range(0, len(ids), width):
-            batch = ids[first : first + width]
-            positions = [-(-(len(p) + max_new_tokens) // block) * block for p in batch]
-            first_cached = [self._first_cached(len(p), block) for p in batch]
-            # A block-causal model prefills what it gives back after its first step.
-            causal = self.spec.attention == "block_causal"
-            absent = None if causal else first_cached * (2 if guided else 1)
-            both = self.kv.allocate(positions * (2 if guided else 1), absent)
-            handles, twins = both[: len(batch)], both[len(batch) :]
-            try:
-                report = progress and partial(_report, progress, stats.decoded, first, len(ids))
-                shape = self._table_shape(len(batch)) if fixed else ()
-                caches = {"page_table": self.kv.page_table(handles, *shape), **self.kv.tensors()}
-                if self.packed is not None:
-                    self.packed.prepare(self._candidates(batch, max_new_tokens, block), len(caches["page_table"]))
-                    caches |= self.packed.tensors()
-                self._keep_graphs()
-                unconditional = self.kv.page_table(twins, *shape) if guided else None
-                if causal and any(first_cached):
-                    loop = replace(loop, release=partial(self._release, handles, first_cached, caches["page_table"]))
-                else:
-                    loop = replace(loop, release=None)  # the batch before may have released pages
-                state = loop.run(batch, first, caches, stats, report, unconditional)
-                token_ids += responses(state, self.spec.eos_ids)[: len(batch)]
-                if keep_kv:
-                    kept += self._kv_of(handles, state)
-            finally:
-                for handle in reversed(both):
-                    self.kv.free(handle)
-        stats.tokens = sum(map(len, token_ids))
+        requests = [Request(prompt, chosen, index) for index, prompt in enumerate(ids)]
+        fixed = self.pool is not None and observer is None
+        block = chosen.block_length or self.spec.block_length
+        longest = max(map(len, ids)) + chosen.max_new_tokens
+        shape = self.shape(min(max_batch or len(ids), len(ids)), longest, block, fixed)
+        batch = self.batch([chosen], shape, fixed=fixed, foresee=fixed, stats=stats, observer=observer)
+        script = Transcripts(shape.slots, shape.columns, block)
+        waiting, ended = deque(requests), dict[int, _Ended]()
+        try:
+            while waiting or batch.running:
+                slots = batch.free[: len(waiting)]
+                if slots:
+                    batch.admit(slots, [waiting.popleft() for _ in slots])
+                    script.begin(slots)
+                    self.keep_graphs()
+                while batch.prefilling:
+                    batch.prefill(PREFILL_ROWS)
+                report = batch.turn()
+                script.write(report, list(batch.running))
+                done = [slot for slot in batch.running if not report.active[slot]]
+                for slot, one in batch.running.items():
+                    if report.broken[slot]:
+                        raise broken(one.request.index, int(report.start[slot]))
+                for slot in done:
+                    index = batch.running[slot].request.index
+                    ended[index] = self._ended(batch, report, script, slot, keep_kv)
+                batch.retire(done)
+                if progress is not None:
+                    decoded = sum(one.decoded for one in ended.values())
+                    decoded += sum(int(report.total[slot]) for slot in batch.running)
+                    progress(Progress(len(ended), len(ids), decoded))
+        finally:
+            batch.clear()
+        every = [ended[index] for index in range(len(ids))]
+        for each in every:
+            stats.count_sequence(each.steps, each.decoded, each.rows, each.commit_rows)
+        stats.tokens = sum(len(one.token_ids) for one in every)
         stats.finish(time.perf_counter() - began)
-        return Generation(token_ids, stats, kept if keep_kv else None)
+        kept = [one.kv for one in every if one.kv is not None] if keep_kv else None
+        return Generation([one.token_ids for one in every], stats, kept)
 
     @torch.no_grad()
     def warm_up(
@@ -268,7 +263,6 @@ class BlockSession:
             InputError: a size out of range, no pool to capture into, or buckets of kind "exact".
         """
         chosen = Decoding.of(decoding, settings)
-        block, (step, _) = self.spec.block_length, self._programs_for(chosen.rule, chosen.sampling)
         if self.pool is None:
             raise InputError("warm-up captures CUDA graphs, and this session runs without; use a GPU and graphs=True.")
         if batch < 1 or not 1 <= tokens <= self.spec.max_positions:
@@ -276,38 +270,35 @@ class BlockSession:
                 f"warm-up needs a batch of at least 1 and 1 to {self.spec.max_positions} tokens per sequence, got "
                 f"{batch} and {tokens}."
             )
-        sizes = step.bucket_sizes(batch * 2 * block)
+        block, causal = self.spec.block_length, self.spec.attention == "block_causal"
         self._sequences = max(self._sequences, 1 << (batch - 1).bit_length())
-        handles = self.kv.allocate([max(tokens, 2 * block)] * batch)
+        room = max(tokens, 2 * block)
+        if self._transitions.compiles and causal:
+            self._transitions.widen(tokens, block)
+        self.pool.preparing = True
         try:
-            caches = {"page_table": self.kv.page_table(handles, *self._table_shape(batch)), **self.kv.tensors()}
-            if self.packed is not None:
-                self.packed.prepare([tokens] * batch, self._sequences)
-                caches |= self.packed.tensors()
-            self._keep_graphs()
-            self.pool.preparing = True
-            rule = self._rule(chosen.rule, float(chosen.sampling.temperature), 0)
-            state = self._beginning(rule, batch, tokens, caches["page_table"])
+            # On a canvas of the width that later batches share, if they can.
+            slots = self.batch([chosen], self.shape(batch, room, block, fixed=True), fixed=True)
+            longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
+            slots.admit(range(batch), [longest] * batch)
+            self.keep_graphs()
+            step, state = slots.programs.step, slots.advance.state
             idle = replace(state, active=torch.zeros_like(state.active))
-            states = initial_states(self._inputs, len(state.start), self.device)
+            sizes = step.bucket_sizes(batch * 2 * block)
+            states = initial_states(self._inputs, self._sequences, self.device)
             # The largest first: the buffers that it gets serve the others.
             for done, size in enumerate(reversed(sizes)):
                 rows = min(size, batch * 2 * block)
-                at = Moment(idle_rows(rows, self._sequences, block, self.device), idle, rule)
-                result = step({**caches, **states, **computed(step.inputs, at)}, rows)
+                at = Moment(idle_rows(rows, self._sequences, block, self.device), idle, slots.rule)
+                result = step({**slots.caches(), **states, **computed(step.inputs, at)}, rows)
                 if progress is not None:
                     progress(done + 1, len(sizes))
-            known = "token" in result.outputs and ("script" not in step.inputs or isinstance(chosen.rule, Script))
+            known = "token" in result.outputs and ("script" not in step.inputs or slots.rule.script is not None)
             if self._transitions.compiles and known:
-                if self.spec.attention == "block_causal":
-                    self._transitions.widen(tokens, block)
-                # On a canvas of the width that later batches share, if they can.
-                state = self._beginning(rule, batch, tokens, caches["page_table"])
-                self._transitions.compile(rule, state, result.outputs)
+                slots.advance.compile(result.outputs)
+            slots.clear()
         finally:
             self.pool.preparing = False
-            for handle in reversed(handles):
-                self.kv.free(handle)
         return len(sizes)
 
     def reserve(self, sequences: int, tokens: int) -> None:
@@ -325,111 +316,139 @@ class BlockSession:
         for handle in reversed(self.kv.allocate([tokens] * sequences)):
             self.kv.free(handle)
 
-    def _programs_for(self, policy: Policy, sampler: Sampler) -> tuple[Program, Program | None]:
-        """The programs "step" and "select" (None without one) that a policy and a sampler need, if there are such; what
-        they keep per position has room.
+    def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
+        """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,
+        so that what is captured for one serves them all.
         """
-        programs, asked = self.programs, statistics_of(policy)
-        if "logits" not in programs["step"].output_names:
-            variant = LOGITS if sampler.needs_logits else measuring(policy)
-            programs = {**programs, **self.variants.get(variant, {})}
-        step, select = programs["step"], programs.get("select")
-        inputs = declared({name: program.inputs for name, program in programs.items()}).values()
-        self.kv.declare(spec for spec in inputs if spec.per == "position")
-        if asked and "logits" in step.output_names:  # the loop keeps what a program would
-            self.kv.declare([kept_rows(asked, self.spec.vocab)])
-        return step, select
+        causal = self.spec.attention == "block_causal"
+        stride = self._transitions.stride(block) if fixed else block
+        # A last block that is cut short has columns all the same.
+        columns = -(-(tokens + (0 if causal else block)) // stride) * stride
+        if not fixed:
+            return Shape(sequences, columns, self.kv.pages_for(columns), block)
+        slots = max(self._sequences, 1 << (sequences - 1).bit_length())
+        return Shape(slots, columns, self.kv.pages_for(self.spec.max_positions), block)
 
-    def _keep_graphs(self) -> None:
+    def batch(
+        self,
+        decodings: Sequence[Decoding],
+        shape: Shape,
+        *,
+        fixed: bool = False,
+        foresee: bool = False,
+        by_block: bool = False,
+        stats: GenerationStats | StageCounts | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+    ) -> Batch:
+        """Empty slots for requests that are decoded as these are, or differ in what each may say for itself alone.
+
+        fixed: the transition is captured, and kept for batches of the same shape; the others as for `Batch`.
+
+        Raises `InputError` for decodings that the session cannot serve, or not together.
+        """
+        rule, programs = self.rule(decodings, shape.block)
+        return Batch(
+            self.spec,
+            rule,
+            programs,
+            shape,
+            self._transitions.lasting if fixed else self._transitions.passing,
+            kv=self.kv,
+            packed=self.packed,
+            plan=self.plan,
+            by_block=by_block,
+            foresee=foresee,
+            stats=stats,
+            observer=observer,
+        )
+
+    def rule(self, decodings: Sequence[Decoding], block: int) -> tuple[Rule, Programs]:
+        """How requests that are decoded as these are share steps, and what runs then.
+
+        Raises `InputError` as `batch` does.
+        """
+        guides = {chosen.sampling.cfg_scale > 0 for chosen in decodings}
+        for chosen in decodings:
+            self.check(chosen, block)
+        if len(guides) > 1:
+            raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
+        sampled = any(chosen.sampling.temperature > 0 for chosen in decodings)
+        given = self.block_cache, self.recommit, self.select_noise
+        rule = Rule(Mixture.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop())
+        return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
+
+    def check(self, chosen: Decoding, block: int) -> None:
+        """Raises `InputError` for a decoding that the session's programs cannot serve."""
+        policy, sampler = chosen.rule, chosen.sampling
+        step = self._variant(policy, sampler.needs_logits)["step"]
+        check_rule(policy, sampler, step, self.block_cache, self.plan)
+        check_script(policy, block, "script" in step.inputs)
+        if sampler.cfg_scale > 0 and self.packed is not None:
+            raise InputError(
+                f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
+                f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
+            )
+
+    def keep_graphs(self) -> None:
         """Let go of CUDA graphs that read caches which have been replaced since."""
         if self.pool is not None:
             self.pool.keep(self.kv.tensors() if self.packed is None else self.kv.tensors() | self.packed.tensors())
 
-    def _first_cached(self, prompt: int, block: int) -> int:
-        """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
-        if self.packed is None:
-            return 0
-        if self.spec.attention == "bidirectional":
-            return prompt - self.spec.logit_shift
-        return prompt // block * block if self.packed.plan.window == "response" else 0
+    def _programs_for(self, policy: Policy, needs_logits: bool) -> Programs:
+        """The programs that a policy, and samplers that may need logits, ask for, if there are such; what they keep per
+        position has room.
+        """
+        programs, asked = self._variant(policy, needs_logits), statistics_of(policy)
+        inputs = declared({name: program.inputs for name, program in programs.items()}).values()
+        self.kv.declare(spec for spec in inputs if spec.per == "position")
+        if asked and "logits" in programs["step"].output_names:  # the loop keeps what a program would
+            self.kv.declare([kept_rows(asked, self.spec.vocab)])
+        prefill = programs["prefill"] if self.spec.attention == "block_causal" else None
+        return Programs(programs["step"], programs.get("select"), prefill)
 
-    def _release(self, handles: list[int], first: list[int], table: Tensor) -> None:
-        """Give the pages before each sequence's first cached position back."""
-        for handle, position in zip(handles, first, strict=True):
-            self.kv.release(handle, position)
-        table.copy_(self.kv.page_table(handles, *table.shape))
+    def _variant(self, policy: Policy, needs_logits: bool) -> Mapping[str, Program]:
+        if "logits" in self.programs["step"].output_names:
+            return self.programs
+        variant = LOGITS if needs_logits else measuring(policy)
+        return {**self.programs, **self.variants.get(variant, {})}
 
-    def _candidates(self, prompts: Sequence[Sequence[int]], new: int, block: int) -> list[int]:
-        """Of each sequence, positions outside of its window, at most."""
-        assert self.packed is not None
-        behind = new if self.packed.plan.window == "block" else 0
-        return [len(prompt) + behind for prompt in prompts]
-
-    def _table_shape(self, batch: int) -> tuple[int, int]:
-        """Rows and columns of the page table for a batch."""
-        return max(self._sequences, 1 << (batch - 1).bit_length()), self.kv.pages_for(self.spec.max_positions)
-
-    def _loop(
-        self,
-        rule: Rule,
-        step: Program,
-        select: Program | None,
-        max_new_tokens: int,
-        block: int,
-        sampler: Sampler,
-        fixed: bool,
-    ) -> BlockLoop:
-        """How to decode a batch. fixed: in shapes that later batches have, too."""
-        return BlockLoop(
-            spec=self.spec,
-            prefill=self.programs["prefill"] if self.spec.attention == "block_causal" else None,
-            step=step,
-            select=select,
-            rule=rule,
-            plan=self.plan,
-            kv=None if self.packed is None else self.packed.plan,
-            release=None,
-            max_new_tokens=max_new_tokens,
-            block=block,
-            advance=partial(self._transitions.lasting if fixed else self._transitions.passing, rule),
-            stride=self._transitions.stride(block) if fixed else block,
-            unread=0,
-            sampler=sampler.begin(self.spec.mask_id),
-            observer=None,
+    def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> _Ended:
+        """What is left of a request that ended."""
+        request = batch.running[slot].request
+        begin = len(request.ids)
+        said = script.response(slot, begin, begin + request.decoding.max_new_tokens, request.stops(self.spec))
+        steps, decoded, rows, commits = (
+            int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
+        return _Ended(said, steps, decoded, rows, commits, self._kv_of(batch, report, slot) if keep_kv else None)
 
-    def _rule(self, policy: Policy, temperature: float, seed: int, guided: bool = False) -> Rule:
-        given = self.block_cache, self.recommit, self.select_noise
-        return Rule(policy, *given, temperature, seed, self._inputs, guided)
-
-    def _beginning(self, rule: Rule, batch: int, tokens: int, table: Tensor) -> DecodeState:
-        """The state before the first step of a batch that nobody asked for, with so many positions per sequence."""
-        block, sampler = self.spec.block_length, Sampler(rule.temperature)
-        loop = self._loop(rule, self.programs["step"], None, tokens - 1, block, sampler, fixed=True)
-        return loop.begin([[self.spec.mask_id]] * batch, 0, table)
-
-    def _kv_of(self, handles: list[int], state: DecodeState) -> list[SequenceKV]:
-        found, causal = [], self.spec.attention == "block_causal"
-        firsts = [self._first_cached(prompt, state.block) for prompt in state.prompt_end.tolist()]
-        for handle, first, start, end in zip(handles, firsts, state.start.tolist(), state.end.tolist(), strict=False):
-            # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
-            committed, written = (start, start + state.block) if causal else (0, end)
-            span = handle, written, first
-            names = ((f"k_cache_{layer}", f"v_cache_{layer}") for layer in range(self.spec.layers))
-            layers = [(self.kv.gather(k, *span), self.kv.gather(v, *span)) for k, v in names]
-            found.append(SequenceKV(committed, layers, first))
-        return found
+    def _kv_of(self, batch: Batch, report: Report, slot: int) -> SequenceKV:
+        one, causal = batch.running[slot], self.spec.attention == "block_causal"
+        start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
+        # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
+        end = len(one.request.ids) + one.request.decoding.max_new_tokens
+        committed, written = (start, start + batch.shape.block) if causal else (0, end)
+        span = one.handles[0], written, first
+        names = ((f"k_cache_{layer}", f"v_cache_{layer}") for layer in range(self.spec.layers))
+        layers = [(self.kv.gather(k, *span), self.kv.gather(v, *span)) for k, v in names]
+        return SequenceKV(committed, layers, first)
 
 
-def responses(state: DecodeState, eos_ids: Sequence[int]) -> list[list[int]]:
-    """What each finished sequence says: after its prompt, up to a stop token (left out) or max_new_tokens."""
-    spans = zip(state.canvas.tolist(), state.prompt_end.tolist(), state.end.tolist(), strict=True)
-    stops = frozenset(eos_ids)
-    return [list(takewhile(lambda t: t not in stops, tokens[begin:end])) for tokens, begin, end in spans]
+@dataclass(frozen=True)
+class _Ended:
+    """A request that has been served."""
+
+    token_ids: list[int]
+    steps: int
+    decoded: int
+    rows: int
+    commit_rows: int
+    kv: SequenceKV | None
 
 
-def _report(
-    progress: Callable[[Progress], None], decoded: int, finished: int, prompts: int, batch: tuple[int, int]
-) -> None:
-    """Add what earlier batches did to what this one has done: (finished, decoded)."""
-    progress(Progress(finished + batch[0], prompts, decoded + batch[1]))
+def broken(prompt: int, start: int) -> DgraphError:
+    """The error of a request whose numbers went wrong."""
+    return DgraphError(
+        f"program 'step' gave no usable confidence for prompt {prompt} (block at position {start}): NaN, or no "
+        f"candidate with a token and a confidence. Check the weights, and whether their dtype overflows."
+    )

@@ -13,6 +13,30 @@ from dgraph.runtime.rows import RowResults, StepRows
 
 
 @dataclass
+class StageCounts:
+    """Counts of a batch that never ends, as large after many steps as after one.
+
+    Attributes:
+        steps: forward passes of the decode loop.
+        rows, padded, seconds: by stage, as in `GenerationStats`.
+    """
+
+    steps: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def count_stage(self, name: str, rows: int, padded: int, seconds: float) -> None:
+        """Add one run of a stage."""
+        self.rows[name] = self.rows.get(name, 0) + rows
+        self.padded[name] = self.padded.get(name, 0) + padded
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def count_salient(self, counts: Tensor) -> None:
+        """Salient rows of one step, which nobody asks for here."""
+
+
+@dataclass
 class GenerationStats:
     """Counts and times of one `generate`, prompts beyond max_batch included.
 
@@ -47,6 +71,7 @@ class GenerationStats:
     sequence_steps: list[int] = field(default_factory=list)
     sequence_decoded: list[int] = field(default_factory=list)
     sequence_rows: list[int] = field(default_factory=list)
+    unread_salient: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def kept_rows(self) -> int:
@@ -81,9 +106,24 @@ class GenerationStats:
         self.padded[name] = self.padded.get(name, 0) + padded
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def count_salient(self, counts: Tensor) -> None:
+        """Add the salient rows of one step, which stay on the device until the end."""
+        self.unread_salient.append(counts.clone())
+
+    def count_sequence(self, steps: int, decoded: int, rows: int, commit_rows: int) -> None:
+        """Add a sequence that ended."""
+        self.sequence_steps.append(steps)
+        self.sequence_decoded.append(decoded)
+        self.sequence_rows.append(rows)
+        self.decoded += decoded
+        self.commit_rows += commit_rows
+
     def finish(self, total: float) -> None:
         """Set the total and give what no stage accounts for to "decode loop"."""
         self.total = total
+        if self.unread_salient:
+            self.salient += torch.stack(self.unread_salient).tolist()
+            self.unread_salient.clear()
         stages = sum(s for name, s in self.seconds.items() if name != "decode loop")
         self.seconds["decode loop"] = max(0.0, total - stages)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-
-from torch import Tensor
+from collections.abc import Hashable
 
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.runtime.advance import Advance
@@ -50,17 +48,11 @@ class Transitions:
         return Advance(rule, state, state.capacity)
 
     def lasting(self, rule: Rule, state: DecodeState) -> Advance:
-        """A captured transition for a batch of this shape: the one of the call before, if it fits."""
-        key = (rule.key, state.block, tuple(state.canvas.shape))
+        """A captured transition for a batch of this shape with idle slots: that of the call before, if it fits."""
+        key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape))
         if self._last is None or self._last[0] != key:
             if self._last is not None:
                 self._last[1].let_go()
                 self._last = None  # frees its tensors before new ones are made
             self._last = (key, Advance(rule, state, state.capacity, self._pool, self._compiler))
-        else:
-            self._last[1].load(state, rule.seed)
         return self._last[1]
-
-    def compile(self, rule: Rule, state: DecodeState, outputs: Mapping[str, Tensor]) -> None:
-        """Compile what lies between the steps of such a batch, whose program gives outputs of these types."""
-        Advance(rule, state, state.capacity, self._pool, self._compiler).compile(outputs)

@@ -18,6 +18,7 @@ from dgraph.runtime.policies import Candidates, FixedSteps
 from dgraph.runtime.rows import RowResults
 from dgraph.runtime.script import SPREAD, BlockStep, Script, check_script, closure, selections
 from tests.bench.test_traces import FOLDER, HISTORY
+from tests.runtime.fake import summary
 
 BLOCK = 8
 TRACE = synthesise(BLOCK, 5.0, 3.0, histories=6)
@@ -52,7 +53,7 @@ class Decode:
 
     def step(self) -> Tensor:
         state = self.state
-        rows = state.rows(int(state.summary()[0]))
+        rows = state.rows(int(summary(state)[0]))
         n = len(rows.candidate)
         kept, reached, start = torch.ones(n, dtype=torch.bool), self.reached, state.start
         if self.evict:

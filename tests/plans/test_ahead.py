@@ -14,6 +14,7 @@ from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import Sequential
 from dgraph.runtime.rows import RowResults
 from tests.plans.outside import Stride, Thirds
+from tests.runtime.fake import summary
 
 MASK, BLOCK = 99, 4
 COUNTED = st.builds(
@@ -60,11 +61,13 @@ def test_the_host_counts_as_the_device_does(plan: RowPlan, prompts: list[int], n
         plan=plan,
         shift=shift,
     )
-    counts = RowCounts(plan, prompts, new, shift)
-    for step in range(new):
-        rows = state.rows(int(state.summary()[0]))
+    slots = list(range(len(prompts)))
+    counts = RowCounts(plan, len(prompts), shift)
+    counts.set(slots, prompts, [new] * len(prompts))
+    for _ in range(new):
+        rows = state.rows(int(summary(state)[0]))
         live = rows.cu_rows.diff().tolist()
-        known, whole = counts.of(step), counts.whole(step)
+        known, whole = counts.of(slots), counts.whole(slots)
         assert known is None or known.tolist() == live
         if whole is not None and not plan.region.hides:
             assert whole.tolist() == state.whole.tolist()
@@ -75,6 +78,7 @@ def test_the_host_counts_as_the_device_does(plan: RowPlan, prompts: list[int], n
         token, confidence = torch.where(rows.candidate, 7, -1), torch.where(rows.candidate, 0.5, -torch.inf)
         results = RowResults(token, confidence, rows.live)
         state.apply(rows, results, Sequential(BLOCK), "off", True)
+        counts.advance(slots)
     assert not bool(state.active.any())
 
 

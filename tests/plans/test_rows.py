@@ -25,9 +25,14 @@ KNOWN = {**PARTS, "Stride": Stride, "Thirds": Thirds}
 
 
 def counted(plan: RowPlan, prompts: Sequence[int], new: int, step: int, shift: int = 0) -> list[int]:
-    counts = RowCounts(plan, prompts, new, shift).of(step)
-    assert counts is not None
-    return counts.tolist()
+    slots = list(range(len(prompts)))
+    counts = RowCounts(plan, len(prompts), shift)
+    counts.set(slots, prompts, [new] * len(prompts))
+    for _ in range(step):
+        counts.advance(slots)
+    found = counts.of(slots)
+    assert found is not None
+    return found.tolist()
 
 
 def test_a_plan_is_a_value() -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import OFFERS
+from dgraph.runtime.report import Report
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
@@ -84,6 +86,12 @@ def caches(*layers: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     """Keys and values of layers, of those sizes each."""
     sizes = enumerate(layers)
     return [InputSpec(f"{n}_cache_{i}", dtype, ("pages", "page", *size)) for i, size in sizes for n in "kv"]
+
+
+def summary(state: DecodeState) -> list[int]:
+    """Over all sequences: rows of the next step, active ones, tokens decoded so far, broken ones, ones that choose."""
+    report = Report(state.report().numpy())
+    return [int(getattr(report, name).sum()) for name in ("rows", "active", "total", "broken", "choosing")]
 
 
 class FakeProgram:

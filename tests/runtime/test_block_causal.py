@@ -12,6 +12,7 @@ from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.block_causal import BlockCausalState, ready_columns
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from tests.runtime.fake import summary
 
 KNOWN = 4069107984540586624
 MASK, STOP, NONE = 99, 50, -torch.inf
@@ -33,7 +34,7 @@ def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | No
 
 def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options) -> Tensor:
     """One step in which (sequence, position) -> token are confident and nothing else is a candidate."""
-    rows = state.rows(state.summary().tolist()[0])
+    rows = state.rows(summary(state)[0])
     token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
     for (sequence, position), value in decode.items():
         at = (rows.sequence == sequence) & (rows.positions == position)
@@ -47,7 +48,7 @@ def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options)
 
 def pending(state: BlockCausalState, sequence: int = 0) -> list[int]:
     """Positions that the next step forwards."""
-    rows = state.rows(state.summary().tolist()[0])
+    rows = state.rows(summary(state)[0])
     return rows.positions[rows.sequence == sequence].tolist()
 
 
@@ -102,7 +103,7 @@ def test_a_complete_block_is_committed_in_the_next_step() -> None:
         assert pending(state) == [1, 2, 3]
         step(state, {(0, 2): 20}, cache="dc+", recommit=recommit)
         assert pending(state) == [*committed, 4, 5, 6, 7]
-        rows = state.rows(state.summary().tolist()[0])
+        rows = state.rows(summary(state)[0])
         assert rows.limit.tolist() == [4] * len(committed) + [8] * 4
         assert rows.candidate.tolist() == [False] * len(committed) + [True] * 4
         assert (state.steps.tolist(), state.decoded.tolist()) == ([0], [0])
@@ -119,7 +120,7 @@ def flags(state: BlockCausalState) -> tuple[list[int], list[int]]:
     rows = state.rows(state.capacity)
     assert rows.full is not None
     assert rows.changed is not None
-    assert not (rows.full | rows.changed)[state.summary().tolist()[0] :].any(), "padding"
+    assert not (rows.full | rows.changed)[summary(state)[0] :].any(), "padding"
     return rows.positions[rows.full].tolist(), rows.positions[rows.changed].tolist()
 
 
@@ -149,7 +150,7 @@ def test_a_full_step_every_so_many() -> None:
 def test_sequences_have_full_steps_of_their_own() -> None:
     state = begin([[1, 2, 3], [4]], 6, plan=RowPlan(Block()))
     step(state, {(0, 3): 10, (1, 2): 11})
-    rows = state.rows(state.summary().tolist()[0])
+    rows = state.rows(summary(state)[0])
     assert rows.full is not None
     assert rows.changed is not None
     assert rows.full.tolist() == [True] * 8 + [False] * 4
@@ -174,7 +175,7 @@ def test_a_sequence_ends_with_its_last_block_or_a_stop_token() -> None:
     assert pending(state, 2) == []
     step(state, {(0, 1): 8, (1, 2): 9})
     assert state.active.tolist() == [False, False, False]
-    assert state.summary().tolist() == [0, 0, 5, 0, 0]
+    assert summary(state) == [0, 0, 5, 0, 0]
     assert state.broken.tolist() == [False] * 3  # a finished sequence needs nothing to commit
 
 

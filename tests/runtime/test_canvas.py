@@ -18,7 +18,7 @@ from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of
 from dgraph.runtime.rows import RowResults
-from tests.runtime.fake import FakeProgram, fake_spec
+from tests.runtime.fake import FakeProgram, fake_spec, summary
 
 MASK, STOP, NONE = 99, 50, -torch.inf
 DUAL = RowPlan(Block())
@@ -62,7 +62,7 @@ def step(
     policy: ConfidenceThreshold = ConfidenceThreshold(0.5),  # noqa: B008
 ) -> Tensor:
     """One step that decodes (sequence, position) -> token and offers nothing else."""
-    rows = state.rows(state.summary().tolist()[0])
+    rows = state.rows(summary(state)[0])
     token, confidence = torch.full_like(rows.positions, -1), torch.full(rows.positions.shape, NONE)
     for (sequence, position), value in decode.items():
         at = (rows.sequence == sequence) & (rows.positions == position - state.shift)
@@ -75,7 +75,7 @@ def step(
 
 def pending(state: CanvasState, sequence: int = 0) -> list[int]:
     """Positions that the next step forwards."""
-    rows = state.rows(state.summary().tolist()[0])
+    rows = state.rows(summary(state)[0])
     return rows.positions[rows.sequence == sequence].tolist()
 
 
@@ -99,7 +99,7 @@ ALL = span(0, 13)
 
 def test_the_first_step_forwards_everything() -> None:
     state = begin([[1, 2, 3], [7]], 6)
-    assert state.summary().tolist() == [16, 2, 0, 0, 0]
+    assert summary(state) == [16, 2, 0, 0, 0]
     rows = state.rows(18)
     assert rows.cu_rows.tolist() == [0, 9, 16]
     assert rows.live.tolist() == [True] * 16 + [False] * 2
@@ -206,7 +206,7 @@ def test_a_block_that_its_first_step_finishes() -> None:
     assert pending(state) == span(0, 11)
     assert state.average.tolist() == [math.inf]
     step(state, {(0, p): 10 + p for p in range(7, 11)})
-    assert state.summary().tolist() == [0, 0, 8, 0, 0]
+    assert summary(state) == [0, 0, 8, 0, 0]
     assert state.canvas[0, :11].tolist() == [1, 2, 3, *span(13, 21)]
 
 
@@ -220,7 +220,7 @@ def test_a_last_block_that_is_cut_short() -> None:
     assert pending(state) == [7, 8]
     assert state.block_masked.tolist() == [[True, False, False, False]]
     step(state, {(0, 7): 10})
-    assert state.summary().tolist() == [0, 0, 6, 0, 0]
+    assert summary(state) == [0, 0, 6, 0, 0]
     assert state.canvas[0, 9:].tolist() == [MASK] * 4
 
 
@@ -292,7 +292,7 @@ def foreseen(plan: RowPlan, prompt: list[int], new: int, shift: int = 0, steps: 
     """Per step of 4-token blocks that are decoded from the left: rows that it forwards, and positions it commits."""
     state, found = begin([prompt], new, plan, shift=shift), []
     while state.active.any():
-        rows = state.rows(state.summary().tolist()[0])
+        rows = state.rows(summary(state)[0])
         token = torch.where(rows.candidate, rows.positions, -1)
         results = RowResults(token, torch.where(rows.candidate, 0.5, NONE), torch.ones_like(rows.candidate))
         columns = state.columns

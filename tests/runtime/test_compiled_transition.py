@@ -19,6 +19,7 @@ from dgraph.runtime.advance import Advance
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -26,15 +27,17 @@ from dgraph.runtime.policies import (
     ConfidenceThreshold,
     Dream,
     Factor,
+    Mixture,
     Policy,
     foresees,
     policy_of,
 )
+from dgraph.runtime.requests import Request, say
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
 from tests.plans.outside import Stride, Thirds
-from tests.runtime.fake import REACHED, offered
+from tests.runtime.fake import REACHED, offered, summary
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
@@ -70,7 +73,10 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
     offers += ["noise"] * bool(rule.get("select_noise"))
     defaults["inputs"] = (*map(offered, offers), REACHED)
-    return Advance(Rule(policy, **defaults | {"temperature": 0.0, "seed": 5} | rule), state, state.capacity)
+    heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
+    decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
+    say(state, mixture, [Request([1], decoding, index) for index in range(2)])
+    return Advance(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
 
 
 def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
@@ -110,8 +116,9 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
     run = None
     for _ in range(steps):
         said = outputs(plain, draw, evicting)
-        plain(said)
-        other._take(said)
+        plain.take(said)
+        plain.move()
+        other.take(said)
         run = run or interpreted(other)
         run()
         assert same(plain, other)
@@ -131,7 +138,7 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     evicting = kind == "step" and name != "script"
     plain, other = advance_of(kind, policy), advance_of(kind, policy)
     check_steps(plain, other, 10, evicting)
-    assert int(plain.summary[2]) >= BLOCK, "nothing moved on"
+    assert summary(plain.state)[2] >= BLOCK, "nothing moved on"
 
 
 @pytest.mark.parametrize(
@@ -153,14 +160,14 @@ def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
     """Grows by all tensors of the transition after every step."""
     seen: list[list[Tensor]] = []
-    call = Advance.__call__
+    move = Advance.move
 
     def watched(self: Advance, *args: Any, **options: Any) -> Any:
-        found = call(self, *args, **options)
+        found = move(self, *args, **options)
         seen.append([tensor.clone() for tensor in self._held()])
         return found
 
-    monkeypatch.setattr(Advance, "__call__", watched)
+    monkeypatch.setattr(Advance, "move", watched)
     return seen
 
 
@@ -228,7 +235,8 @@ def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> 
     advance._pool, advance._compiler = GraphPool(recorder=Recorder), compiler
     draw = torch.Generator().manual_seed(3)
     for _ in range(steps):
-        advance(outputs(advance, draw, False))
+        advance.take(outputs(advance, draw, False))
+        advance.move()
     return advance
 
 
@@ -290,15 +298,18 @@ def test_a_policy_may_return_what_it_was_given() -> None:
         stop_ids=torch.tensor([50]),
         plan=RowPlan(Block()),
     )
-    advance = Advance(Rule(All(0.5), "off", True, False, 0.0, 0), state, state.capacity)
+    mixture = Mixture.of([All(0.5)])
+    say(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
+    advance = Advance(Rule(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()
-    advance({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
+    advance.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
+    advance.move()
     assert state.changed is not None
     assert torch.equal(state.changed, masked)
 
 
 def test_rules_differ_in_their_keys() -> None:
-    """Two rules must not share what was compiled for one of them; a seed makes no difference."""
+    """Two rules must not share what was compiled for one of them; what requests say for themselves does not count."""
     compiler = TraceCompiler()
     texts: list[Any] = []
     compiler._make = lambda name, function, inputs, ahead: texts.append(name)  # type: ignore[method-assign, assignment]
@@ -306,6 +317,6 @@ def test_rules_differ_in_their_keys() -> None:
         for threshold in (0.5, 0.6):
             advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
             advance._compiler = compiler
-            advance._take(outputs(advance, torch.Generator(), False))
+            advance.take(outputs(advance, torch.Generator(), False))
             advance._compiled()
-    assert len(texts) == 6
+    assert len(texts) == 3

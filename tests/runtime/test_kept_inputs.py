@@ -12,6 +12,9 @@ from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.advance import Advance
 from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import Mixture
+from dgraph.runtime.requests import Request, say
 from dgraph.runtime.rule import Rule
 from tests.runtime.fake import offered
 
@@ -36,7 +39,9 @@ def advance_of(kv: KVPlan | None) -> Advance:
     )
     kept = ("action", "window", "adapt") if kv is not None else ()
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
-    return Advance(Rule(ConfidenceThreshold(0.9), "off", False, False, 0.0, 0, inputs), state, state.capacity)
+    mixture = Mixture.of([ConfidenceThreshold(0.9)])
+    say(state, mixture, [Request([1], Decoding())] * 2)
+    return Advance(Rule(mixture, "off", False, False, False, inputs), state, state.capacity)
 
 
 def test_rows_adapt_where_their_sequence_reuses() -> None:
@@ -53,14 +58,16 @@ def test_rows_adapt_where_their_sequence_reuses() -> None:
         wanted = {"all": torch.ones_like(prompt), "none": torch.zeros_like(prompt), "prompt": prompt}[full]
         assert torch.equal(inputs["full"][:count], wanted)
         n = advance.capacity
-        advance({"token": torch.full((n,), 7), "confidence": torch.rand(n) / 2})
+        advance.take({"token": torch.full((n,), 7), "confidence": torch.rand(n) / 2})
+        advance.move()
 
 
 def test_each_sequence_by_itself() -> None:
     advance = advance_of(KVPlan("response", pairs=(2,)))
     state = advance.state.clone()
     state.counter[1], state.whole[1] = 1, False
-    advance.load(state, 0)
+    advance.admit([0, 1], state)
+    advance.pack()
     inputs, rows = advance.inputs, advance.rows
     count = int(rows.cu_rows[-1])
     assert inputs["action"].tolist() == [SELECT, REUSE]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,12 @@ def make(plan: KVPlan, dtype: torch.dtype = torch.float32) -> PackedKV:
     return PackedKV([spec for layer in (0, 1) for spec in packed_inputs(layer, 3, 5, dtype)], 2, plan)
 
 
+def prepare(packed: PackedKV, candidates: Sequence[int], slots: int) -> None:
+    """A batch of so many slots, the first of which have sequences."""
+    packed.widen(slots)
+    packed.open(range(len(candidates)), candidates)
+
+
 def addresses(packed: PackedKV, *but: str) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in packed.tensors().items() if name not in ("pack_start", *but)}
 
@@ -33,10 +41,10 @@ def addresses(packed: PackedKV, *but: str) -> dict[str, int]:
 def test_names_shapes_and_types() -> None:
     packed = make(KEPT)
     assert packed.bytes == 0
-    packed.prepare([9, 3], 4)
+    prepare(packed, [9, 3], 4)
     found = packed.tensors()
     names = [f"{name}_{i}" for i in (0, 1) for name in ("pack_count", "k_pack", "v_pack", "pack_index")]
-    assert list(found) == [*names, "pack_start"]
+    assert found.keys() == {*names, "pack_start"}
     for layer, entries in ((0, (2 + 2) * 3), (1, (4 + 3) * 3)):
         assert found[f"k_pack_{layer}"].shape == found[f"v_pack_{layer}"].shape == (entries, 5)
         assert found[f"pack_index_{layer}"].shape == (entries,)
@@ -45,20 +53,20 @@ def test_names_shapes_and_types() -> None:
         assert all(t.eq(0).all() for t in found.values() if t.dtype == torch.float32)
     assert packed.bytes == (12 + 21) * (2 * 5 * 4 + 4) + 2 * 4 * 3 * 4
     half = make(KEPT, torch.bfloat16)
-    half.prepare([9, 3], 4)
+    prepare(half, [9, 3], 4)
     assert {half.tensors()[f"{kind}_pack_1"].dtype for kind in "kv"} == {torch.bfloat16}
 
 
 def test_starts_by_layer() -> None:
-    """Sequences that the batch is padded with keep nothing."""
+    """Slots without a sequence, and sequences without candidates, keep nothing."""
     packed = make(KEPT)
-    packed.prepare([9, 3, 1], 4)
+    prepare(packed, [9, 3, 1], 4)
     start = packed.tensors()["pack_start"]
     assert start.dtype == torch.int32
-    assert start.tolist() == [[0, 6, 12, 15], [0, 12, 21, 24]]
+    assert start.tolist() == [[0, 6, 12, 0], [0, 12, 21, 0]]
     share = make(SHARE)
-    share.prepare([9, 1, 6], 3)
-    assert share.tensors()["pack_start"].tolist() == [[0, 12, 12]] * 2
+    prepare(share, [9, 1, 6], 3)
+    assert share.tensors()["pack_start"].tolist() == [[0, 0, 12]] * 2
     assert len(share.tensors()["k_pack_0"]) == (4 + 0 + 3) * 3
 
 
@@ -66,7 +74,7 @@ def test_layers_may_differ() -> None:
     """KV heads, head size, and whether a layer keeps anything at all."""
     specs = packed_inputs(0, 3, 5, torch.float32) + packed_inputs(2, 1, 7, torch.float16)
     packed = PackedKV(specs, 3, KVPlan("response", pairs=(2,)))
-    packed.prepare([9, 1], 2)
+    prepare(packed, [9, 1], 2)
     found = packed.tensors()
     assert found["pack_start"].tolist() == [[0, 6], [0, 0], [0, 2]]
     assert (found["k_pack_0"].shape, found["k_pack_2"].shape) == ((9, 5), (3, 7))
@@ -79,12 +87,12 @@ def test_layers_may_differ() -> None:
 
 def test_what_is_big_enough_stays_where_it_is() -> None:
     packed = make(KVPlan("response", ratio=0.5))
-    packed.prepare([8, 8], 2)
+    prepare(packed, [8, 8], 2)
     before, bytes_before = addresses(packed), packed.bytes
     for t in packed.tensors().values():
         t.fill_(7)
     for candidates, sequences in (([8, 8], 2), ([4], 2), ([2, 13], 2), ([16], 1)):
-        packed.prepare(candidates, sequences)
+        prepare(packed, candidates, sequences)
         assert addresses(packed) == before
         assert packed.bytes == bytes_before
         assert all(packed.tensors()[f"pack_count_{layer}"].eq(0).all() for layer in (0, 1))
@@ -95,13 +103,13 @@ def test_what_is_big_enough_stays_where_it_is() -> None:
 def test_only_what_is_too_small_is_replaced() -> None:
     """More sequences need other counts, a larger budget other entries; layers grow apart."""
     packed = make(KEPT)
-    packed.prepare([2, 2], 2)
+    prepare(packed, [2, 2], 2)
     before = packed.tensors()
-    packed.prepare([2], 5)
+    prepare(packed, [2], 5)
     after = packed.tensors()
     assert after["pack_count_0"].shape == (5, 3)
     assert after["k_pack_0"] is before["k_pack_0"]
-    packed.prepare([9, 9], 2)  # layer 0 keeps 2 of each as before
+    prepare(packed, [9, 9], 2)  # layer 0 keeps 2 of each as before
     grown = packed.tensors()
     for name in ("k_pack", "v_pack", "pack_index"):
         assert grown[f"{name}_0"] is after[f"{name}_0"]
@@ -112,14 +120,14 @@ def test_only_what_is_too_small_is_replaced() -> None:
 
 def test_no_candidates() -> None:
     packed = make(KEPT)
-    packed.prepare([0], 1)
+    prepare(packed, [0], 1)
     assert packed.tensors()["k_pack_0"].shape == (0, 5)
     assert packed.tensors()["pack_start"].tolist() == [[0], [0]]
 
 
 def test_out_of_memory_is_made_up_for_by_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = make(KEPT)
-    packed.prepare([1], 1)
+    prepare(packed, [1], 1)
     real, made = torch.zeros, []
 
     def zeros(*size: object, **options: object) -> Tensor:
@@ -130,9 +138,24 @@ def test_out_of_memory_is_made_up_for_by_the_next_batch(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(torch.OutOfMemoryError):
-        packed.prepare([9] * 4, 1 + 3)
+        prepare(packed, [9] * 4, 1 + 3)
     monkeypatch.undo()
-    packed.prepare([9] * 3, 3)
+    prepare(packed, [9] * 3, 3)
     found = packed.tensors()
     assert {len(found[f"{kind}_pack_{layer}"]) for kind in "kv" for layer in (0, 1)} == {3 * 2 * 3, 3 * 4 * 3}
     assert len(found["pack_index_1"]) == 3 * 4 * 3
+
+
+def test_slots_come_and_go() -> None:
+    """A run that came back is used again; growing keeps what others have packed."""
+    packed = make(KVPlan("response", ratio=1.0))
+    packed.widen(4)
+    packed.open([0, 2], [4, 3])
+    packed.tensors()["k_pack_1"][12:21] = 5
+    packed.close(0)
+    packed.open([1], [2])
+    packed.open([3], [9])
+    assert packed.tensors()["pack_start"].tolist() == [[0, 0, 12, 21]] * 2
+    assert packed.tensors()["k_pack_1"][12:21].eq(5).all()
+    packed.open([0], [2])
+    assert packed.tensors()["pack_start"][0].tolist() == [6, 0, 12, 21]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from dgraph.runtime import loop
+from dgraph.runtime import session as sessions
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.rows import prefill_chunks
+from dgraph.runtime.rows import prefill_chunk
 from dgraph.runtime.session import BlockSession
 from tests.runtime.fake import FakeProgram, fake_spec
 
@@ -20,12 +20,12 @@ def test_chunks_cover_each_sequence_once_in_order_and_at_blocks(seed: int) -> No
     lengths = [block * draw.randrange(6) for _ in range(draw.randrange(1, 9))]
     most = draw.randrange(block, 8 * block)
     reached = [0] * len(lengths)
-    for begin, end in prefill_chunks(lengths, block, most):
-        assert begin == reached
+    while reached != lengths:
+        begin, end = zip(*prefill_chunk(list(zip(reached, lengths, strict=True)), block, most), strict=True)
+        assert list(begin) == reached
         assert all(b <= e <= n and e % block == 0 for b, e, n in zip(begin, end, lengths, strict=True))
         assert 0 < sum(end) - sum(begin) <= most
         reached = list(end)
-    assert reached == lengths
 
 
 def test_chunking_changes_neither_tokens_nor_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,5 +39,5 @@ def test_chunking_changes_neither_tokens_nor_caches(monkeypatch: pytest.MonkeyPa
         return result.token_ids, values
 
     whole = run()
-    monkeypatch.setattr(loop, "PREFILL_ROWS", 12)
+    monkeypatch.setattr(sessions, "PREFILL_ROWS", 12)
     assert run() == whole

@@ -54,7 +54,7 @@ PROMPTS = [[1] * 3, [2] * 9, [4] * 6]
 
 
 def run(attention: str, kind: str = "step", pool: GraphPool | None = None, **options: Any) -> tuple[Counting, Any]:
-    """Two batches, one after the other: two prompts, then one; every block of 4 takes two steps."""
+    """Three prompts in two slots; every block of 4 takes two steps."""
     shift = int(attention == "shifted")
     causal = attention == "block_causal"
     facts = {"attention": "block_causal" if causal else "bidirectional", "logit_shift": shift, "eos_ids": ()}
@@ -70,7 +70,7 @@ def run(attention: str, kind: str = "step", pool: GraphPool | None = None, **opt
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("attention", ["block_causal", "bidirectional", "shifted"])
 def test_states_are_carried_and_reset(attention: str, pool: bool) -> None:
-    """Of a block with each block, of a response with each response; no batch sees what another left."""
+    """Of a block with each block, of a response with each response; none sees what another left in its slot."""
     step, _ = run(attention, pool=GraphPool(recorder=Recorder) if pool else None)
     for said in step.said:
         for s, prompt_end in enumerate(said["prompt_end"]):
@@ -81,8 +81,8 @@ def test_states_are_carried_and_reset(attention: str, pool: bool) -> None:
             assert said["count"][s] == 3 + said["step"][s]
             assert said["level"][s] == [0.5 + said["block_step"][s]] * 2
             assert said["block_end"][s] == said["block_start"][s] + 4
-    batches = [i for i, said in enumerate(step.said) if max(said["step"]) == 0]
-    assert len(batches) == 2
+    begun = {said["prompt_end"][s] for said in step.said for s in range(2) if said["step"][s] == 0}
+    assert begun == {3, 9, 6}
     first = step.said[0]
     ends, width = [len(p) for p in PROMPTS[:2]], 4 if attention == "block_causal" else 1
     assert first["prompt_end"][:2] == ends

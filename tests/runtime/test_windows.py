@@ -16,6 +16,7 @@ from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.rule import Rule
+from tests.runtime.fake import summary
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
 
@@ -38,7 +39,7 @@ def begin(kind: type[State], prompts: list[list[int]], new: int, kv: KVPlan | No
 def said(state: Any) -> tuple[list[list[int]], list[int], int]:
     """Windows, actions, and how many sequences do not reuse what is packed."""
     assert state.window.dtype == state.action.dtype == torch.int32
-    return state.window.tolist(), state.action.tolist(), state.summary().tolist()[4]
+    return state.window.tolist(), state.action.tolist(), summary(state)[4]
 
 
 def walk(state: Any, take: Any, start: int, positions: int) -> list[tuple[list[int], int]]:
@@ -56,7 +57,7 @@ def test_without_a_plan_there_is_neither() -> None:
     for kind, more in ((CanvasState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
         state = begin(kind, [[1, 2, 3]], 6, None, **more)
         assert state.window is state.action is None
-        assert state.summary().tolist()[4] == 0
+        assert summary(state)[4] == 0
 
 
 def test_a_block_of_a_canvas() -> None:

@@ -1,0 +1,428 @@
+"""Sequences that are decoded together: slots, each with a request of its own, and the steps over all of them.
+
+Between any two steps requests may be admitted to free slots and others retired; no shape changes, and nothing is
+captured or compiled anew. The host reads one small report per step (see `dgraph.runtime.report`), without which it
+would not know how many rows the next step has; where the row plan says that, it launches the step first. Everything
+else stays on the device. A program may read more, and so does decoding logits (see `dgraph.runtime.decide`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.plans.rows import RowCounts, RowPlan
+from dgraph.runtime.advance import TWIN, Advance
+from dgraph.runtime.block_causal import BlockCausalState
+from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.decide import Decide
+from dgraph.runtime.decode_state import OUT, DecodeState
+from dgraph.runtime.kv import NO_PAGE, KVStore
+from dgraph.runtime.offers import Moment, computed
+from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.report import Report, Reports
+from dgraph.runtime.requests import Programs, Request, Running, Shape, positions, say
+from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
+from dgraph.runtime.rule import Rule
+from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
+from dgraph.spec import ModelSpec
+
+FEW_STEPS = 4
+"""A batch that may end within so many steps launches none before it has read the report of the last."""
+
+
+class Batch:
+    """Slots, and the steps over them. Whoever drives it calls, in turn: `retire`, `admit`, `prefill`, and `turn`.
+
+    Args:
+        spec: the model.
+        rule: how to decode.
+        programs: what runs.
+        shape: how large it is.
+        state: a function that gives the transition for a state before its first step.
+        kv, packed: where keys are, and which are kept packed; `plan`, which rows a step of a bidirectional model
+            forwards, or which steps of a block-causal one are full.
+        by_block: pages are allocated as a sequence grows, not for its whole life.
+        foresee: launch a step before the report of the last one is read, where the plan says how many rows it has at
+            most. A sequence that ends, or goes wrong, is then noticed one step later.
+        stats: counts what runs; observer: gets every step, at the price of copies to the host.
+
+    Attributes:
+        running: the request in each slot that has one.
+        lenient: a sampler that raises fails its own requests (see `failed`), and not the step.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rule: Rule,
+        programs: Programs,
+        shape: Shape,
+        advance: Callable[[Rule, DecodeState], Advance],
+        *,
+        kv: KVStore,
+        packed: PackedKV | None = None,
+        plan: RowPlan | None = None,
+        by_block: bool = False,
+        foresee: bool = False,
+        stats: GenerationStats | StageCounts | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+    ):
+        self.spec, self.rule, self.programs, self.shape = spec, rule, programs, shape
+        self.kv, self.packed, self.plan = kv, packed, plan
+        self.by_block, self._observer, self.lenient = by_block, observer, False
+        self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
+        self._make = advance
+        self.running: dict[int, Running] = {}
+        self.causal = spec.attention == "block_causal"
+        if packed is not None:
+            packed.widen(shape.slots)
+        tables = 2 if rule.guided else 1
+        self._tables = torch.full((tables, shape.slots, shape.pages), NO_PAGE, dtype=torch.int32, device=kv.device)
+        self.advance = advance(rule, self._begin([]))
+        pinned = kv.device.type == "cuda"
+        self._orders = [torch.zeros(shape.slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self.order(range(shape.slots))
+        self._reports = Reports(self.advance.report)
+        self._last: Report | None = None
+        self._counts: RowCounts | None = None
+        if foresee and plan is not None and not self.causal and rule.block_cache == "off" and observer is None:
+            self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
+        self._decide = Decide(spec, shape.block)
+        self._flying: _Flight | None = None
+        self._steps = 0
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that no request has."""
+        return [slot for slot in range(self.shape.slots) if slot not in self.running]
+
+    @property
+    def prefilling(self) -> list[int]:
+        """Slots whose prompts are not prefilled yet."""
+        return [slot for slot, one in self.running.items() if one.prefilled < one.prompt]
+
+    def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Put requests into free slots; their first step is the next one that is packed, once they are prefilled.
+
+        Raises:
+            PoolFull: the pages that are free do not suffice; nothing has changed.
+        """
+        if not requests:
+            return
+        tables = len(self._tables)
+        tokens = [self._begins_with(request) for request in requests]
+        # A block-causal model prefills what it gives back after its first step.
+        absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
+        shared = [list(r.shared) for r in requests]
+        handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables)
+        if self.packed is not None:
+            self.packed.open(slots, [self._candidates(request) for request in requests])
+        for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
+            prompt = len(request.ids) // self.shape.block * self.shape.block if self.causal else 0
+            mine = handles[place :: len(requests)]
+            shares = len(request.shared) * self.kv.page_size
+            start = prompt if self.causal else len(request.ids)
+            self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
+        self._write_tables(slots)
+        self.advance.admit(slots, self._begin(requests))
+        if self._counts is not None:
+            self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
+
+    def retire(self, slots: Sequence[int], clear: bool = False) -> None:
+        """Take requests out of their slots, finished or not; their pages come back. clear: their numbers went wrong, so
+        what they wrote must not be found by whoever gets these pages.
+        """
+        if not slots:
+            return
+        self.advance.retire(slots)
+        for slot in slots:
+            one = self.running.pop(slot)
+            for handle in reversed(one.handles):
+                if clear:
+                    self.kv.clear(handle)
+                self.kv.free(handle)
+            if self.packed is not None:
+                self.packed.close(slot)
+
+    def extend(self, slot: int, tokens: int) -> None:
+        """Give a slot pages for so many positions in all, at most those of its whole life.
+
+        Raises:
+            PoolFull: the pages that are free do not suffice.
+        """
+        one = self.running[slot]
+        wanted = min(tokens, positions(one.request, self.shape.block))
+        grown = [self.kv.extend(handle, wanted) for handle in one.handles]
+        if any(grown):
+            self._write_tables([slot])
+
+    def order(self, slots: Sequence[int]) -> None:
+        """Grant rows of the next steps to these slots in this order; the others sit out."""
+        self._orders.reverse()  # the copy of the other one may not have been made yet
+        places = self._orders[0].fill_(OUT)
+        places[list(slots)] = torch.arange(len(slots))
+        self.advance.order(places)
+
+    def decode_as(self, rule: Rule, programs: Programs) -> None:
+        """Go on with a rule that serves other requests beside those that run, whose policies keep their places."""
+        if self._flying is not None:
+            self._move(self._flying)
+            self._flying = None
+        before = self.advance
+        self.rule, self.programs = rule, programs
+        self.advance = self._make(rule, self._begin([]))
+        self.advance.adopt(before)
+        self._reports = Reports(self.advance.report)
+
+    def clear(self) -> None:
+        """Retire everything, whatever has happened."""
+        self._flying = None
+        self.retire(list(self.running))
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, most: int, slots: Sequence[int] | None = None) -> int:
+        """Run the next part of the prompts of these slots in their order, default all that are prefilling: at most so
+        many rows, whole blocks. Returns how many rows it was.
+        """
+        program, block = self.programs.prefill, self.shape.block
+        slots = self.prefilling if slots is None else slots
+        if program is None or not slots:
+            return 0
+        spans = [(self.running[slot].prefilled, self.running[slot].prompt) for slot in slots]
+        begin, end = [0] * self.shape.slots, [0] * self.shape.slots
+        for slot, (first, last) in zip(slots, prefill_chunk(spans, block, max(most, block)), strict=True):
+            begin[slot], end[slot] = first, last
+        count = sum(end) - sum(begin)
+        state = self.advance.state
+        bounds = torch.tensor([begin, end], device=self.kv.device)
+        rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count)
+        given = {name: self.advance.inputs[name] for name in self.advance.carried}
+        inputs = {**self.caches(), **given, **computed(program.inputs, Moment(rows, state, self.rule))}
+        result, took_part = program(inputs, count), bounds[1] > bounds[0]
+        self.advance.prefilled(result.outputs, took_part)
+        if self.rule.guided:
+            other = program(self._without_prompt(inputs, rows), count).outputs
+            self.advance.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
+        self.stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
+        for slot in slots:
+            if end[slot] > begin[slot]:
+                self.running[slot].prefilled = end[slot]
+        return count
+
+    @torch.no_grad()
+    def turn(self) -> Report:
+        """Finish the step that runs, if one does, and launch the next; the report is of the former.
+
+        Slots that were written since the last turn are part of the next step.
+        """
+        if self._flying is not None:
+            self._move(self._flying)
+        else:
+            self.advance.pack()
+        self._reports.post()
+        foreseen = self._foreseen()
+        if foreseen is not None:
+            self._launch(*foreseen)
+            return self._read()
+        found = self._read()
+        rows = int(found.rows.sum())
+        self._flying = None
+        if rows:
+            self._launch(rows, bool(found.choosing.any()))
+        return found
+
+    def _read(self) -> Report:
+        found = self._last = self._reports.read()
+        for slot, one in self.running.items():
+            start = int(found.start[slot])
+            if start != one.start:
+                one.start, one.began = start, int(found.counter[slot])
+        return found
+
+    @property
+    def failed(self) -> dict[int, Exception]:
+        """What went wrong in the sampler of each slot of the last step, where the batch is lenient."""
+        return self._decide.failed
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step runs."""
+        return self._flying is not None
+
+    def _launch(self, count: int, choosing: bool) -> None:
+        advance, programs = self.advance, self.programs
+        program = programs.select if choosing and programs.select is not None else programs.step
+        inputs = {**self.caches(), **advance.inputs, **advance.late(program.inputs)}
+        result, other = program(inputs, count), None
+        if self.rule.guided:
+            # Outputs last until the next call.
+            result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
+            unguided = program(self._without_prompt(inputs, advance.rows), count).outputs
+            other = unguided["logits"]
+            carried = {TWIN + name: value for name, value in unguided.items() if TWIN + name in advance.carried}
+            result = replace(result, outputs=result.outputs | carried)
+        for stage in zip(program.stage_names, result.rows, result.padded, result.seconds, strict=True):
+            self.stats.count_stage(*stage)
+        if "salient" in result.outputs:
+            # Counts stay on the device until somebody asks.
+            self.stats.count_salient(result.outputs["salient"])
+        samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
+        outputs = self._decide(advance, samplers, result.outputs, other, self.caches(), self.lenient)
+        self._flying = None
+        if self._observer is None:
+            self._flying = _Flight(self._steps)
+        else:
+            # The transition overwrites what it is given, and a program may return one of its inputs.
+            said = {name: value.clone() for name, value in result.outputs.items()}
+            states = {name: advance.inputs[name].clone() for name in advance.carried}
+            rows = advance.rows.head(count).clone()
+            self._flying = _Flight(self._steps, advance.state.clone(), rows, said, states)
+        advance.take(outputs)
+        self.stats.steps += 1
+        self._steps += 1
+        if self._counts is not None:
+            self._counts.advance(list(self.running))
+        for one in self.running.values():
+            one.steps += 1
+        self._release()
+
+    def _move(self, flight: _Flight) -> None:
+        decision = self.advance.move(observed=flight.before is not None)
+        if self._observer is not None and decision is not None and flight.before is not None:
+            assert flight.rows is not None
+            results = decision.results, decision.committed, flight.said, flight.states
+            self._observer(StepRecord.of(flight.number, flight.before, flight.rows, *results))
+
+    def _foreseen(self) -> tuple[int, bool] | None:
+        """Rows of the next step at most, and whether some sequence chooses keys in it, where the host knows; None where
+        it must read the report, or should: a step in vain costs more than a wait.
+        """
+        last, counts = self._last, self._counts
+        if counts is None or last is None or self._flying is None or not self.running:
+            return None
+        slots = list(self.running)
+        found = counts.of(slots)
+        rows = 0 if found is None else int(found.sum())
+        if not rows or rows > (self.shape.most_rows or rows):
+            return None
+        left = max(one.request.decoding.max_new_tokens - int(last.total[slot]) for slot, one in self.running.items())
+        pace = max(1.0, float((last.total[slots] / last.counter[slots].clip(min=1)).max()))
+        if not bool(last.active[slots].all()) or left <= FEW_STEPS * pace:
+            return None
+        choosing = False
+        if self.programs.select is not None:
+            # Of the plans that say their rows, whole steps are those in which some sequence does not reuse.
+            whole = counts.whole(slots)
+            if whole is None:
+                return None
+            choosing = bool(whole.any())
+        return rows, choosing
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def caches(self) -> dict[str, Tensor]:
+        """What programs read in place, by name."""
+        packed = {} if self.packed is None else self.packed.tensors()
+        return {"page_table": self._tables[0], **self.kv.tensors(), **packed}
+
+    def _write_tables(self, slots: Sequence[int]) -> None:
+        at = torch.tensor(slots, dtype=torch.int64, device=self.kv.device)
+        for place, table in enumerate(self._tables):
+            handles = [self.running[slot].handles[place] for slot in slots]
+            table[at] = self.kv.page_table(handles, columns=self.shape.pages)
+
+    def _release(self) -> None:
+        """Give back the pages that no step after the first one reads, where the others' keys are packed."""
+        if self.packed is None or not self.causal:
+            return
+        for slot, one in self.running.items():
+            first = self.first_cached(len(one.request.ids))
+            if first and one.steps == 1 and one.prefilled == one.prompt:
+                for handle in one.handles:
+                    self.kv.release(handle, first)
+                self._write_tables([slot])
+
+    def _begins_with(self, request: Request) -> int:
+        """Positions that a request has pages for when it is admitted."""
+        whole = positions(request, self.shape.block)
+        if not self.by_block:
+            return whole
+        block = self.shape.block
+        return min(whole, (len(request.ids) // block + 2) * block)
+
+    def first_cached(self, prompt: int) -> int:
+        """See `first_cached`."""
+        return first_cached(prompt, self.shape.block, self.spec, self.packed)
+
+    def _candidates(self, request: Request) -> int:
+        """Positions outside of a sequence's window, at most."""
+        assert self.packed is not None
+        after = request.decoding.max_new_tokens if self.packed.plan.window == "block" else 0
+        return len(request.ids) + after
+
+    def _begin(self, requests: Sequence[Request]) -> DecodeState:
+        """The state of these requests before their first step; of as many idle slots as there are for none."""
+        spec, shape, device = self.spec, self.shape, self.kv.device
+        count = len(requests) or shape.slots
+        canvas = torch.full((count, shape.columns), spec.mask_id)
+        for row, request in zip(canvas, requests, strict=False):
+            row[: len(request.ids)] = torch.tensor(request.ids)
+        numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
+        index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
+        settings: dict[str, Any] = {
+            "sequences": len(requests),
+            "max_new_tokens": new,
+            "block": shape.block,
+            "mask_id": spec.mask_id,
+            "stop_ids": torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
+            "plan": self.plan,
+            "kv": None if self.packed is None else self.packed.plan,
+            "most_rows": shape.most_rows,
+        }
+        tensors = canvas.to(device), index.contiguous(), lengths.contiguous()
+        if self.causal:
+            state: DecodeState = BlockCausalState.begin(*tensors, **settings)
+        else:
+            state = CanvasState.begin(*tensors, **settings, shift=spec.logit_shift)
+        say(state, self.rule.policy, requests)
+        return state
+
+    def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
+        """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
+        given = rows.positions < self.advance.state.prompt_end[rows.sequence]
+        states = {name.removeprefix(TWIN): value for name, value in inputs.items() if name.startswith(TWIN)}
+        return {
+            **inputs,
+            **states,
+            "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
+            "page_table": self._tables[1],
+        }
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched. The others than its number are copies for an observer, if there is one."""
+
+    number: int
+    before: DecodeState | None = None
+    rows: StepRows | None = None
+    said: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
+    """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
+    if packed is None:
+        return 0
+    if spec.attention != "block_causal":
+        return prompt - spec.logit_shift
+    return prompt // block * block if packed.plan.window == "response" else 0

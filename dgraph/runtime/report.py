@@ -1,0 +1,65 @@
+"""What the host reads of a batch after a step: a few integers of each slot, and the tokens of its block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dgraph.runtime.decode_state import REPORT
+
+Numbers = NDArray[np.int64]
+
+
+class Report:
+    """One report; see `DecodeState.report`.
+
+    Every name of `REPORT` is an attribute, i64[b]; and `shown` i64[b, B], tokens of the block that the step was about,
+    -1 where there is a mask.
+    """
+
+    def __init__(self, numbers: Numbers):
+        self._numbers = numbers
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in REPORT:
+            raise AttributeError(name)
+        return self._numbers[:, REPORT.index(name)]
+
+    @property
+    def shown(self) -> Numbers:
+        """i64[b, B]"""
+        return self._numbers[:, len(REPORT) :]
+
+
+class Reports:
+    """Brings reports to the host, without waiting for the device until one is read.
+
+    Args:
+        source: i64[b, n] on the device that decodes; what it holds when `post` is called is what `read` gives.
+    """
+
+    def __init__(self, source: Tensor):
+        self._source = source
+        self._on_gpu = source.device.type == "cuda"
+        # Two, since a step may be launched, and its report posted, before the one before it is read.
+        self._buffers = [torch.empty(source.shape, dtype=source.dtype, pin_memory=self._on_gpu) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []
+        self._next = 0
+
+    def post(self) -> None:
+        """Copy the report as it will be when the work that has been launched is done."""
+        self._buffers[self._next].copy_(self._source, non_blocking=True)
+        if self._on_gpu:
+            self._events[self._next].record()
+        self._next = 1 - self._next
+
+    def read(self) -> Report:
+        """The report that was posted last, once it is there."""
+        last = 1 - self._next
+        if self._on_gpu:
+            self._events[last].synchronize()
+        return Report(self._buffers[last].numpy().copy())

@@ -1,0 +1,50 @@
+"""What the sequences of a batch have said so far, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from dgraph.runtime.report import Report
+
+
+class Transcripts:
+    """Tokens of every slot by position, and the step that committed each, from the reports of a batch.
+
+    Args:
+        slots, columns: of the batch.
+        block: columns of a block.
+    """
+
+    def __init__(self, slots: int, columns: int, block: int):
+        self._tokens = np.full((slots, columns), -1)
+        self._steps = np.zeros((slots, columns), dtype=np.int64)
+        self._columns = np.arange(block)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Forget what these slots held."""
+        self._tokens[list(slots)] = -1
+
+    def write(self, report: Report, slots: Sequence[int]) -> None:
+        """Take over what a report shows of these slots."""
+        rows = np.array(slots, dtype=np.int64)[:, None]
+        at = report.shown_start[rows] + self._columns
+        before, after = self._tokens[rows, at], report.shown[rows[:, 0]]
+        self._steps[rows, at] = np.where(before == after, self._steps[rows, at], report.counter[rows])
+        self._tokens[rows, at] = after
+
+    def tokens(self, slot: int, begin: int, end: int) -> list[int]:
+        """Positions [begin, end) of a slot, -1 where nothing is committed yet."""
+        found: list[int] = self._tokens[slot, begin:end].tolist()
+        return found
+
+    def steps(self, slot: int, begin: int, end: int) -> list[int]:
+        """In which of the slot's steps each of these positions was committed, from 1."""
+        found: list[int] = self._steps[slot, begin:end].tolist()
+        return found
+
+    def response(self, slot: int, begin: int, end: int, stops: Collection[int]) -> list[int]:
+        """What a sequence that ended says from position `begin` on: up to a stop token, which is left out, or `end`."""
+        return list(takewhile(lambda token: token not in stops, self.tokens(slot, begin, end)))
