@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from dgraph.cache.store import open_store
 from dgraph.compilation import Compilation
+from dgraph.engine.build import build_engine
+from dgraph.engine.engine import Engine
+from dgraph.engine.policies import SchedulePolicy
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
@@ -34,8 +38,7 @@ from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import Policy, statistics_of
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.policies import Mixture, statistics_of
 from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import trim
@@ -153,6 +156,7 @@ class Optimized:
         self.kernels = kernels or Kernels(target_of(captured.device), None)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
+        self._in_use = threading.Lock()
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -226,8 +230,8 @@ class Optimized:
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
-        self._prepare(chosen.rule, chosen.sampling)
-        with self.kernels.remembered():
+        self._prepare([chosen])
+        with self._used_by("generate"), self.kernels.remembered():
             generation = self._session.generate(
                 ids, chosen, max_batch=max_batch, keep_kv=keep_kv, observer=observer, progress=progress
             )
@@ -237,12 +241,90 @@ class Optimized:
         cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
-    def _prepare(self, policy: Policy, sampler: Sampler) -> None:
-        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
-        for statistics that a policy asks for.
+    def engine(
+        self,
+        *,
+        max_sequences: int | None = None,
+        max_tokens: int | None = None,
+        max_batched_rows: int | None = None,
+        kv_bytes: int | None = None,
+        policy: str | SchedulePolicy = "look_ahead",
+        pages: str = "block",
+        prefix_cache: bool = True,
+        queue: int | None = None,
+        block_length: int | None = None,
+    ) -> Engine:
+        """An engine: requests that come and go, decoded together, each as it would be alone.
+
+            with opt.engine(max_sequences=16) as engine:
+                responses = engine.generate(prompts, max_new_tokens=64)
+
+        While it is open, the model belongs to it: `generate` and a second engine are refused.
+
+        Args:
+            max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
+            max_tokens: positions of a request, prompt and response together; default 4096, or what the model has.
+            max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
+            kv_bytes: memory of the pool of keys and values; default 1 GiB on a CPU, most of the free memory on a GPU,
+                but never more than max_sequences of max_tokens need.
+            policy: who runs: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
+                `dgraph.engine.policies`.
+            pages: "block": a request of a block-causal model gets pages as it grows, and when there are none left the
+                youngest gives way and comes back later, with the same tokens; "life": it gets all of them at first.
+                Other models and recipes that keep packed keys always get all.
+            prefix_cache: keep the keys of prompts for other prompts that begin alike; block-causal models alone.
+            queue: requests that may wait; None for any number.
+            block_length: tokens that are denoised together; default the model's.
+
+        Raises:
+            InputError: a setting out of range, or a model that is in use.
+            UnknownName: an unknown policy or way of giving out pages.
         """
+        occupied = ExitStack()
+        occupied.enter_context(self._used_by("engine"))
+        occupied.callback(self._session.kv.unlimited)
+        try:
+            occupied.enter_context(self.kernels.remembered())
+            return build_engine(
+                self._session,
+                tokenizer=self.model.tokenizer,
+                encode=lambda text: self._encode(text)[0],
+                prepare=self._prepare,
+                occupied=lambda: occupied,
+                max_sequences=max_sequences,
+                max_tokens=max_tokens,
+                max_batched_rows=max_batched_rows,
+                kv_bytes=kv_bytes,
+                policy=policy,
+                pages=pages,
+                prefix_cache=prefix_cache,
+                queue=queue,
+                block_length=block_length,
+            )
+        except BaseException:
+            occupied.close()
+            raise
+
+    @contextmanager
+    def _used_by(self, what: str) -> Iterator[None]:
+        """Programs share buffers, so that one may use them at a time."""
+        if not self._in_use.acquire(blocking=False):
+            raise InputError(
+                f"the model is in use, by an engine that is open or by a call in another thread: {what} must wait. "
+                f"Close the engine first, or give the requests to it (Engine.generate)."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def _prepare(self, decodings: Sequence[Decoding]) -> None:
+        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
+        for statistics that policies ask for.
+        """
+        policy = Mixture.of([chosen.rule for chosen in decodings])
         asked = statistics_of(policy)
-        variant = LOGITS if sampler.needs_logits else measuring(policy)
+        variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)
         if not variant or variant in self._session.variants or "logits" in self.programs["step"].output_names:
             return
         if variant == LOGITS:
@@ -287,7 +369,7 @@ class Optimized:
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
             chosen = Decoding.of(decoding, settings)
-            self._prepare(chosen.rule, chosen.sampling)
+            self._prepare([chosen])
             positions = self.spec.max_positions if tokens is None else tokens
             return self._session.warm_up(batch, positions, progress, chosen)
 

@@ -1,0 +1,463 @@
+"""The engine's turns: what happens between two steps, in one thread and without waiting for anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dgraph.engine.demand import job_of
+from dgraph.engine.events import Draft, Event, Usage
+from dgraph.engine.jobs import Facts, Job, Plan
+from dgraph.engine.prefix import PrefixCache
+from dgraph.engine.scheduler import Scheduler
+from dgraph.engine.writer import Writer
+from dgraph.errors import PoolFull
+from dgraph.runtime.batch import Batch, first_cached
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import edits, kind_of, policy_key
+from dgraph.runtime.report import Report
+from dgraph.runtime.requests import Request, Shape, positions
+from dgraph.runtime.session import BlockSession, broken
+from dgraph.runtime.stats import StageCounts
+from dgraph.runtime.stops import Decoder
+from dgraph.runtime.transcript import Transcripts
+
+Sink = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that the engine has taken.
+
+    Attributes:
+        id, number: its id for callers, and for the scheduler.
+        request: as it was asked for.
+        sink: gets its events, in the thread that drives the device.
+        draft: whether they bring the block that is being decoded.
+        writer: its text.
+        going_on: as it is decoded; another than `request` after it gave way.
+        said: final tokens so far; `steps` the step of each.
+        cached: tokens of its prompt that were in the prefix cache.
+        slot: where it is; -1 while it waits.
+        arrived, admitted, first: when, on the engine's clock; None if not yet.
+    """
+
+    id: str
+    number: int
+    request: Request
+    sink: Sink
+    writer: Writer
+    draft: bool
+    arrived: float
+    priority: int
+    going_on: Request
+    said: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    cached: int = 0
+    slot: int = -1
+    admitted: float | None = None
+    first: float | None = None
+
+
+@dataclass
+class Totals:
+    """Counts since the engine began.
+
+    Attributes:
+        finished: requests by finish reason.
+        prompt_tokens, completion_tokens: of requests that ended.
+        preempted: times that a request gave way because pages ran out.
+    """
+
+    finished: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    preempted: int = 0
+
+
+class Driver:
+    """Takes requests through the slots of a batch, turn by turn.
+
+    While a step runs on the device a turn plans the next one from what is known, so facts are one step old where the
+    host plans; the device grants rows by the exact numbers (see `DecodeState.grant`).
+
+    Args:
+        session: the programs and the memory.
+        shape: of the batch.
+        scheduler: decides who runs.
+        clock: seconds.
+        by_block: see `Batch`.
+        prefix: keeps keys of prompts; None not to.
+        tokenizer: makes text of ids; None for no text.
+        prepare: lowers what requests that are decoded so need, unless that was done.
+    """
+
+    def __init__(
+        self,
+        session: BlockSession,
+        shape: Shape,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        *,
+        by_block: bool,
+        prefix: PrefixCache | None,
+        tokenizer: Decoder | None,
+        prepare: Callable[[Sequence[Decoding]], None],
+    ):
+        self.session, self.shape, self.scheduler, self.clock = session, shape, scheduler, clock
+        self.by_block, self.prefix, self._tokenizer, self._prepare = by_block, prefix, tokenizer, prepare
+        self.tickets: dict[int, Ticket] = {}
+        self.totals, self.stages = Totals(), StageCounts()
+        self._batch: Batch | None = None
+        self._decodings: list[Decoding] = []
+        self._script = Transcripts(shape.slots, shape.columns, shape.block)
+        self._orders: list[int] = []
+        self._told: _Told | None = None
+        self._resumes = by_block and session.recommit and not session.lasting
+
+    # -- what callers' threads do, under the engine's lock -------------------------------------------------------------
+
+    def check(self, chosen: Decoding) -> None:
+        """Raises `InputError` for a decoding that the model cannot be served with."""
+        self._prepare([chosen])
+        self.session.check(chosen, self.shape.block)
+
+    def fits(self, ticket: Ticket) -> None:
+        """Raises `InputError` for a request that would never fit."""
+        self.scheduler.check(self._job(ticket))
+
+    def take(self, ticket: Ticket) -> None:
+        """Queue a request.
+
+        Raises:
+            InputError: one that can never be served.
+            EngineBusy: the queue is full.
+        """
+        self.scheduler.submit(self._job(ticket), ticket.arrived)
+        self.tickets[ticket.number] = ticket
+
+    def ticket(self, name: str, number: int, request: Request, sink: Sink, draft: bool, priority: int) -> Ticket:
+        """A request as a ticket."""
+        writer = Writer(self._tokenizer, request.decoding.stop)
+        return Ticket(name, number, request, sink, writer, draft, self.clock(), priority, request)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, cancelled: Sequence[int]) -> Plan:
+        """Decide what the next step is to do; what was cancelled is gone from it."""
+        for number in cancelled:
+            ticket = self.tickets.get(number)
+            if ticket is not None:
+                self._leave(ticket, "cancelled")
+        return self.scheduler.plan(self.clock(), self.free_pages)
+
+    def turn(self, plan: Plan) -> Report | None:
+        """Carry a plan out: admit, prefill, finish the step that runs, and launch the next. None where nothing runs."""
+        self._admit([self.tickets[job.id] for job in plan.admit if job.id in self.tickets])
+        batch = self._batch
+        if batch is None:
+            return None
+        if self.by_block:
+            self._extend(batch)
+        members = [self.tickets[number] for number in plan.order if number in self.tickets]
+        members = [ticket for ticket in members if ticket.slot >= 0]
+        prefilled = self._prefill(batch, members)
+        ready = [t.slot for t in members if batch.running[t.slot].prefilled == batch.running[t.slot].prompt]
+        if ready != self._orders:
+            batch.order(ready)
+            self._orders = ready
+        if not batch.running and not batch.busy:
+            return None
+        report = batch.turn()
+        self._tell(plan, members, prefilled, report)
+        return report
+
+    def follow(self, report: Report) -> None:
+        """Pass on what a report says: tokens that are final, ends, and errors."""
+        batch = self._batch
+        assert batch is not None
+        running = [t for t in self.tickets.values() if t.slot >= 0]
+        self._script.write(report, [ticket.slot for ticket in running])
+        failed = batch.failed
+        for ticket in running:
+            slot = ticket.slot
+            if slot in failed:
+                self._leave(ticket, "error", failed[slot])
+            elif report.broken[slot]:
+                self._leave(ticket, "error", broken(ticket.request.index, int(report.start[slot])), clear=True)
+            else:
+                self._hear(ticket, report)
+
+    def fail(self, error: Exception) -> None:
+        """End every request with an error."""
+        for ticket in list(self.tickets.values()):
+            self._leave(ticket, "error", error, alive=False)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._batch is not None:
+            self._batch.clear()
+        if self.prefix is not None:
+            self.prefix.clear()
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def _admit(self, tickets: list[Ticket]) -> None:
+        if not tickets:
+            return
+        batch = self._ready_for([ticket.request.decoding for ticket in tickets])
+        for ticket in tickets:
+            shared = self.prefix.look_up(ticket.going_on.ids) if self.prefix is not None else ()
+            ticket.going_on = replace(ticket.going_on, shared=shared)
+        slots = [self.scheduler.running[ticket.number].slot for ticket in tickets]
+        try:
+            batch.admit(slots, [ticket.going_on for ticket in tickets])
+        except PoolFull:
+            # Pages that were spare when this was planned are shared by now; all of them wait for another turn.
+            for ticket in tickets:
+                self.scheduler.requeue(ticket.number)
+            return
+        now = self.clock()
+        self._script.begin(slots)
+        self.session.keep_graphs()
+        for slot, ticket in zip(slots, tickets, strict=True):
+            ticket.slot = slot
+            ticket.admitted = now if ticket.admitted is None else ticket.admitted
+            if ticket.going_on is ticket.request or not ticket.said:
+                ticket.cached = batch.running[slot].prefilled
+
+    def _ready_for(self, decodings: list[Decoding]) -> Batch:
+        """The batch, able to decode as these requests ask for as well as for those that run."""
+        if self._batch is not None and not self._batch.running and not self._batch.busy:
+            self._decodings = []
+        known = {self._like(chosen) for chosen in self._decodings}
+        new = {self._like(chosen): chosen for chosen in decodings if self._like(chosen) not in known}
+        if self._batch is None:
+            self._decodings = list(new.values())
+            self._prepare(self._decodings)
+            self._batch = self.session.batch(
+                self._decodings, self.shape, fixed=True, foresee=True, by_block=self.by_block, stats=self.stages
+            )
+            self._batch.lenient = True
+        elif new:
+            self._decodings += new.values()
+            self._prepare(self._decodings)
+            self._batch.decode_as(*self.session.rule(self._decodings, self.shape.block))
+        return self._batch
+
+    @staticmethod
+    def _like(chosen: Decoding) -> Any:
+        """Equal for decodings that one batch serves without any change."""
+        sampler = chosen.sampling
+        return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, sampler.needs_logits
+
+    def _extend(self, batch: Batch) -> None:
+        """Pages for the block that each sequence may be in after the next step. The youngest gives way if there are too
+        few.
+        """
+        for ticket in sorted((t for t in self.tickets.values() if t.slot >= 0), key=lambda t: t.number):
+            while ticket.slot >= 0:
+                try:
+                    batch.extend(ticket.slot, batch.running[ticket.slot].start + 2 * self.shape.block)
+                    break
+                except PoolFull:
+                    victim = self.scheduler.victim()
+                    assert victim is not None, "a request that runs is known to the scheduler"
+                    self._give_way(batch, self.tickets[victim.job.id])
+
+    def _give_way(self, batch: Batch, ticket: Ticket) -> None:
+        """Take a request's pages; it comes back later, and says the same."""
+        self.totals.preempted += 1
+        request, slot = ticket.request, ticket.slot
+        again = request
+        if self._resumes:
+            # It goes on at the block that it is in: all before that is a prompt now.
+            one = batch.running[slot]
+            done = one.start - len(request.ids)
+            if done > 0:
+                ids = [*request.ids, *ticket.said[:done]]
+                left = replace(request.decoding, max_new_tokens=request.decoding.max_new_tokens - done)
+                again = replace(request, ids=ids, decoding=left, steps=one.began)
+        batch.retire([slot])
+        ticket.going_on, ticket.slot = again, -1
+        self.scheduler.requeue(ticket.number, self._job(ticket))
+
+    def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> dict[int, int]:
+        """Run a part of the prompts in the order of a plan, with the rows that its steps leave; rows by slot."""
+        waiting = [t for t in members if batch.running[t.slot].prefilled < batch.running[t.slot].prompt]
+        if not waiting:
+            return {}
+        steps = sum(2 * self.shape.block for t in members) - 2 * self.shape.block * len(waiting)
+        before = {t.slot: batch.running[t.slot].prefilled for t in waiting}
+        batch.prefill(max(self.shape.block, (self.shape.most_rows or 1 << 15) - steps), [t.slot for t in waiting])
+        for ticket in waiting:
+            one = batch.running[ticket.slot]
+            if self.prefix is not None and one.prefilled == one.prompt:
+                self.prefix.add(ticket.going_on.ids, self.session.kv.owned(one.handles[0]))
+        return {slot: batch.running[slot].prefilled - rows for slot, rows in before.items()}
+
+    # -- what the scheduler is told ------------------------------------------------------------------------------------
+
+    def _tell(self, plan: Plan, members: Sequence[Ticket], prefilled: dict[int, int], report: Report) -> None:
+        """Tell the scheduler of the step before, whose results the report has; keep what is known of this one."""
+        told, block, rows = self._told, self.shape.block, report.rows
+        if told is not None:
+            for number, slot, took in told.members:
+                ticket = self.tickets.get(number)
+                if ticket is None or ticket.slot != slot:
+                    continue
+                self.scheduler.update(told.iteration, number, self._facts(ticket, report, took, block))
+        known = [(t.number, t.slot, prefilled.get(t.slot, 0) or int(rows[t.slot])) for t in members]
+        self._told = _Told(plan.iteration, known)
+
+    def _facts(self, ticket: Ticket, report: Report, took: int, block: int) -> Facts:
+        slot = ticket.slot
+        assert self._batch is not None
+        one = self._batch.running[slot]
+        end = len(ticket.going_on.ids) + ticket.going_on.decoding.max_new_tokens
+        left = one.prompt - one.prefilled
+        if not report.active[slot]:
+            return Facts(took, 0, False, 0, 0)
+        start, wanted = int(report.start[slot]), int(report.wanted[slot])
+        masks = min(block, end - start)
+        if start == report.shown_start[slot]:
+            masks = int((report.shown[slot, :masks] < 0).sum())
+        job = self.scheduler.running[ticket.number].job
+        refresh = left > 0 if job.chunk else wanted > job.reuse_rows
+        return Facts(took, left or wanted, refresh, masks, max(0, -(-(end - start) // block) - 1), left)
+
+    def _job(self, ticket: Ticket) -> Job:
+        request, kv = ticket.going_on, self.session.kv
+        session, block = self.session, self.shape.block
+        absent = 0
+        if session.spec.attention != "block_causal":
+            absent = first_cached(len(request.ids), block, session.spec, session.packed) // kv.page_size
+        life = kv.pages_for(positions(request, block)) - absent
+        first = life
+        if self.by_block:
+            first = min(life, kv.pages_for((len(request.ids) // block + 2) * block))
+        return job_of(
+            ticket.number,
+            request,
+            self.session.spec,
+            self.shape.block,
+            self.session.plan,
+            arrived=ticket.arrived,
+            priority=ticket.priority,
+            pages_first=first,
+            pages_life=life,
+        )
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that a request could get."""
+        kv = self.session.kv
+        spare = self.prefix.spare if self.prefix is not None else 0
+        return kv.free_pages + spare + ((kv.limit or kv.pages) - kv.pages)
+
+    # -- what callers are told -----------------------------------------------------------------------------------------
+
+    def _hear(self, ticket: Ticket, report: Report) -> None:
+        """Pass on what has become final of one request."""
+        slot, decoding = ticket.slot, ticket.request.decoding
+        begin, whole = len(ticket.request.ids), decoding.max_new_tokens
+        ended = not report.active[slot]
+        # Tokens of a block can still be replaced under some policies.
+        reach = begin + whole
+        if edits(decoding.rule) and not ended:
+            reach = min(reach, int(report.start[slot]))
+        known = begin + len(ticket.said)
+        ids, stop = [], False
+        for token in self._script.tokens(slot, known, reach):
+            if token < 0:
+                break
+            if token in ticket.request.stops(self.session.spec):
+                stop = True
+                break
+            ids.append(token)
+        steps = self._script.steps(slot, known, known + len(ids))
+        if ids and ticket.first is None:
+            ticket.first = self.clock()
+        text = ticket.writer.write(ids) if ids else ""
+        ticket.said += ids
+        ticket.steps += steps
+        if ticket.writer.stopped:
+            cut = len(ticket.writer.token_ids) - (len(ticket.said) - len(ids))
+            ids, steps = ids[: max(cut, 0)], steps[: max(cut, 0)]
+            ticket.said = ticket.said[: len(ticket.writer.token_ids)]
+            self._end(ticket, ids, steps, text, "stop")
+        elif ended or stop:
+            self._end(ticket, ids, steps, text, "stop" if stop else "length")
+        elif ids or (ticket.draft and report.counter[slot]):
+            ticket.sink(self._event(ticket, text, ids, steps, self._draft(ticket, report)))
+
+    def _draft(self, ticket: Ticket, report: Report) -> Draft | None:
+        if not ticket.draft:
+            return None
+        first = max(int(report.shown_start[ticket.slot]), len(ticket.request.ids))
+        end = min(int(report.shown_start[ticket.slot]) + self.shape.block, self._limit(ticket))
+        return Draft(first - len(ticket.request.ids), tuple(self._script.tokens(ticket.slot, first, end)))
+
+    @staticmethod
+    def _limit(ticket: Ticket) -> int:
+        return len(ticket.request.ids) + ticket.request.decoding.max_new_tokens
+
+    def _event(self, ticket: Ticket, text: str, ids: list[int], steps: list[int], draft: Draft | None = None) -> Event:
+        usage = Usage(len(ticket.request.ids), len(ticket.said), ticket.cached, max(ticket.steps, default=0))
+        return Event(ticket.id, text, tuple(ids), tuple(steps), usage, draft)
+
+    def _end(
+        self,
+        ticket: Ticket,
+        ids: list[int],
+        steps: list[int],
+        text: str,
+        reason: str,
+        error: Exception | None = None,
+    ) -> None:
+        """Tell that a request has ended."""
+        text += ticket.writer.end()
+        event = self._event(ticket, text, ids, steps)
+        self._out(ticket, alive=True)
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        self.totals.prompt_tokens += len(ticket.request.ids)
+        self.totals.completion_tokens += len(ticket.said)
+        ticket.sink(replace(event, finish_reason=reason, error=error))
+
+    def _leave(
+        self,
+        ticket: Ticket,
+        reason: str,
+        error: Exception | None = None,
+        *,
+        clear: bool = False,
+        alive: bool = True,
+    ) -> None:
+        """Take a request out before its end, waiting or running."""
+        if clear and self.prefix is not None:
+            self.prefix.forget(ticket.going_on.ids)
+        self._out(ticket, alive, clear, ended=False)
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        event = self._event(ticket, ticket.writer.end() if alive else "", [], [])
+        ticket.sink(replace(event, finish_reason=reason, error=error))
+
+    def _out(self, ticket: Ticket, alive: bool, clear: bool = False, ended: bool = True) -> None:
+        del self.tickets[ticket.number]
+        if not alive:
+            return
+        if ticket.slot >= 0:
+            assert self._batch is not None
+            self._batch.retire([ticket.slot], clear)
+        if ended:
+            self.scheduler.finish(ticket.number)
+        else:
+            self.scheduler.cancel(ticket.number)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A step that runs: the number of its plan; of each member its number, its slot and the rows that it forwards."""
+
+    iteration: int
+    members: list[tuple[int, int, int]]

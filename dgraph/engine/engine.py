@@ -1,0 +1,441 @@
+"""Requests that come and go: an engine that decodes them together, and tells each caller what has become final."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from dgraph.engine.driver import Driver, Sink, Ticket
+from dgraph.engine.events import Event, Usage
+from dgraph.errors import DgraphError, EngineBusy, InputError
+from dgraph.runtime.checks import check_request
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Request
+from dgraph.spec import ModelSpec
+
+
+class EngineClosed(DgraphError):
+    """An engine that takes no requests any more."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done since it began, and how it stands.
+
+    Attributes:
+        running, waiting: requests now.
+        finished: requests that ended, by finish reason.
+        admitted, preempted: requests that got a slot, and that gave it up since pages ran out.
+        prompt_tokens, completion_tokens: of requests that ended.
+        steps: forward passes of the decode loop; idle ones are none.
+        rows, padded: by stage, rows that were forwarded, and with the padding of the buckets.
+        refresh_rows: of prompts and of steps that recompute them.
+        budget_fill: share of `max_batched_rows` that steps used.
+        longest_wait: most steps in a row that a running request sat out.
+        pages, free_pages: of the KV pool.
+        prefix_asked, prefix_found: tokens of prompts that were looked up in the prefix cache, and that were there.
+    """
+
+    running: int
+    waiting: int
+    finished: Mapping[str, int]
+    admitted: int
+    preempted: int
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    rows: Mapping[str, int]
+    padded: Mapping[str, int]
+    refresh_rows: int
+    budget_fill: float
+    longest_wait: int
+    pages: int
+    free_pages: int
+    prefix_asked: int = 0
+    prefix_found: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were in the prefix cache; 0 before the first."""
+        return self.prefix_found / self.prefix_asked if self.prefix_asked else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished request.
+
+    Attributes:
+        text: None without a tokenizer.
+        token_ids, step_map, finish_reason, usage: see `Event`.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    step_map: list[int]
+    finish_reason: str
+    usage: Usage
+
+
+class Engine:
+    """Decodes requests in slots, as they come, in a thread of its own. Make one with `Optimized.engine`.
+
+        with opt.engine(max_sequences=64) as engine:
+            responses = engine.generate(["Sort: b a", "Sort: d c"], max_new_tokens=64)
+
+        async with opt.engine() as engine:
+            async for event in engine.stream("Sort: b a", threshold=0.9):
+                print(event.text, end="")
+
+    Every request may have a `Decoding` of its own. Its tokens are those that it would get alone.
+
+    Args:
+        driver: takes requests through their slots.
+        spec: the model.
+        encode: ids of a text; raises `InputError` without a tokenizer.
+        occupied: entered while the driver runs, so that nobody else uses the model meanwhile.
+        has_text: whether there is a tokenizer.
+        queue_limit: requests that may wait.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        spec: ModelSpec,
+        encode: Callable[[str], list[int]],
+        occupied: Callable[[], AbstractContextManager[object]],
+        *,
+        has_text: bool,
+        queue_limit: int | None,
+    ):
+        self._driver, self._spec, self._encode, self._occupied = driver, spec, encode, occupied
+        self._has_text, self._queue_limit = has_text, queue_limit
+        self._wake = threading.Condition()
+        self._inbox: list[Ticket] = []
+        self._cancelled: list[int] = []
+        self._ids: dict[str, int] = {}  # of requests that have not ended
+        self._numbers = itertools.count()
+        self._closing = self._aborting = False
+        self._dead: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="dgraph engine", daemon=True)
+        self._thread.start()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        decoding: Decoding | None = None,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        priority: int = 0,
+        draft: bool = False,
+        index: int = 0,
+        **settings: Any,
+    ) -> str:
+        """Queue a request; returns its id. `sink` gets its events, in the engine's thread: it must return at once.
+
+        Args:
+            prompt: a text, framed by the model's chat template, or ids as they are.
+            decoding: how; settings: instead, its fields by keyword.
+            request_id: unique among requests that have not ended; None to make one.
+            priority: higher goes first.
+            draft: whether events bring the block that is being decoded.
+            index: of the prompt among others of one seed; draws differ by it.
+
+        Raises:
+            InputError: a prompt or a setting that cannot be used, or that never fits; an id that is in use.
+            UnknownName: a setting or a policy that does not exist.
+            EngineBusy: the queue is full.
+            EngineClosed: the engine was closed.
+        """
+        chosen = Decoding.of(decoding, settings)
+        if chosen.stop and not self._has_text:
+            raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
+        block = self._driver.shape.block
+        if (chosen.block_length or self._spec.block_length) != block:
+            raise InputError(
+                f"this engine decodes blocks of {block} tokens, got block_length={chosen.block_length}; make an engine "
+                f"with that block_length, or leave it out."
+            )
+        if chosen.sampling.cfg_scale > 0:
+            raise InputError(
+                f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
+                f"Optimized.generate, or leave it at 0."
+            )
+        (ids,) = check_request(self._spec, [self._encode(prompt) if isinstance(prompt, str) else prompt], chosen, None)
+        room = self._driver.shape.columns - (0 if self._spec.attention == "block_causal" else block)
+        if len(ids) + chosen.max_new_tokens > room:
+            raise InputError(
+                f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
+                f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens); "
+                f"shorten the prompt, or ask for fewer."
+            )
+        self._driver.check(chosen)
+        with self._wake:
+            self._open()
+            number = next(self._numbers)
+            name = f"request-{number}" if request_id is None else request_id
+            if name in self._ids:
+                raise InputError(f"request id {name!r} is in use by a request that has not ended; choose another.")
+            ticket = self._driver.ticket(name, number, Request(ids, chosen, index), sink, draft, priority)
+            self._driver.fits(ticket)
+            waiting = self._driver.scheduler.waiting + len(self._inbox)
+            if self._queue_limit is not None and waiting >= self._queue_limit:
+                after = self._driver.scheduler.drained()
+                raise EngineBusy(f"{waiting} requests wait, as many as may; try again in about {after:.1f} s.", after)
+            self._ids[name] = number
+            self._inbox.append(ticket)
+            self._wake.notify()
+        return name
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
+        "cancelled".
+        """
+        with self._wake:
+            number = self._ids.get(request_id)
+            if number is None:
+                return False
+            self._cancelled.append(number)
+            self._wake.notify()
+        return True
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        decoding: Decoding | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        draft: bool = False,
+        **settings: Any,
+    ) -> AsyncIterator[Event]:
+        """Events of one request, as they come. Leaving the loop cancels it.
+
+        Raises what `submit` does before the first event, and the request's own error in the place of the last one.
+        """
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def sink(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                self.cancel(event.request_id)
+
+        name = self.submit(
+            prompt, decoding, sink=sink, request_id=request_id, priority=priority, draft=draft, **settings
+        )
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = event.finish_reason is not None
+                if event.error is not None:
+                    raise event.error
+                yield event
+        finally:
+            if not ended:
+                self.cancel(name)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        decoding: Decoding | Sequence[Decoding] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> list[Response]:
+        """Continue prompts and wait for all of them.
+
+        Args:
+            prompts: one text or several, or ids of each.
+            decoding: how, for all or for each; settings: instead, its fields by keyword.
+            progress: called with (requests that ended, requests in all).
+
+        Raises what `submit` does, and the first error of a request; the others are cancelled then.
+        """
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = list(decoding) if isinstance(decoding, Sequence) else [decoding] * len(several)
+        if len(each) != len(several):
+            raise InputError(f"give one decoding, or one for each of {len(several)} prompts, got {len(each)}.")
+        arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        names: list[str] = []
+        pieces: list[list[Event]] = [[] for _ in several]
+        try:
+            for index, (prompt, chosen) in enumerate(zip(several, each, strict=True)):
+                while True:
+                    try:
+                        names.append(self.submit(prompt, chosen, sink=_to(arrived, index), index=index, **settings))
+                        break
+                    except EngineBusy as busy:
+                        time.sleep(min(busy.retry_after, 0.1))
+            for done in range(len(several)):
+                index, event = _next_end(arrived, pieces)
+                if event.error is not None:
+                    raise event.error
+                if progress is not None:
+                    progress(done + 1, len(several))
+        except BaseException:
+            for name in names:
+                self.cancel(name)
+            raise
+        return [self._response(events) for events in pieces]
+
+    def _response(self, events: Sequence[Event]) -> Response:
+        text = "".join(event.text for event in events) if self._has_text else None
+        ids = [token for event in events for token in event.token_ids]
+        steps = [step for event in events for step in event.step_map]
+        return Response(text, ids, steps, str(events[-1].finish_reason), events[-1].usage)
+
+    # -- the engine as a whole -----------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine began."""
+        driver = self._driver
+        scheduler, counters, stages = driver.scheduler, driver.scheduler.counters, driver.stages
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting + len(self._inbox),
+            finished=dict(driver.totals.finished),
+            admitted=counters.admitted,
+            preempted=driver.totals.preempted,
+            prompt_tokens=driver.totals.prompt_tokens,
+            completion_tokens=driver.totals.completion_tokens,
+            steps=stages.steps,
+            rows=dict(stages.rows),
+            padded=dict(stages.padded),
+            refresh_rows=counters.refresh_rows,
+            budget_fill=scheduler.fill,
+            longest_wait=counters.skipped,
+            pages=scheduler.budgets.pages,
+            free_pages=driver.free_pages,
+            prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
+            prefix_found=0 if driver.prefix is None else driver.prefix.found,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._dead is None and not self._closing and self._thread.is_alive()
+
+    def close(self, drain: bool = False) -> None:
+        """Take no more requests, end those that there are, and give the memory back.
+
+        drain: let them finish first; else they are cancelled.
+        """
+        with self._wake:
+            self._closing = True
+            self._aborting = self._aborting or not drain
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _open(self) -> None:
+        if self._dead is not None:
+            raise EngineClosed(f"the engine has stopped: {self._dead}") from self._dead
+        if self._closing or not self._thread.is_alive():
+            raise EngineClosed("the engine is closed; make another one.")
+
+    # -- the thread that drives the device -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self._occupied():
+                while self._turn():
+                    pass
+        except BaseException as error:
+            self._die(error)
+        else:
+            self._die(EngineClosed("the engine was closed before the request had ended."))
+
+    def _turn(self) -> bool:
+        """One turn of the driver, as soon as there is something to do; False when it is over."""
+        driver = self._driver
+        with self._wake:
+            while not (self._inbox or self._cancelled or driver.tickets or self._closing):
+                self._wake.wait()
+            inbox, cancelled = self._inbox, self._cancelled
+            self._inbox, self._cancelled = [], []
+            if self._aborting:
+                cancelled = [*driver.tickets, *(ticket.number for ticket in inbox)]
+        for ticket in inbox:
+            driver.take(ticket)
+        before = set(driver.tickets)
+        report = driver.turn(driver.plan(cancelled))
+        if report is not None:
+            driver.follow(report)
+        if ended := before - driver.tickets.keys():
+            with self._wake:
+                self._ids = {name: number for name, number in self._ids.items() if number not in ended}
+        return not (self._closing and not driver.tickets and not self._inbox)
+
+    def _die(self, error: BaseException) -> None:
+        """Tell everybody who waits."""
+        cause = error if isinstance(error, Exception) else EngineClosed(f"the engine was stopped: {error!r}.")
+        with self._wake:
+            self._closing = True
+            if not isinstance(cause, EngineClosed):
+                self._dead = cause
+            inbox, self._inbox = self._inbox, []
+            self._ids.clear()
+        for ticket in inbox:
+            self._driver.tickets[ticket.number] = ticket
+        self._driver.fail(cause)
+        self._driver.close()
+
+
+def _to(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Sink:
+    return lambda event: arrived.put((index, event))
+
+
+def _next_end(arrived: queue.SimpleQueue[tuple[int, Event]], pieces: list[list[Event]]) -> tuple[int, Event]:
+    """Collect events until a request ends."""
+    while True:
+        index, event = arrived.get()
+        pieces[index].append(event)
+        if event.finish_reason is not None:
+            return index, event
+
+
+def iterate(engine: Engine, prompt: str | Sequence[int], **options: Any) -> Iterator[Event]:
+    """Events of one request for callers without an event loop; see `Engine.stream`."""
+    arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+    name, ended = engine.submit(prompt, sink=_to(arrived, 0), **options), False
+    try:
+        while not ended:
+            _, event = arrived.get()
+            ended = event.finish_reason is not None
+            if event.error is not None:
+                raise event.error
+            yield event
+    finally:
+        if not ended:
+            engine.cancel(name)

@@ -1,0 +1,62 @@
+"""What an engine tells of a request while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FINISHES = ("stop", "length", "cancelled", "error")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        completion_tokens: of its response so far, as far as they are final.
+        cached_tokens: of its prompt that came from the prefix cache.
+        steps: forward passes that it took part in.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The block that is being decoded, as it stands; nothing of it is promised.
+
+    Attributes:
+        offset: position in the response of its first token.
+        token_ids: -1 where there is a mask.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of a response. The texts of a request's events, joined, are its response, and so are its ids.
+
+    Attributes:
+        request_id: whose.
+        text: that has become final: nothing of it is ever taken back. "" without a tokenizer.
+        token_ids: that have become final.
+        step_map: of each of these, the step of the request that committed it, from 1.
+        draft: the block that is being decoded, if the request asked for it.
+        finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error" in the last event, else None.
+        usage: counts so far.
+        error: what went wrong, where the finish reason is "error".
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    step_map: tuple[int, ...]
+    usage: Usage
+    draft: Draft | None = None
+    finish_reason: str | None = None
+    error: Exception | None = None

@@ -1,0 +1,86 @@
+"""Text of a response while it grows: what is final, and where a stop text ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dgraph.runtime.stops import Decoder, first_stop, trim
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Writer:
+    """Turns the tokens of one response into text, as far as no later token can change it.
+
+    An incomplete character at the end is held back, and so is what may be the beginning of a stop text.
+
+    Args:
+        tokenizer: decodes ids; None for no text at all.
+        stops: texts that end the response.
+    """
+
+    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str]):
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._ids: list[int] = []
+        self._text = ""  # decoded so far
+        self._context = 0  # tokens from here on are decoded anew, since neighbours may join
+        self._decoded = 0  # tokens whose text is in `_text`
+        self._given = 0  # characters that were given out
+        self.stopped = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far; cut at a stop text that was found."""
+        return self._ids
+
+    def write(self, ids: Sequence[int]) -> str:
+        """Add tokens; the text that has become final."""
+        if self.stopped:
+            return ""
+        self._ids += ids
+        if self._tokenizer is None:
+            return ""
+        before = self._tokenizer.decode(self._ids[self._context : self._decoded])
+        after = self._tokenizer.decode(self._ids[self._context :])
+        if after.endswith(BROKEN):
+            return ""  # in the middle of a character
+        self._text += after[len(before) :]
+        self._context, self._decoded = self._decoded, len(self._ids)
+        if first_stop(self._text[max(0, self._given - self._longest) :], self._stops) is not None:
+            self._cut()
+            return self._give(len(self._text))
+        return self._give(len(self._text) - self._held())
+
+    def end(self) -> str:
+        """The rest of the text, when the response has ended."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        self._cut()
+        return self._give(len(self._text))
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self._stops), default=0)
+
+    def _cut(self) -> None:
+        """Make the text that of the whole response, up to its first stop text."""
+        assert self._tokenizer is not None
+        trimmed = trim(self._tokenizer, self._ids, self._stops)
+        # What was given out stays: decoding in pieces gives the same text for every tokenizer whose characters do not
+        # depend on what follows them.
+        self._text = self._text[: self._given] + trimmed.text[self._given :]
+        self._ids, self.stopped = trimmed.token_ids, trimmed.stop is not None
+
+    def _give(self, end: int) -> str:
+        text = self._text[self._given : max(end, self._given)]
+        self._given += len(text)
+        return text
+
+    def _held(self) -> int:
+        """Characters at the end that may begin a stop text."""
+        most = min(self._longest - 1, len(self._text) - self._given)
+        for count in range(most, 0, -1):
+            tail = self._text[len(self._text) - count :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return count
+        return 0
