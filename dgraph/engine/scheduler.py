@@ -45,6 +45,10 @@ class Counters:
 class Scheduler:
     """The queue and the running requests of one engine. Pure: no device, no clock of its own; equal calls, equal plans.
 
+    An engine calls `submit` and `cancel` as requests come and go. For every step it asks for a `plan`. When it hears of
+    a step, which may be after the next one was planned, it calls `update` for each request in that plan's order, and
+    `finish` for those that have ended.
+
     A request waits by (arrived - priority * ageing, id), smallest first: of two that wait, the one of higher priority
     goes first unless the other has come `ageing` seconds per level of priority before it. So no priority starves, and
     within one the order is that of arrival. Nothing overtakes the head of the queue, whatever would fit in its place.

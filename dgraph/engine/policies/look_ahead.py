@@ -21,8 +21,8 @@ class LookAhead(SchedulePolicy):
 
     `enough` keeps requests from slowing each other down for nothing. Below so many rows a step, another request adds to
     throughput. Above, steps grow in proportion: what runs ends later by as much as the newcomer starts sooner. So while
-    the steps to come have enough rows on average, a request is admitted only if more wait than run: a long queue wants
-    the last per cent of throughput, a short one wants the oldest to end.
+    the steps to come have enough rows on average, a request is admitted only if more wait than half of those that run:
+    a long queue wants the last per cent of throughput, a short one wants the oldest to end.
 
     Rows go by order of the queue, but first to who has sat out `patience` steps in a row, longest first. So none is
     overtaken for ever: with `n` running requests, `largest` rows of the largest need among them, and facts that are
@@ -61,7 +61,7 @@ class LookAhead(SchedulePolicy):
     def admits(self, job: Job, view: View) -> bool:
         if view.rows + first_step(job) > view.budgets.rows:
             return False
-        if self.enough is not None and len(view.running) >= max(view.waiting, 1):
+        if self.enough is not None and len(view.running) >= 2 * view.waiting:
             prompts = sum([r.prompt_left for r in view.running])
             if sum(view.foreseen(self.horizon)) + prompts >= self.horizon * self.enough:
                 return False
