@@ -31,7 +31,16 @@ def imported_by(*args: str) -> list[str]:
     return done.stderr.split()
 
 
-@pytest.mark.parametrize("args", [("--help",), ("--version",), ("cache", "ls"), ("generate", "--help")], ids=" ".join)
+LIGHT = [
+    ("--help",),
+    ("--version",),
+    ("cache", "ls"),
+    ("generate", "--help"),
+    ("simulate", "--rate", "3", "--requests", "9"),
+]
+
+
+@pytest.mark.parametrize("args", LIGHT, ids=" ".join)
 def test_what_runs_no_model_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     assert imported_by(*args) == []
 
