@@ -28,7 +28,8 @@ from dgraph.lowering.steps import (
     Slots,
     Step,
     calls_of,
-    observing,
+    instead,
+    observed,
     read_by,
     written_by,
 )
@@ -69,6 +70,7 @@ class LoweredProgram:
         if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
             raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
         self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
+        self.backend = compiler.backend
         if tuning is not None:
             tuning.load(graph)
         self.stages = schedule(graph, fused)
@@ -143,13 +145,31 @@ class LoweredProgram:
         The steps run one by one meanwhile, without CUDA graphs. Not seen are ops that were compiled into a region, and
         a call that takes another along (`dgraph.lowering.fused`).
         """
+        with self.one_by_one(), instead(self.calls(), lambda step: observed(step, observer)):
+            yield
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """While it is entered, the steps run one by one, without CUDA graphs."""
         runners = self._runners
         self._runners = [run_steps(stage) for stage in self.lowered]
         try:
-            with observing(self.calls(), observer):
-                yield
+            yield
         finally:
             self._runners = runners
+
+    def on_stand_ins(self, inputs: Mapping[str, Tensor], weight: Callable[[Tensor], Tensor], rows: int) -> None:
+        """Run the steps on whatever stands for the inputs, and for each weight; `rows` rows live on at every cut.
+
+        For values that have sizes alone: the functions of the steps must take them (`dgraph.lowering.steps.instead`).
+        """
+        slots = Slots(None if value is None else weight(value) for value in self._template)
+        for name, (slot, _) in self._inputs.items():
+            slots[slot] = inputs[name]
+        for stage, cut in zip(self.lowered, self._cuts, strict=True):
+            run_steps(stage)(slots)(rows)
+            if cut is not None:
+                slots[cut.index] = slots[cut.index][:rows]
 
     def _run(self, slots: Slots, live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
@@ -203,17 +223,17 @@ class LoweredProgram:
     def _lower(self, step: Region | Call | Fused, compiler: RegionCompiler) -> Step:
         if isinstance(step, Fused):
             args = [_numbered(a, self._numbers) for a in step.args]
-            return Step(step.function, args, ((None, self._number(step.made)),))
+            return Step(step.function, args, ((None, self._number(step.made)),), origin=step)
         if isinstance(step, Region):
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))
-            return Step(compiler.function(self.graph, step), args, targets)
+            return Step(compiler.function(self.graph, step), args, targets, origin=step)
         op = op_of(step.node.target)
         assert op is not None
         args = [_numbered(a, self._numbers) for a in args_of(step.node)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         function = launcher(op, self.graph.device)
-        return Step(function, args, tuple((part, self._number(n)) for part, n in written), op)
+        return Step(function, args, tuple((part, self._number(n)) for part, n in written), op, step)
 
     def _lower_cut(self, call: Call) -> Cut:
         """Rows are listed in the stage before, with room for all of them; so nothing is launched after the read."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dgraph.ops import Op
+
+if TYPE_CHECKING:
+    from dgraph.lowering.fused import Fused
+    from dgraph.lowering.schedule import Call, Region
 
 Observer = Callable[[Op, tuple[Any, ...], Any], None]
 """Called after an op, with the op, the arguments of the call and its result. What the op writes is written by then."""
@@ -38,9 +42,10 @@ class Step:
         args: its arguments, in which a `Slot` stands for the value there.
         targets: where the results go: (part of the result, slot); part None is the result itself.
         op: whose call it is; None for a region, and for a call that takes another along.
+        origin: what it was lowered from; None for what no node of the graph stands for.
     """
 
-    __slots__ = ("args", "frees", "function", "op", "targets")
+    __slots__ = ("args", "frees", "function", "op", "origin", "targets")
 
     def __init__(
         self,
@@ -48,8 +53,9 @@ class Step:
         args: list[Any],
         targets: tuple[tuple[int | None, int], ...],
         op: Op | None = None,
+        origin: Region | Call | Fused | None = None,
     ):
-        self.function, self.args, self.targets, self.op = function, args, targets, op
+        self.function, self.args, self.targets, self.op, self.origin = function, args, targets, op, origin
         self.frees: tuple[int, ...] = ()
 
     def run(self, slots: list[Any]) -> None:
@@ -143,20 +149,23 @@ class RowChunks:
 AnyStep = Step | RowChunks
 
 
+def single(steps: Iterable[AnyStep]) -> Iterator[Step]:
+    """The steps one by one, those within chunks included."""
+    for step in steps:
+        yield from step.members if isinstance(step, RowChunks) else (step,)
+
+
 def calls_of(steps: Iterable[AnyStep]) -> Iterator[Step]:
     """The steps that call an op, those within chunks included."""
-    for step in steps:
-        for member in step.members if isinstance(step, RowChunks) else (step,):
-            if member.op is not None:
-                yield member
+    return (step for step in single(steps) if step.op is not None)
 
 
 @contextmanager
-def observing(steps: Iterable[Step], observer: Observer) -> Iterator[None]:
-    """While it is entered, `observer` sees every call that the steps make; outside of it a step pays nothing."""
+def instead(steps: Iterable[Step], function_of: Callable[[Step], Callable[..., Any]]) -> Iterator[None]:
+    """While it is entered, each step calls `function_of(step)` in place of its own function."""
     plain = {step: step.function for step in steps}
     for step in plain:
-        step.function = _observed(step, observer)
+        step.function = function_of(step)
     try:
         yield
     finally:
@@ -164,7 +173,8 @@ def observing(steps: Iterable[Step], observer: Observer) -> Iterator[None]:
             step.function = function
 
 
-def _observed(step: Step, observer: Observer) -> Callable[..., Any]:
+def observed(step: Step, observer: Observer) -> Callable[..., Any]:
+    """The function of a step that calls an op, with an observer of its calls."""
     function, op = step.function, step.op
     assert op is not None
 

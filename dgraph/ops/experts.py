@@ -82,6 +82,17 @@ def fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def workspace(device: torch.device, x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> int:
+    """Bytes of each slot's row before and after the products, and of what lies between them; on a CPU, where one expert
+    follows the other, of what lies there for one of evenly loaded experts, or of two sums at the end.
+    """
+    slots, width, inner = choice.numel(), x.shape[1], down.shape[2]
+    if device.type == "cuda":
+        return x.element_size() * slots * (2 * width + 3 * inner)
+    wide = numeric(x.dtype).itemsize
+    return x.element_size() * slots * width + wide * max(4 * inner * -(-slots // len(down)), 2 * x.numel())
+
+
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -127,4 +138,5 @@ OP = define(
     by_row=("x", "choice", "weight"),
     padding=(0,),
     kernel="dgraph.ops.triton.experts:kernel",
+    workspace=workspace,
 )

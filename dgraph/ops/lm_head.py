@@ -150,6 +150,28 @@ def fake(
     return torch.empty_like(seed), confidence, margin, entropy
 
 
+def workspace(
+    device: torch.device,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+    packed: bool = False,
+    *rest: Any,
+) -> int:
+    """Bytes of one chunk: its logits; with its rows on a GPU, with three copies in fp32 on a CPU (at temperature 0)."""
+    rows = min(len(candidate), max_num_logits)
+    logits = rows * len(weight)
+    if device.type == "cuda":
+        return h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
+    copies = 3 if suppress >= 0 or h.dtype != numeric(h.dtype) else 2
+    return logits * (h.element_size() + copies * numeric(h.dtype).itemsize)
+
+
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     for name, k, d, vocab, share, bias, heat, chunk in (
         ("greedy", 7, 8, 33, 0.6, False, 0.0, 3),
@@ -194,4 +216,5 @@ OP = define(
     padding=(-1, -torch.inf, -torch.inf, torch.inf),
     kernel="dgraph.ops.triton.lm_head:kernel",
     tuning="dgraph.ops.triton.candidates:LOGITS",
+    workspace=workspace,
 )

@@ -59,6 +59,16 @@ def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *res
     return (*found, h.new_empty((*candidate.shape, len(declared(statistics))), dtype=numeric(h.dtype)))
 
 
+def workspace(
+    device: torch.device, h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any
+) -> int:
+    """Bytes of one chunk: as dgraph::lm_head on a GPU, or its logits, with three copies in fp32 for a statistic."""
+    logits = min(len(candidate), rest[2]) * len(weight)
+    head = lm_head.workspace(device, h, weight, bias, candidate, *rest)
+    given = head if device.type == "cuda" else logits * h.element_size()
+    return given + 3 * logits * numeric(h.dtype).itemsize
+
+
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     chosen = (MARGIN, KL(top=3), ENTROPY)
     text = declare(chosen)
@@ -90,4 +100,5 @@ OP = define(
     own_rows=("h",),
     padding=(-1, -torch.inf, -torch.inf, torch.inf, 0),
     kernel="dgraph.ops.triton.lm_head_measured:kernel",
+    workspace=workspace,
 )

@@ -120,6 +120,20 @@ def fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, *rest: Any) -> int:
+    """Bytes of the shares that are added up, where keys are divided; on a CPU of the keys and values of a sequence and
+    of the one before it, of a sequence's rows before and after, and of what every sequence sees.
+    """
+    page, heads, width = k_cache.shape[1:]
+    if device.type == "cuda":
+        from dgraph.ops.triton.attention_tiling import share_bytes
+
+        return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, q.element_size(), device)
+    b, keys = page_table.shape[0], page_table.shape[1] * page
+    values = 4 * keys * heads * width + 2 * q.numel() // max(b, 1)
+    return q.element_size() * values + b * keys * (8 + q.element_size())
+
+
 def samples(generator: torch.Generator) -> Iterator[Sample]:
     for name, counts, limits, page, hq, hkv, d in (
         ("decode step", (4, 4), (20, 12), 8, 4, 2, 16),
@@ -170,4 +184,5 @@ OP = define(
     padding=(0,),
     kernel="dgraph.ops.triton.paged_attention:kernel",
     tuning="dgraph.ops.triton.candidates:ATTENTION",
+    workspace=workspace,
 )

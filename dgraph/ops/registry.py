@@ -73,6 +73,9 @@ class Op:
         cut: the host must read its result size; a program is cut into stages here.
         kernel: for tensors on a GPU, as "module:function"; None: the reference runs there, too.
         tuning: of a kernel that has tilings to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
+        workspace: takes a device and a call's arguments, of which only sizes and dtypes are looked at, and gives the
+            bytes that the call there allocates beside its results and frees again: the most at a time, of what grows
+            with the rows. None: next to nothing.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Op:
     cut: bool = False
     kernel: str | None = None
     tuning: str | None = None
+    workspace: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is said of arguments that do not exist.

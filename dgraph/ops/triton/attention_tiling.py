@@ -102,6 +102,13 @@ def tiling_for(
     return Tiling(block_m, block_n, splits, warps, stages, bulk, roles)
 
 
+def share_bytes(q: torch.Size, b: int, kv_heads: int, page: int, keys: int, itemsize: int, device: torch.device) -> int:
+    """Bytes of the shares of the keys that are added up under the tiling for a shape: of sums and masses, in fp32."""
+    n, heads, d = q
+    splits = tiling_for(n, b, (heads, kv_heads), d, page, keys, itemsize, multiprocessors(device)).splits
+    return 4 * splits * n * heads * (d + 1) if splits > 1 else 0
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many a device has; 4 for a CPU."""

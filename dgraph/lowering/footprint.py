@@ -1,0 +1,259 @@
+"""What a lowered program allocates while it runs, without running it.
+
+Its own steps run, in their order and with the executor's own frees, on fake tensors of the sizes that are asked for. So
+a change of schedule, of chunks or of a pass is a change here, too. An op of ours gives its fake results, and says how
+much it needs for itself beside them (`Op.workspace`). A region that runs op by op does so here. A compiled one is
+walked node by node: what a library multiplies, and what it reads, lies in memory, and so does what the region returns;
+all else is fused into what reads it, and exists for one element at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.layers import layers_of, linear_of
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.fused import Fused
+from dgraph.lowering.schedule import Region
+from dgraph.lowering.steps import Step, instead, single
+from dgraph.nodes import args_of, is_view, op_name, viewed
+from dgraph.ops import OPS, Op, op_of
+from dgraph.private.torch import StorageWatch, fake_mode
+from dgraph.shapes import InputSpec
+
+HEAD = "LM head"
+GROUPS = ("attention", "projections", "feed-forward", "norms", HEAD, "other")
+"""Of the nodes of a program: attention with what it reads and writes, the linear layers before and after it, the
+feed-forward network, the norms and sums around them, what comes after the last layer, and what before the first."""
+
+GRAIN = {"cuda": 512}
+"""Bytes of which torch's allocator gives out multiples, by type of device; 1 elsewhere."""
+
+# Handed to a library by the compiler, so that what they read and give lies in memory.
+_LIBRARY = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "topk", "sort"}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a run of a program allocates beside weights, inputs and caches.
+
+    Attributes:
+        peak: most that are allocated at a time.
+        groups: the same while nodes of a group run (see `GROUPS`), by group, those that the program has.
+    """
+
+    peak: int
+    groups: dict[str, int]
+
+
+@torch.no_grad()
+def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
+    """What a run allocates.
+
+    Args:
+        program: a lowered one.
+        sizes: of the symbols in the declared shapes of its inputs: "N" rows, "b" sequences, "P" pages of a sequence,
+            ... (see `InputSpec`). Every row is taken to live on where rows are dropped.
+
+    Raises:
+        InputError: a symbol of its inputs without a size.
+    """
+    graph, mode = program.graph, fake_mode()
+    run = _Run(graph, program.backend != "eager")
+    with mode:
+        inputs = {name: _empty(spec, sizes, graph.device) for name, spec in program.inputs.items()}
+    steps = list(single(step for stage in program.lowered for step in (*stage.bridge, *stage.steps)))
+    with instead(steps, run.function), mode, run.watch:
+        program.on_stand_ins(inputs, run.like, sizes["N"])
+    return Footprint(run.watch.peak, {name: run.peaks[name] for name in GROUPS if name in run.peaks})
+
+
+def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
+    """A declared size as a number: 4, "N", "b+1".
+
+    Raises:
+        InputError: a symbol without a size.
+    """
+    if isinstance(dim, int):
+        return dim
+    name, _, more = dim.partition("+")
+    if name not in sizes:
+        raise InputError(f"size {name!r} of an input is not given; sizes has {', '.join(sizes) or 'none'}.")
+    return sizes[name] + int(more or 0)
+
+
+def _empty(spec: InputSpec, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+    return torch.empty([size_of(dim, sizes) for dim in spec.shape], dtype=spec.dtype, device=device)
+
+
+class _Run:
+    """One run on fake tensors.
+
+    Attributes:
+        watch: what counts.
+        peaks: most live bytes while a node of a group ran, by group.
+    """
+
+    def __init__(self, graph: Graph, compiled: bool):
+        self.device, self.compiled = graph.device, compiled
+        self.watch = StorageWatch(GRAIN.get(graph.device.type, 1), self._seen)
+        self.peaks: dict[str, int] = {}
+        self._groups = groups_of(graph)
+        self._group = "other"
+
+    def _seen(self, live: int) -> None:
+        self.peaks[self._group] = max(self.peaks.get(self._group, 0), live)
+
+    def like(self, weight: Tensor) -> Tensor:
+        """What stands for a weight; it takes no memory."""
+        size, stride = weight.shape, weight.stride()
+        return self._quietly(torch.empty_strided, size, stride, dtype=weight.dtype, device=weight.device)
+
+    def function(self, step: Step) -> Callable[..., Any]:
+        """What stands for the function of a step."""
+        origin, function = step.origin, step.function
+        if isinstance(origin, Region):
+            walk = self._walked_fused if self.compiled else self._walked
+            return lambda *args: walk(origin, args)
+        if isinstance(origin, Fused):
+            return lambda *args: self._taken_along(origin, function, args)
+        op, node = step.op, origin.node if origin is not None else None
+        assert op is not None
+        return lambda *args: self._called(op, node, args)
+
+    def _called(self, op: Op, node: Node | None, args: Sequence[Any]) -> Any:
+        self._enter(node)
+        result = self._quietly(op.overload, *args)
+        self.watch.note(result)
+        if op.workspace is not None:
+            self.watch.rise(op.workspace(self.device, *args))
+        return result
+
+    def _taken_along(self, fused: Fused, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """One allocation at most: what a call takes along is computed where it is read."""
+        op = op_of(fused.made.target)
+        if op is None:  # in place
+            self._enter(fused.made)
+            return self._quietly(function, *args)
+        values = {n: value for n, value in zip(fused.args, args, strict=True) if isinstance(n, Node)}
+        values[fused.within] = self._quietly(_call, fused.within, values)
+        return self._called(op, fused.made, _filled(args_of(fused.made), values))
+
+    def _walked(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Node by node; what nobody reads any more is freed."""
+        values: dict[Node, Any] = dict(zip(region.inputs, args, strict=True))
+        freed = _freed_after(region)
+        for node in region.nodes:
+            self._enter(node)
+            values[node] = _call(node, values)
+            for done in freed.get(node, ()):
+                del values[done]
+        return tuple(values[n] for n in region.outputs)
+
+    def _walked_fused(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:
+        """As compiled code does it. A value that is not in memory holds what it is computed from until it is read."""
+        held: dict[Node, tuple[Any, ...]] = {n: (value,) for n, value in zip(region.inputs, args, strict=True)}
+        in_memory, freed = _in_memory(region), _freed_after(region)
+        for node in region.nodes:
+            self._enter(node)
+            value = self._quietly(_call, node, {n: held[n][0] for n in node.all_input_nodes})
+            sources = [held[n] for n in node.all_input_nodes]
+            held[node] = (value,) if is_view(node) or node in in_memory else (value, *sources)
+            del sources
+            done = freed.get(node, ())
+            if node in in_memory and _name(node) not in _LIBRARY:
+                # A kernel may write over what it reads last, if that is as large.
+                for n in done:
+                    if n in in_memory and _bytes(held[n][0]) == _bytes(value):
+                        del held[n]
+            if node in in_memory:
+                self.watch.note(value)
+            for n in done:
+                held.pop(n, None)
+            del value
+        return tuple(held[n][0] for n in region.outputs)
+
+    def _enter(self, node: Node | None) -> None:
+        self._group = self._groups.get(node, "other") if node is not None else "other"
+
+    def _quietly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.watch.quiet = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.watch.quiet = False
+
+
+def groups_of(graph: Graph) -> dict[Node, str]:
+    """The group of each call of a graph, by where it stands: see `GROUPS`."""
+    attention = {layer.index: _module(layer.attention) for layer in layers_of(graph)}
+    products = {(n.meta["layer"], _module(n)) for n in graph.calls if _multiplies(n)}
+    found, after = {}, False
+    for node in reversed(graph.calls):
+        layer, module = node.meta["layer"], _module(node)
+        if layer is None:
+            found[node] = "other" if after else HEAD
+        elif module == attention.get(layer):
+            found[node] = "projections" if linear_of(node) is not None else "attention"
+        else:
+            found[node] = "feed-forward" if module and (layer, module) in products else "norms"
+        after = after or layer is not None
+    return found
+
+
+def _module(node: Node) -> str:
+    """The module of its layer that a call came from: "self_attn" of "self_attn.q_proj"."""
+    return str(node.meta.get("role") or "").partition(".")[0]
+
+
+def _multiplies(node: Node) -> bool:
+    return linear_of(node) is not None or op_of(node.target) is OPS["experts"]
+
+
+def _in_memory(region: Region) -> set[Node]:
+    """Nodes of a compiled region whose values are written to memory."""
+    found = {viewed(node) for node in region.outputs}
+    for node in region.nodes:
+        if _name(node) in _LIBRARY:
+            found.update(map(viewed, (node, *node.all_input_nodes)))
+    return found.intersection(region.nodes)
+
+
+def _freed_after(region: Region) -> dict[Node, list[Node]]:
+    """By node of a region, the values made in it that nothing reads after it."""
+    last: dict[Node, Node] = {}
+    for node in region.nodes:
+        last.update(dict.fromkeys((*node.all_input_nodes, node), node))
+    freed: dict[Node, list[Node]] = {}
+    for value, reader in last.items():
+        if value not in region.inputs and value not in region.outputs:
+            freed.setdefault(reader, []).append(value)
+    return freed
+
+
+def _call(node: Node, values: Mapping[Node, Any]) -> Any:
+    """A node's result; an op that is inlined runs as its reference does."""
+    op = op_of(node.target)
+    function: Any = op.reference if op is not None and op.inline else node.target
+    kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
+    return function(*_filled(args_of(node), values), **kwargs)
+
+
+def _filled(args: Sequence[Any], values: Mapping[Node, Any]) -> Any:
+    return torch.fx.map_arg(tuple(args), values.__getitem__)
+
+
+def _name(node: Node) -> str:
+    return op_name(node.target)
+
+
+def _bytes(value: Any) -> int:
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else -1
