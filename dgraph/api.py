@@ -136,6 +136,7 @@ class Optimized:
         kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
         transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
         programs: the lowered program of each phase.
+        page_size: positions of a KV page.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Optimized:
         self.phases = rewrite(captured, recipe)
         self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
         self.kernels = kernels or Kernels(target_of(captured.device), None)
+        self.page_size = _page_size(self.spec.block_length, captured.device)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
         self._in_use = threading.Lock()
@@ -165,10 +167,24 @@ class Optimized:
             plan=recipe.plan,
             kv=recipe.kv,
             device=captured.device,
-            page_size=_page_size(self.spec.block_length, captured.device),
+            page_size=self.page_size,
             pool=self.graph_pool,
             compiler=transitions,
         )
+
+    def with_logit_rows(self, rows: int) -> Optimized:
+        """The same, with the logits of at most so many rows at a time.
+
+        Weights and compiled regions are shared; KV pages and CUDA graphs are not.
+
+        Raises:
+            InputError: below 1, or a recipe that keeps all logits.
+        """
+        if self.recipe.logit_rows is None:
+            raise InputError(f"recipe {self.recipe.name!r} has no bound on rows of logits; add the pass ChunkLMHead.")
+        recipe, graphs = self.recipe.with_logit_rows(rows), self.graph_pool is not None
+        shared = self.compiler, self._buckets, graphs, self.tuning, self.kernels, self.transitions
+        return Optimized(self.model, self.captured, recipe, *shared)
 
     def _lower(self, graph: Graph, graphs: bool = True) -> LoweredProgram:
         if not graphs or self.graph_pool is None:

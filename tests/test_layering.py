@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": CORE | {"cache", "ops"},
     "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
     "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
-    "engine": {"errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
+    "engine": {"cache", "errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
     | {"shapes", "spec"},
     "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},

@@ -35,6 +35,8 @@ CAPTURER = "dgraph.frontend.frozen"
 """Turns a module into a captured graph."""
 TUNER = "dgraph.lowering.tuning"
 """Says, besides the kernels, which tilings are timed and how."""
+PROFILER = "dgraph.engine.profile"
+"""Says what is measured of a program, and lowers nothing by itself: it imports all that does."""
 LAUNCHERS = "launchers"
 """Name of the entry with the libraries that launch kernels."""
 SETTINGS = "inductor settings"
@@ -173,6 +175,25 @@ def tuning_key(op: str, device: torch.device, modules: Iterable[str]) -> Key:
             **environment(device),
             "device": device.type,
             **_named(sources([TUNER, *modules])),
+        }
+    )
+
+
+def profile_key(facts: Mapping[str, str], device: torch.device, modules: Iterable[str]) -> Key:
+    """The key of what a program was measured to allocate and to take.
+
+    Args:
+        facts: the model, the recipe and the budgets, by name.
+        device: where it ran.
+        modules: of the kernels.
+    """
+    return Key(
+        {
+            "format": FORMAT,
+            "kind": "profile",
+            **facts,
+            **environment(device),
+            **_named(sources([PROFILER, *modules])),
         }
     )
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "explain": "views:explain",
     "compile": "compile:compile_",
     "calibrate": "calibrate:calibrate",
+    "profile": "profile:profile",
     "cache": "cache:app",
     "bench": "bench:app",
     "simulate": "simulate:simulate",

@@ -113,13 +113,14 @@ class CostModel:
 
     @classmethod
     def read(cls, path: str | Path) -> CostModel:
-        """The model in a JSON file.
+        """The model in a JSON file: one of its own, or what `dgraph profile --steps --json` wrote.
 
         Raises:
             InputError: a file that cannot be read, or has no such model.
         """
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(value["cost"] if isinstance(value, dict) and "cost" in value else value)
         except (OSError, ValueError) as error:
             raise InputError(f"cost model {path} cannot be read: {error}.") from None
 

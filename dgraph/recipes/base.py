@@ -103,6 +103,25 @@ class Recipe:
         )
         return replace(self, phases=tuple(phases))
 
+    def with_logit_rows(self, rows: int) -> Recipe:
+        """The same method with the logits of at most so many rows at a time, in every phase (`ChunkLMHead`).
+
+        Raises:
+            InputError: below 1.
+        """
+
+        def bound(phase: Phase) -> Phase:
+            passes = (replace(p, max_num_logits=rows) if isinstance(p, ChunkLMHead) else p for p in phase.passes)
+            return replace(phase, passes=tuple(passes))
+
+        return replace(self, phases=tuple(map(bound, self.phases)))
+
+    @property
+    def logit_rows(self) -> int | None:
+        """Rows whose logits exist at a time, at most; None for all of a step's."""
+        bounds = [p.max_num_logits for phase in self.phases for p in phase.passes if isinstance(p, ChunkLMHead)]
+        return max(bounds, default=None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {

@@ -1,0 +1,151 @@
+"""`dgraph profile`: where the memory of a device goes, and how many sequences fit."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import plain, print_table, print_text, status
+from dgraph.cli.units import size_text
+from dgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from dgraph.engine.profile import Profile
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(|K|M|G)(?:i?B)?")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def profile(
+    model: given.Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    option: given.Options = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows of a step at most.", show_default="16384 on a GPU, 1024 on a CPU")
+    ] = None,
+    logit_rows: Annotated[
+        int | None, typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(help="At a time, for the decode state.", show_default="as many as have a block each")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Bytes that may be used in all, as 24G.", show_default="the GPU's; 4G on a CPU"),
+    ] = None,
+    steps: Annotated[bool, typer.Option("--steps", help="Also time steps, for `dgraph simulate`.")] = False,
+    shape: Annotated[
+        bool, typer.Option("--shape", help="MODEL is a published shape with random weights, as llada-8b.")
+    ] = False,
+    buckets: given.Buckets = None,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    fact: given.Facts = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
+) -> None:
+    """Say where the memory of a device goes when a model is served, and how many sequences of which length fit.
+
+    Activations are predicted from the programs, and measured by a dummy step of as many rows as a step may have; in
+    code that was compiled for a CPU they cannot be seen (--backend eager shows them). What is left after weights, CUDA
+    graphs, activations, state and a guard (2 % of a GPU) is for keys and values.
+
+    \b
+    dgraph profile tiny_llada --recipe fast_dllm --memory 1G
+    dgraph profile ./LLaDA-8B-Instruct -r dllm_serve --rows 16384 --logit-rows 2048 --device cuda --dtype bfloat16
+    dgraph profile llada-8b --shape -r fast_dllm --device cuda --steps --json profile.json
+    """
+    import dgraph
+    from dgraph.engine.profile import profile as run
+
+    options, facts, limit = given.recipe_options(recipe, option), given.facts(fact), _size(memory)
+    if json is not None and not json.resolve().parent.is_dir():
+        raise InputError(f"--json {json} cannot be written: there is no folder {json.parent}.")
+    if shape and facts:
+        raise InputError("--fact is for a model; a published shape has its own.")
+    for name, value in (("--rows", rows), ("--logit-rows", logit_rows), ("--sequences", sequences)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    with status("loading") as tell:
+        named: Any = _shape(model, dtype, device) if shape else model
+        optimized = dgraph.optimize(
+            named,
+            recipe,
+            buckets=given.bucket_list(buckets),
+            backend=backend,
+            dtype=None if shape else given.torch_dtype(dtype),
+            device=None if shape else given.torch_device(device),
+            facts=facts,
+            progress=tell,
+            **options,
+        )
+        found = run(optimized, rows, logit_rows, limit, sequences=sequences, steps=steps, progress=tell)
+    _show(found)
+    if json is not None:
+        text = jsonlib.dumps(plain(_facts(found)), indent=1, allow_nan=False)
+        json.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _size(text: str | None) -> int | None:
+    """Bytes from `24G`, `512M` or a number.
+
+    Raises:
+        InputError: none of these.
+    """
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not (size := int(float(match[1]) * _UNITS[match[2]])):
+        raise InputError(f"--memory takes a number of bytes of at least 1, as 24G, 512M or 1000000, got {text!r}.")
+    return size
+
+
+def _shape(name: str, dtype: str | None, device: str | None) -> Any:
+    import torch
+
+    from dgraph.bench.load import shape_of
+
+    where = given.torch_device(device) or torch.device("cpu")
+    return shape_of(name, where, given.torch_dtype(dtype) or torch.bfloat16)
+
+
+def _facts(found: Profile) -> dict[str, Any]:
+    from dgraph.engine.costs import CostModel
+
+    cost = {"cost": CostModel.fit(found.steps).to_json()} if found.steps else {}
+    return {**found.to_json(), **cost}
+
+
+def _show(found: Profile) -> None:
+    print_text(
+        f"{found.model} under {found.recipe} on {found.device}: {found.rows} rows, logits of {found.logit_rows}, "
+        f"{found.sequences} sequences\n"
+    )
+    measured = "" if found.measured is None else f", measured {size_text(found.measured)}"
+    lines = [
+        ("weights", found.weights, ""),
+        ("libraries", found.libraries, ""),
+        ("CUDA graphs", found.graphs, ""),
+        ("activations", found.activations, f"predicted {size_text(found.predicted)}{measured}"),
+        *((f"  {group}", size, "at most, while it runs") for group, size in found.groups.items()),
+        ("  LM head, all rows", found.unbounded, "without a bound on rows of logits"),
+        ("state", found.state, ""),
+        ("guard", found.guard, ""),
+        ("keys and values", found.kv, f"{size_text(found.kv_cost.position)} per position"),
+        ("in all", found.memory, ""),
+    ]
+    print_table(("", "memory", ""), [(what, size_text(size), note) for what, size, note in lines])
+    if found.left < 0:
+        print_text(f"\nNothing is left for keys and values: {size_text(-found.left)} are missing.")
+    print_text("")
+    counts = ((length, found.fits(length), found.fits(length, bounded=False)) for length in found.lengths)
+    print_table(("positions", "sequences", "without the bound"), [tuple(map(str, line)) for line in counts])
+    if found.steps:
+        print_text("")
+        timed = [(str(rows), str(keys), f"{1e3 * seconds:.2f}") for rows, keys, seconds in found.steps]
+        print_table(("rows", "keys", "ms"), timed)

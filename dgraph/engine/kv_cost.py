@@ -1,0 +1,113 @@
+"""What keys and values of a sequence take, from what its programs declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dgraph.errors import InputError
+from dgraph.plans.kv import KVPlan
+from dgraph.shapes import InputSpec
+from dgraph.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class KVCost:
+    """Bytes of keys, values and whatever else is kept per position.
+
+    Attributes:
+        position: of a position in the paged caches of all layers together.
+        page: positions of a page.
+        plan: what a sequence keeps of its keys and values; None for all.
+        packed: of each layer with packed keys: its number, bytes of an entry, KV heads, and bytes of the numbers of
+            entries that a sequence has there.
+        causal: whether attention is block-causal.
+        block, shift: rows of a block, and the logit shift of the model.
+    """
+
+    position: int
+    page: int
+    plan: KVPlan | None
+    packed: tuple[tuple[int, int, int, int], ...]
+    causal: bool
+    block: int
+    shift: int
+
+    @classmethod
+    def of(cls, inputs: Iterable[InputSpec], spec: ModelSpec, page: int, plan: KVPlan | None) -> KVCost:
+        """What the declared inputs of all programs take.
+
+        Args:
+            inputs: the declarations, each once; those that are no caches are left out.
+            spec: the model.
+            page: positions of a page.
+            plan: of the recipe.
+
+        Raises:
+            InputError: a cache whose sizes are not numbers.
+        """
+        position, entries, counts = 0, dict[int, int](), dict[int, tuple[int, int]]()
+        for one in inputs:
+            size = math.prod(one.element) * one.dtype.itemsize if one.in_place else 0
+            if one.per == "position":
+                position += size
+            elif one.per == "packed" and one.layer is not None:
+                if one.shape[0] == "sequences":
+                    counts[one.layer] = one.element[0], size
+                else:
+                    entries[one.layer] = entries.get(one.layer, 0) + size
+        packed = tuple((layer, entries[layer], *counts[layer]) for layer in sorted(entries))
+        causal = spec.attention == "block_causal"
+        return cls(position, page, plan, packed, causal, spec.block_length, spec.logit_shift)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers."""
+        return self.position * self.page
+
+    def sequence(self, length: int, response: int) -> int:
+        """Bytes of a sequence, as long as it lives.
+
+        Args:
+            length: positions, prompt and response together.
+            response: positions of the response; they matter only where not all keys are kept.
+
+        Raises:
+            InputError: not 1 <= response <= length.
+        """
+        if not 1 <= response <= length:
+            raise InputError(f"a sequence of {length} positions has a response of 1 to {length}, got {response}.")
+        pages = -(-length // self.page) - self._absent(length - response) // self.page
+        return pages * self.page_bytes + self._packed(length - response, response)
+
+    def _absent(self, prompt: int) -> int:
+        """Positions at the beginning of a sequence that have no place in the pages, since what is kept is packed."""
+        if self.plan is None:
+            return 0
+        if not self.causal:
+            return max(prompt - self.shift, 0)
+        return prompt // self.block * self.block if self.plan.window == "response" else 0
+
+    def _packed(self, prompt: int, response: int) -> int:
+        if self.plan is None:
+            return 0
+        candidates = prompt + (response if self.plan.window == "block" else 0)
+        return sum(
+            size * self.plan.entries(layer, candidates, heads) + counts for layer, size, heads, counts in self.packed
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **vars(self),
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "packed": [list(layer) for layer in self.packed],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> KVCost:
+        """What `to_json` described."""
+        plan = None if value["plan"] is None else KVPlan.from_json(value["plan"])
+        return cls(**{**value, "plan": plan, "packed": tuple(tuple(layer) for layer in value["packed"])})

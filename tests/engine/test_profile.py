@@ -1,0 +1,227 @@
+"""The profiler: bytes worked out by hand, what follows from them, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.api import Optimized
+from dgraph.cache.store import Store
+from dgraph.engine import peaks
+from dgraph.engine.costs import CostModel
+from dgraph.engine.dummy import _VALUES, DummyStep
+from dgraph.engine.kv_cost import KVCost
+from dgraph.engine.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
+from dgraph.errors import InputError
+from dgraph.lowering.footprint import HEAD
+from dgraph.plans.kv import KVPlan
+from dgraph.runtime.offers import OFFERS
+from dgraph.testing.models import models
+
+ROW = 64  # values of a row of the stream, and 4 bytes each
+POSITION = 4 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, their width, bytes
+
+
+@pytest.fixture(scope="module")
+def dense(model: dgraph.Model) -> Optimized:
+    return dgraph.optimize(model, "dense", backend="eager", max_num_logits=32)
+
+
+@pytest.fixture(scope="module")
+def found(dense: Optimized) -> Profile:
+    return profile(dense, rows=256, memory=1 << 24)
+
+
+def test_weights_count_once_however_they_are_stacked(dense: Optimized, found: Profile) -> None:
+    inside = 4 * 64 * (64 + 32 + 32) + 4 * 64 * 64 + 4 * 3 * 64 * 128  # q|k|v, o, gate, up and down of four layers
+    norms = 4 * (64 + 64 + 16 + 16) + 64
+    assert found.weights == weight_bytes(dense) == 4 * (2 * 97 * 64 + inside + norms + 8 + 8)  # two tables of 8 angles
+
+
+def test_keys_and_values_of_a_position(found: Profile) -> None:
+    assert found.kv_cost == KVCost(POSITION, 8, None, (), True, 8, 0)
+    assert found.kv_cost.sequence(20, 4) == 24 * POSITION
+    assert found.pages(8) == found.kv // (8 * POSITION)
+    assert found.fits(20) == found.kv // (24 * POSITION)
+
+
+def test_logits_with_and_without_a_bound(found: Profile) -> None:
+    per_row = 4 * ROW + 8 + 3 * 4  # the stream, a token, and three numbers
+    assert (found.rows, found.logit_rows) == (256, 32)
+    assert found.unbounded == 256 * (per_row + 4 * 97 * 4)
+    assert found.groups[HEAD] == 256 * 5 * 4 * ROW  # the last norm op by op: more than logits of 32 rows
+    assert found.groups[HEAD] > 256 * per_row + 32 * 4 * 97 * 4
+
+
+def test_what_is_left_is_for_keys_and_values(found: Profile) -> None:
+    inputs = 256 * (8 + 8 + 4 + 1 + 4 + 8) + 4 * 33 + 4 * 32 * 512  # per row, offsets, and a table of 512 pages each
+    assert found.state == inputs + 8 * 32 * 4096
+    assert found.measured is not None
+    assert found.predicted == pytest.approx(found.measured, rel=0.02)
+    assert found.activations == max(found.measured, found.predicted)
+    assert found.kv == found.left == (1 << 24) - found.weights - found.activations - found.state
+    assert found.guard == found.libraries == found.graphs == 0
+    assert found.lengths == (512, 1024, 2048, 4096)
+    assert replace(found, positions=3000).lengths == (512, 1024, 2048, 3000)
+    assert replace(found, positions=64).lengths == (64,)
+
+
+def test_a_bound_frees_memory_for_sequences(dense: Optimized) -> None:
+    wide = profile(dense, rows=4096, memory=1 << 25)
+    assert wide.without_bound == max(wide.activations, wide.unbounded)
+    other = replace(wide, memory=1 << 30, unbounded=wide.activations + (10 << 20))
+    assert other.fits(512) - other.fits(512, bounded=False) == pytest.approx((10 << 20) / (512 * POSITION), abs=1)
+
+
+def test_too_little_memory_leaves_nothing(dense: Optimized) -> None:
+    small = profile(dense, rows=256, memory=1 << 20)
+    assert (small.kv, small.pages(8), small.fits(8)) == (0, 0, 0)
+    assert small.left < 0
+
+
+def test_defaults_and_another_bound(dense: Optimized) -> None:
+    given = profile(dense)
+    assert (given.rows, given.memory) == (ROWS["cpu"], CPU_MEMORY)
+    assert (given.sequences, given.logit_rows) == (given.rows // 8, 32)
+    assert profile(dense, rows=64, logit_rows=16).logit_rows == 16
+    assert profile(dense, rows=64, logit_rows=640, sequences=3).logit_rows == 64
+
+
+def test_as_json_and_back(found: Profile) -> None:
+    timed = replace(found, steps=((8, 64, 0.5), (16, 128, 0.75)))
+    assert Profile.from_json(json.loads(json.dumps(timed.to_json()))) == timed
+    with pytest.raises(InputError, match="has no entry 'weights'"):
+        Profile.from_json({k: v for k, v in timed.to_json().items() if k != "weights"})
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_packed_keys_have_no_pages_where_they_were(family: str) -> None:
+    (tiny,) = models(None, family)
+    made = tiny.optimized("dllm_serve", ratio=0.5)
+    cost = profile(made, rows=64).kv_cost
+    spec = made.spec
+    layers, head = spec.layers, spec.head_dim * 4
+    assert cost.position == layers * 2 * spec.kv_heads * head
+    assert {layer[1:3] for layer in cost.packed} <= {(2 * head, spec.kv_heads), (2 * head + 4, spec.kv_heads)}
+    assert len(cost.packed) == layers
+    block = spec.block_length
+    length, response = 10 * block, 2 * block
+    pages = length if spec.attention == "block_causal" else response + (spec.logit_shift > 0)
+    entries = spec.kv_heads * (length // 2) * cost.packed[0][1] + 4 * spec.kv_heads
+    assert cost.sequence(length, response) == -(-pages // block) * block * cost.position + layers * entries
+
+
+def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
+    plan = KVPlan(window="response", pairs=(4,))
+    cost = KVCost(position=100, page=8, plan=plan, packed=((0, 10, 2, 8), (1, 10, 2, 8)), causal=True, block=4, shift=0)
+    assert cost.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)  # from position 16 on
+    assert replace(cost, causal=False, shift=1).sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)
+    assert KVCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+    with pytest.raises(InputError, match="1 to 32, got 33"):
+        cost.sequence(32, 33)
+
+
+def test_what_was_measured_is_kept(model: dgraph.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dgraph.optimize(model, "dense", backend="eager")
+    made.compiler.store = Store(tmp_path)
+    monkeypatch.setattr(peaks, "seconds", lambda program, step: 1e-3 * step.rows)
+    first = profile(made, rows=64)
+    calls: list[str] = []
+    assert profile(made, rows=64, memory=1 << 30, progress=calls.append) == replace(first, memory=1 << 30)
+    assert calls == []
+    timed = profile(made, rows=64, steps=True, progress=calls.append)
+    assert replace(timed, steps=()) == first
+    assert calls[:1] == ["timing 8 rows over 1024 keys"]
+    assert [step[0] for step in timed.steps] == [8, 8, 16, 16, 32, 32, 64, 64]
+    assert CostModel.fit(timed.steps).step(32, 0) == pytest.approx(0.032)
+    assert profile(made, rows=64, steps=True, progress=lambda what: pytest.fail(what)) == timed
+    assert profile(made, rows=128, progress=calls.append).rows == 128
+    assert "measuring step" in calls
+
+
+def test_a_damaged_entry_is_measured_anew(model: dgraph.Model, tmp_path: Path) -> None:
+    made = dgraph.optimize(model, "dense", backend="eager")
+    made.compiler.store = store = Store(tmp_path)
+    first = profile(made, rows=64)
+    (entry,) = store.entries.iterdir()
+    key = peaks._key(made, peaks.Budget.of(made, 64, None))
+    store.put(key, {peaks.FILE: b'{"predicted": 1}'}, replace=True)
+    with pytest.warns(dgraph.DgraphWarning, match=f"{entry.name[:12]}.*set aside and rebuilt"):
+        assert profile(made, rows=64) == first
+
+
+def test_a_step_is_timed_as_it_runs(dense: Optimized) -> None:
+    timed = profile(dense, rows=16, steps=True).steps
+    assert [step[:2] for step in timed] == [(8, 1024), (8, 4096), (16, 2048), (16, 8192)]
+    assert all(0 < step[2] < 10 for step in timed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 0}, "rows must be a number of at least 1, or None, got 0"),
+        ({"rows": 7}, "rows=7: a step has room for a block of 8 rows at least"),
+        ({"logit_rows": -1}, "logit_rows must be a number of at least 1, or None, got -1"),
+        ({"memory": 1.5}, "memory must be a number of at least 1, or None, got 1.5"),
+        ({"sequences": True}, "sequences must be a number of at least 1, or None, got True"),
+    ],
+)
+def test_bad_budgets_are_refused(dense: Optimized, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        profile(dense, **settings)
+
+
+@pytest.mark.parametrize("ask", [lambda p: p.pages(0), lambda p: p.fits(0), lambda p: p.fits(8, 0)])
+def test_bad_questions_are_refused(found: Profile, ask: Callable[[Profile], int]) -> None:
+    with pytest.raises(InputError, match=r"at least 1|1 to"):
+        ask(found)
+
+
+def test_a_recipe_that_keeps_all_logits_has_no_bound(dense: Optimized) -> None:
+    recipe = dense.recipe.keeping_logits()
+    assert recipe.logit_rows is None
+    assert dense.recipe.with_logit_rows(5).logit_rows == 5
+    made = Optimized(dense.model, dense.captured, recipe, dense.compiler, dense.programs["step"].buckets)
+    with pytest.raises(InputError, match=r"recipe 'dense' has no bound on rows of logits; add the pass ChunkLMHead"):
+        made.with_logit_rows(5)
+
+
+def test_a_dummy_step_gives_what_the_decode_loop_offers() -> None:
+    assert _VALUES.keys() <= OFFERS.keys()
+    step = DummyStep(rows=10, width=4, length=12, page=8)
+    assert (step.sequences, step.keys, step.pages) == (3, 36, 2)
+    values = {name: value(step) for name, value in _VALUES.items()}
+    assert values["positions"].tolist() == [8, 9, 10, 11, 8, 9, 10, 11, 8, 9]
+    assert values["cu_rows"].tolist() == [0, 4, 8, 10]
+    assert values["page_table"].tolist() == [[0, 1]] * 3
+    assert values["average"].isinf().all()
+    assert torch.equal(replace(step, keeps=False)._input(_spec("average", "b"), {}), torch.ones(3))
+    with pytest.raises(InputError, match="1 to 12 rows per sequence, got 10 rows, 8 positions per page and 13 rows"):
+        DummyStep(rows=10, width=13, length=12, page=8)
+
+
+def _spec(name: str, *shape: str) -> Any:
+    from dgraph.shapes import InputSpec
+
+    return InputSpec(name, torch.float32, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fast_dllm", "focus"])
+def test_predicted_is_measured_on_a_gpu(recipe: str) -> None:
+    """Two layers of LLaDA-8B at 16,384 rows; more of them need more weights and caches, and the same activations."""
+    from dgraph.models.shapes import random_model
+
+    shape = random_model("llada-8b", "cuda", num_hidden_layers=2)
+    made = dgraph.optimize(shape, recipe, artifacts=False)
+    for bound in (None, 16384):
+        seen = profile(made, rows=16384, logit_rows=bound)
+        assert seen.measured is not None
+        assert seen.predicted == pytest.approx(seen.measured, rel=0.03), bound
