@@ -388,7 +388,7 @@ class Batch:
             "kv": None if self.packed is None else self.packed.plan,
             "most_rows": shape.most_rows,
         }
-        tensors = canvas.to(device), index.contiguous(), lengths.contiguous()
+        tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
         if self.causal:
             state: DecodeState = BlockCausalState.begin(*tensors, **settings)
         else:

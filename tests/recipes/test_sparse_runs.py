@@ -191,18 +191,21 @@ def test_pages_of_a_prompt_are_free_again_after_the_first_step(case: str) -> Non
     run = optimized(block_dyllm.setup_of("sdar"), CASES[case][0], **CASES[case][1])
     free = watched(run)
     # Whole blocks of the prompts are 12 and 5; the sequences have 14 and 7 pages.
-    assert free[0] == 0
-    assert set(free[1:-1]) == {12 + 5}
+    both = [pages for pages in free if pages < 12 + 7]  # until one of them has ended
+    assert len(both) > 3
+    assert set(both) == {12 + 5}
     assert free[-1] == run._session.kv.pages == 14 + 7
     assert first_of(run) == [192, 80]
-    assert watched(run)[0] == 0, "and taken again"
+    assert watched(run) == free, "and taken again"
     assert run._session.kv.pages == 21
 
 
 def test_pages_that_later_blocks_choose_from_stay() -> None:
     run = optimized(block_dyllm.setup_of("sdar"), "dllm_serve")
     free = watched(run)
-    assert set(free[:-1]) == {0}
+    both = [pages for pages in free if pages < 7]  # until one of them has ended
+    assert len(both) > 3
+    assert set(both) == {0}
     assert first_of(run) == [0, 0]
     assert run._session.packed is not None
     entries = (int(0.5 * 221) + int(0.5 * 105)) * run.spec.kv_heads
