@@ -232,21 +232,23 @@ class Batch:
         foreseen = self._foreseen()
         if foreseen is not None:
             self._launch(*foreseen)
-            return self._read()
-        found = self._read()
+            found = self._last = self._reports.read()
+            self._hear(found)
+            return found
+        found = self._last = self._reports.read()
         rows = int(found.rows.sum())
         self._flying = None
-        if rows:
+        if rows:  # the device waits: everything else comes after this
             self._launch(rows, bool(found.choosing.any()))
+        self._hear(found)
         return found
 
-    def _read(self) -> Report:
-        found = self._last = self._reports.read()
+    def _hear(self, report: Report) -> None:
+        """Note which sequences have moved on to another block."""
+        starts, counters = report.start.tolist(), report.counter.tolist()
         for slot, one in self.running.items():
-            start = int(found.start[slot])
-            if start != one.start:
-                one.start, one.began = start, int(found.counter[slot])
-        return found
+            if starts[slot] != one.start:
+                one.start, one.began = starts[slot], counters[slot]
 
     @property
     def failed(self) -> dict[int, Exception]:
@@ -275,8 +277,11 @@ class Batch:
         if "salient" in result.outputs:
             # Counts stay on the device until somebody asks.
             self.stats.count_salient(result.outputs["salient"])
-        samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
-        outputs = self._decide(advance, samplers, result.outputs, other, self.caches(), self.lenient)
+        outputs: Mapping[str, Tensor] = result.outputs
+        self._decide.failed = {}
+        if not {"token", "confidence"} <= outputs.keys():
+            samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
+            outputs = self._decide(advance, samplers, outputs, other, inputs, self.lenient)
         self._flying = None
         if self._observer is None:
             self._flying = _Flight(self._steps)

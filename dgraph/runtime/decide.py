@@ -47,14 +47,12 @@ class Decide:
         Args:
             advance: rows, state and inputs of the step.
             samplers: how each slot takes tokens from logits.
-            outputs: of the step program.
+            outputs: of the step program, which has no tokens.
             unconditional: its logits without the prompts, for guidance.
             caches: by name, what the runtime keeps per position.
             lenient: note what a sampler raises in `failed`, for its slots, whose rows then have no token.
         """
         self.failed = {}
-        if "token" in outputs and "confidence" in outputs:
-            return outputs
         if "logits" not in outputs:
             raise LoweringError(
                 f"program 'step' must output token and confidence, or logits; got: "

@@ -37,7 +37,7 @@ from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
 from tests.plans.outside import Stride, Thirds
-from tests.runtime.fake import REACHED, offered, summary
+from tests.runtime.fake import FakeProgram, fake_spec, offered, summary
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
@@ -320,3 +320,15 @@ def test_rules_differ_in_their_keys() -> None:
             advance.take(outputs(advance, torch.Generator(), False))
             advance._compiled()
     assert len(texts) == 3
+
+
+@pytest.mark.parametrize("attention", ["block_causal", "bidirectional"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_every_tensor_of_a_batch_has_memory_of_its_own(attention: str, slots: int) -> None:
+    """Of a batch of one, too, where a slice of a table looks contiguous: no two may be updated in one kernel."""
+    programs = {"step": FakeProgram("step"), "prefill": FakeProgram("prefill")}
+    plan = None if attention == "block_causal" else RowPlan(Block())
+    session = BlockSession(fake_spec(4, attention=attention), programs, plan=plan, page_size=4)
+    batch = session.batch([Decoding()], session.shape(slots, 40, 4, fixed=False))
+    held = batch.advance._held()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)
