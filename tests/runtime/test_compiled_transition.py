@@ -37,7 +37,7 @@ from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
 from tests.plans.outside import Stride, Thirds
-from tests.runtime.fake import FakeProgram, fake_spec, offered, summary
+from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
 from tests.runtime.test_cudagraph import Recorder
 
 MASK, BLOCK = 99, 8
