@@ -36,7 +36,10 @@ def can_measure(program: LoweredProgram) -> bool:
 
 
 def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
-    """Run a dummy step twice, without CUDA graphs, and see what the second one allocates; None if it cannot be seen."""
+    """Run a dummy step twice, without CUDA graphs, and see what the second one allocates; None if it cannot be seen.
+
+    What torch's allocator holds for nobody is given back before, so that a budget that fits is not refused, and after.
+    """
     device = program.graph.device
     if not can_measure(program):
         return None
@@ -49,13 +52,17 @@ def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
                 program(inputs, step.rows)
             return Measured(watch.peak, 0)
         with torch.cuda.device(device):
+            torch.cuda.empty_cache()
             before = _allocated(device)
             program(inputs, step.rows)
             held = _allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             program(inputs, step.rows)
             torch.cuda.synchronize(device)
-            return Measured(torch.cuda.max_memory_allocated(device) - held, max(0, held - before))
+            peak = torch.cuda.max_memory_allocated(device) - held
+    del inputs
+    torch.cuda.empty_cache()
+    return Measured(peak, max(0, held - before))
 
 
 def seconds(program: LoweredProgram, step: DummyStep) -> float:

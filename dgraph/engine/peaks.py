@@ -186,10 +186,15 @@ def _graphs(optimized: Profiled, budget: Budget) -> int:
 
 
 def _timed(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> tuple[tuple[int, int, float], ...]:
-    """Steps of one block per sequence, at twice as many rows each time, over short and long sequences."""
-    if optimized.graph_pool is not None and optimized.recipe.logit_rows is not None:
+    """Steps of one block per sequence, at twice as many rows each time, over short and long sequences.
+
+    All sequences read one sequence's keys. Where these are few, the device's cache holds them, and reading is cheaper
+    than it will be.
+    """
+    bound = optimized.recipe.logit_rows
+    if optimized.graph_pool is not None and bound is not None:
         # The graphs that are recorded here read the caches of dummy steps: they go with a copy.
-        optimized = optimized.with_logit_rows(optimized.recipe.logit_rows)
+        optimized = optimized.with_logit_rows(bound)
     program, counts, found = optimized.programs["step"], [budget.block], []
     while 2 * counts[-1] <= budget.rows:
         counts.append(2 * counts[-1])

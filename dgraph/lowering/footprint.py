@@ -56,7 +56,7 @@ class Footprint:
 
 @torch.no_grad()
 def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
-    """What a run allocates.
+    """What a run allocates. The program must not run meanwhile: its steps are other functions.
 
     Args:
         program: a lowered one.

@@ -20,8 +20,9 @@ from dgraph.engine.dummy import _VALUES, DummyStep
 from dgraph.engine.kv_cost import KVCost
 from dgraph.engine.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
 from dgraph.errors import InputError
-from dgraph.lowering.footprint import HEAD
+from dgraph.lowering.footprint import HEAD, footprint
 from dgraph.plans.kv import KVPlan
+from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.offers import OFFERS
 from dgraph.testing.models import models
 
@@ -78,6 +79,20 @@ def test_a_bound_frees_memory_for_sequences(dense: Optimized) -> None:
     assert wide.without_bound == max(wide.activations, wide.unbounded)
     other = replace(wide, memory=1 << 30, unbounded=wide.activations + (10 << 20))
     assert other.fits(512) - other.fits(512, bounded=False) == pytest.approx((10 << 20) / (512 * POSITION), abs=1)
+
+
+def test_graphs_take_what_they_hold_or_will(model: dgraph.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dgraph.optimize(model, "dense", backend="eager")
+    made.graph_pool = GraphPool()  # as on a GPU, before anything is recorded
+    first = profile(made, rows=256)
+    step = peaks.Budget.of(made, 256, None).step(made, "step")
+    inputs = 256 * (8 + 8 + 4 + 1 + 4 + 8) + 4 * 33 + 4 * 32 * 512
+    assert first.graphs == footprint(made.programs["step"], step.sizes).peak + inputs
+    made.graph_pool.bytes = first.graphs + 1000
+    assert profile(made, rows=256).left == first.left - 1000
+    monkeypatch.setattr(made.programs["step"], "chunk_rows", 64)  # more rows run without a graph
+    made.graph_pool.bytes = 0
+    assert profile(made, rows=256).graphs < first.graphs
 
 
 def test_too_little_memory_leaves_nothing(dense: Optimized) -> None:

@@ -15,6 +15,9 @@ from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import GROUPS, HEAD, footprint, groups_of
+from dgraph.lowering.fused import Fused
+from dgraph.lowering.schedule import Call, Region
+from dgraph.lowering.steps import single
 from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.ops.statistics import ENTROPY, declare
@@ -148,6 +151,20 @@ def test_chunks_of_rows_are_followed(dense: Optimized) -> None:
     assert seen is not None
     assert peaks[1] < 0.8 * peaks[0]
     assert peaks[1] == pytest.approx(seen.peak, rel=0.05)
+
+
+def test_what_calls_take_along_takes_no_memory(dense: Optimized) -> None:
+    """Sums of the stream are added up in its own buffer, and queries are rotated where they are read."""
+    graph = dense.graph("step")
+    made = LoweredProgram(graph, dense.compiler, Buckets(), fused=True)
+    assert {type(step.origin) for step in single(made.lowered[0].steps)} == {Fused, Call, Region}
+    step = DummyStep(N, BLOCK, 64, dense.page_size)
+    fused, apart = (footprint(program, step.sizes) for program in (made, dense.programs["step"]))
+    assert fused.groups["feed-forward"] == apart.groups["feed-forward"] - 4 * N * 64
+    assert fused.groups["norms"] < apart.groups["norms"]
+    seen = measure(made, step)
+    assert seen is not None
+    assert fused.peak == pytest.approx(seen.peak, rel=0.05)
 
 
 def test_a_size_that_is_not_given_is_named(dense: Optimized) -> None:
