@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from dgraph.errors import DgraphError as DgraphError
     from dgraph.errors import DgraphWarning as DgraphWarning
     from dgraph.evaluate.calibrate import calibrate as calibrate
+    from dgraph.engine.build import EngineSettings as EngineSettings
+    from dgraph.engine.engine import Engine as Engine
+    from dgraph.engine.events import Event as Event
     from dgraph.families import Embedded as Embedded
     from dgraph.families import Family as Family
     from dgraph.families import Model as Model
@@ -50,6 +53,9 @@ _HOMES = {
     "DgraphError": "errors",
     "DgraphWarning": "errors",
     "Embedded": "families",
+    "Engine": "engine.engine",
+    "EngineSettings": "engine.build",
+    "Event": "engine.events",
     "Family": "families",
     "Graph": "graph",
     "Model": "families",

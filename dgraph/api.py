@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dgraph.cache.store import open_store
 from dgraph.compilation import Compilation
-from dgraph.engine.build import build_engine
+from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine
-from dgraph.engine.policies import SchedulePolicy
+from dgraph.engine.profile import profile
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
@@ -257,19 +257,7 @@ class Optimized:
         cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
-    def engine(
-        self,
-        *,
-        max_sequences: int | None = None,
-        max_tokens: int | None = None,
-        max_batched_rows: int | None = None,
-        kv_bytes: int | None = None,
-        policy: str | SchedulePolicy = "look_ahead",
-        pages: str = "block",
-        prefix_cache: bool = True,
-        queue: int | None = None,
-        block_length: int | None = None,
-    ) -> Engine:
+    def engine(self, settings: EngineSettings | None = None, **keywords: Any) -> Engine:
         """An engine: requests that come and go, decoded together, each as it would be alone.
 
             with opt.engine(max_sequences=16) as engine:
@@ -278,24 +266,16 @@ class Optimized:
         While it is open, the model belongs to it: `generate` and a second engine are refused.
 
         Args:
-            max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
-            max_tokens: positions of a request, prompt and response together; default 4096, or what the model has.
-            max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
-            kv_bytes: memory of the pool of keys and values; default 1 GiB on a CPU, most of the free memory on a GPU,
-                but never more than max_sequences of max_tokens need.
-            policy: who runs: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
-                `dgraph.engine.policies`.
-            pages: "block": a request of a block-causal model gets pages as it grows, and when there are none left the
-                youngest gives way and comes back later, with the same tokens; "life": it gets all of them at first.
-                Other models and recipes that keep packed keys always get all.
-            prefix_cache: keep the keys of prompts for other prompts that begin alike; block-causal models alone.
-            queue: requests that may wait; None for any number.
-            block_length: tokens that are denoised together; default the model's.
+            settings: see `EngineSettings`.
+            keywords: instead, its fields by keyword.
 
         Raises:
             InputError: a setting out of range, or a model that is in use.
-            UnknownName: an unknown policy or way of giving out pages.
+            UnknownName: an unknown setting or policy.
         """
+        chosen = settings_of(EngineSettings, settings, keywords)
+        if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
+            return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
         occupied = ExitStack()
         occupied.enter_context(self._used_by("engine"))
         occupied.callback(self._session.kv.unlimited)
@@ -303,19 +283,12 @@ class Optimized:
             occupied.enter_context(self.kernels.remembered())
             return build_engine(
                 self._session,
+                chosen,
                 tokenizer=self.model.tokenizer,
                 encode=lambda text: self._encode(text)[0],
                 prepare=self._prepare,
                 occupied=lambda: occupied,
-                max_sequences=max_sequences,
-                max_tokens=max_tokens,
-                max_batched_rows=max_batched_rows,
-                kv_bytes=kv_bytes,
-                policy=policy,
-                pages=pages,
-                prefix_cache=prefix_cache,
-                queue=queue,
-                block_length=block_length,
+                profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
             )
         except BaseException:
             occupied.close()

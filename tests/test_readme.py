@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["start", "decoding rules", "add a pass"])
+@pytest.mark.parametrize("code", BLOCKS, ids=["start", "decoding rules", "serve", "add a pass"])
 def test_python_blocks_run_and_answer(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "__readme__"})
     assert capsys.readouterr().out.startswith("Sorted: ")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
+from dgraph.engine.costs import CostModel
 from dgraph.engine.driver import Driver
 from dgraph.engine.engine import Engine
 from dgraph.engine.jobs import Budgets
-from dgraph.engine.policies import SchedulePolicy
+from dgraph.engine.policies import SchedulePolicy, policy_of
 from dgraph.engine.prefix import PrefixCache
+from dgraph.engine.profile import Profile
 from dgraph.engine.scheduler import Scheduler
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
@@ -30,87 +30,125 @@ ROWS = 8192
 """Rows of a step at most, if the caller does not say and no request needs more."""
 CPU_BYTES = 1 << 30
 """Memory of keys and values on a CPU, if the caller does not say."""
-GPU_SHARE = 0.85
-"""Of the memory that is free on a GPU, what keys and values may take if the caller does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How large an engine is, and who runs.
+
+    Attributes:
+        max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
+        max_tokens: positions of a request, prompt and response together; default 4096, or what the model has.
+        max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
+        max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of the others goes to keys
+            and values.
+        kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
+            on a CPU; on a GPU what weights, activations and graphs leave (see `dgraph.engine.profile`; the first time,
+            that takes some steps to measure).
+        policy: who runs: "look_ahead", "fcfs", "prefill_first", "static", or an object; see `dgraph.engine.policies`.
+        pages: "block": a request of a block-causal model gets pages as it grows, and when there are none left the
+            youngest gives way and comes back later, with the same tokens; "life": it gets all of them at first. Other
+            models, and recipes that keep packed keys, always get all.
+        prefix_cache: keep the keys of prompts for others that begin alike; block-causal models alone.
+        queue: requests that may wait; None for any number.
+        block_length: tokens that are denoised together; default the model's.
+
+    Raises:
+        InputError: a value out of range.
+        UnknownName: an unknown policy, or way of giving out pages.
+    """
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+    max_batched_rows: int | None = None
+    max_logit_rows: int | None = None
+    kv_bytes: int | None = None
+    policy: str | SchedulePolicy = "look_ahead"
+    pages: str = "block"
+    prefix_cache: bool = True
+    queue: int | None = None
+    block_length: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("max_sequences", "max_tokens", "max_batched_rows", "max_logit_rows", "kv_bytes", "queue")
+        for name in (*counts, "block_length"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        if type(self.prefix_cache) is not bool:
+            raise InputError(f"prefix_cache is true or false, got {self.prefix_cache!r}.")
+        if self.pages not in PAGES:
+            raise UnknownName("way of giving out pages", str(self.pages), PAGES)
+        policy_of(self.policy)
 
 
 def build_engine(
     session: BlockSession,
+    settings: EngineSettings,
     *,
     tokenizer: Decoder | None,
     encode: Callable[[str], list[int]],
     prepare: Callable[[Sequence[Decoding]], None],
     occupied: Callable[[], AbstractContextManager[object]],
-    max_sequences: int | None = None,
-    max_tokens: int | None = None,
-    max_batched_rows: int | None = None,
-    kv_bytes: int | None = None,
-    policy: str | SchedulePolicy = "look_ahead",
-    pages: str = "block",
-    prefix_cache: bool = True,
-    queue: int | None = None,
-    block_length: int | None = None,
+    profiled: Callable[[int, int], Profile],
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """See `dgraph.Optimized.engine`, which has the meaning of the settings and the errors."""
+    """An engine over a session's programs and memory.
+
+    Args:
+        session: nobody else uses it while the engine is open.
+        settings: see `EngineSettings`.
+        tokenizer: makes text of ids; None for no text.
+        encode: ids of a text.
+        prepare: see `Driver`.
+        occupied: see `Engine`.
+        profiled: where the memory goes, for a number of rows and of sequences.
+        clock: seconds.
+
+    Raises:
+        InputError: settings that the model or the memory cannot serve.
+    """
     spec, kind = session.spec, session.device.type
-    for name, value in (
-        ("max_sequences", max_sequences),
-        ("max_tokens", max_tokens),
-        ("max_batched_rows", max_batched_rows),
-        ("kv_bytes", kv_bytes),
-        ("queue", queue),
-        ("block_length", block_length),
-    ):
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
-    if pages not in PAGES:
-        raise UnknownName("way of giving out pages", str(pages), PAGES)
-    block = block_length or spec.block_length
-    slots = max_sequences or SEQUENCES.get(kind, 16)
-    tokens = min(max_tokens or TOKENS, spec.max_positions)
-    if max_tokens is not None and max_tokens > spec.max_positions:
-        raise InputError(f"max_tokens={max_tokens} is more than the {spec.max_positions} positions of {spec.family}.")
-    causal = spec.attention == "block_causal"
-    rows = max_batched_rows or max(ROWS, tokens, 2 * block)
+    block, slots = settings.block_length or spec.block_length, settings.max_sequences or SEQUENCES.get(kind, 16)
+    tokens = settings.max_tokens or min(TOKENS, spec.max_positions)
+    if tokens > spec.max_positions:
+        raise InputError(f"max_tokens={tokens} is more than the {spec.max_positions} positions of {spec.family}.")
+    rows = settings.max_batched_rows or max(ROWS, tokens, 2 * block)
     if rows < 2 * block:
         raise InputError(f"max_batched_rows={rows} is less than two blocks of {block}, which a step may need.")
-    scheduler_settings: dict[str, Any] = {"policy": policy, "queue": queue}
-    limit = _pool_pages(session, slots, tokens, kv_bytes)
-    scheduler = Scheduler(Budgets(rows, slots, limit), **scheduler_settings)
+    kv_bytes, costs = settings.kv_bytes, None
+    if kv_bytes is None and kind == "cuda":
+        found = profiled(rows, slots)
+        kv_bytes, costs = found.kv, CostModel.fit(found.steps) if found.steps else None
+    limit = _pool_pages(session, slots, tokens, kv_bytes or CPU_BYTES)
+    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
+    causal = spec.attention == "block_causal"
     columns = -(-(tokens + (0 if causal else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
-    whole = session.packed is None and not session.lasting
-    by_block = pages == "block" and causal and session.packed is None
-    prefix = PrefixCache(session.kv, block) if prefix_cache and causal and whole else None
+    whole = causal and session.packed is None
+    prefix = PrefixCache(session.kv, block) if settings.prefix_cache and whole and not session.lasting else None
     session.kv.limit = limit
-    session.kv.reclaim = prefix.reclaim if prefix is not None else lambda count: None
+    if prefix is not None:
+        session.kv.reclaim = prefix.reclaim
     session.kv.reserve(limit)
     driver = Driver(
         session,
         shape,
         scheduler,
         clock,
-        by_block=by_block,
+        by_block=settings.pages == "block" and whole,
         prefix=prefix,
         tokenizer=tokenizer,
         prepare=prepare,
     )
-    return Engine(driver, spec, encode, occupied, has_text=tokenizer is not None, queue_limit=queue)
+    return Engine(driver, spec, encode, occupied, has_text=tokenizer is not None, queue_limit=settings.queue)
 
 
-def _pool_pages(session: BlockSession, slots: int, tokens: int, kv_bytes: int | None) -> int:
+def _pool_pages(session: BlockSession, slots: int, tokens: int, kv_bytes: int) -> int:
     """Pages of the pool: as many as the memory holds, and no more than all slots can use."""
     kv = session.kv
     page_bytes = kv.position_bytes * kv.page_size
     most = slots * kv.pages_for(tokens + session.spec.block_length)
-    if kv_bytes is None:
-        if session.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(session.device)
-            held = torch.cuda.memory_reserved(session.device) - torch.cuda.memory_allocated(session.device)
-            kv_bytes = int((free + held) * GPU_SHARE) + kv.bytes
-        else:
-            kv_bytes = CPU_BYTES
     count = min(most, kv_bytes // max(page_bytes, 1)) if page_bytes else most
     if count < 1:
         raise InputError(
