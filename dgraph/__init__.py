@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dgraph.api import recipe as recipe
     from dgraph.compilation import Compilation as Compilation
     from dgraph.compilation import WarmUp as WarmUp
-    from dgraph.errors import DgraphError as DgraphError
-    from dgraph.errors import DgraphWarning as DgraphWarning
-    from dgraph.evaluate.calibrate import calibrate as calibrate
     from dgraph.engine.build import EngineSettings as EngineSettings
     from dgraph.engine.engine import Engine as Engine
     from dgraph.engine.events import Event as Event
+    from dgraph.errors import DgraphError as DgraphError
+    from dgraph.errors import DgraphWarning as DgraphWarning
+    from dgraph.evaluate.calibrate import calibrate as calibrate
     from dgraph.families import Embedded as Embedded
     from dgraph.families import Family as Family
     from dgraph.families import Model as Model

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, statistics_of
 from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
-from dgraph.runtime.stops import trim
+from dgraph.runtime.stops import Decoder, first_stop, trim
 from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
 
@@ -246,12 +247,18 @@ class Optimized:
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
+        tokenizer = self.model.tokenizer
         self._prepare([chosen])
         with self._used_by("generate"), self.kernels.remembered():
             generation = self._session.generate(
-                ids, chosen, max_batch=max_batch, keep_kv=keep_kv, observer=observer, progress=progress
+                ids,
+                chosen,
+                max_batch=max_batch,
+                keep_kv=keep_kv,
+                observer=observer,
+                progress=progress,
+                stopped=partial(_says, tokenizer, chosen.stop) if tokenizer is not None and chosen.stop else None,
             )
-        tokenizer = self.model.tokenizer
         if tokenizer is None:
             return Result(None, generation.token_ids, generation.stats, generation.kv)
         cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
@@ -370,6 +377,11 @@ class Optimized:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
         return [self.model.tokenizer.encode(text) for text in texts]
+
+
+def _says(tokenizer: Decoder, stops: Sequence[str], token_ids: Sequence[int]) -> bool:
+    """Whether one of the texts is in what the tokens say."""
+    return first_stop(tokenizer.decode(token_ids), stops) is not None
 
 
 def _page_size(block: int, device: torch.device) -> int:

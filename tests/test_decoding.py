@@ -174,6 +174,10 @@ def test_stop_texts_end_a_response(dense: dgraph.Optimized) -> None:
     assert cut.texts == [text.partition("####")[0] for text in whole.texts]
     assert cut.texts != whole.texts
     assert all(len(a) < len(b) for a, b in zip(cut.token_ids, whole.token_ids, strict=True))
+    going_on = dense.generate(PROMPTS, **OPTIONS | {"ignore_eos": True})
+    stopped = dense.generate(PROMPTS, stop=["####"], **OPTIONS | {"ignore_eos": True})
+    assert stopped.texts == cut.texts
+    assert stopped.stats.steps < going_on.stats.steps, "no step after it"
 
 
 @pytest.mark.parametrize(

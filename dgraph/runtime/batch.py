@@ -168,6 +168,7 @@ class Batch:
         self._orders.reverse()  # the copy of the other one may not have been made yet
         places = self._orders[0].fill_(OUT)
         places[list(slots)] = torch.arange(len(slots))
+        self._ordered = frozenset(slots)
         self.advance.order(places)
 
     def decode_as(self, rule: Rule, programs: Programs) -> None:
@@ -231,7 +232,7 @@ class Batch:
         self._reports.post()
         foreseen = self._foreseen()
         if foreseen is not None:
-            self._launch(*foreseen)
+            self._launch(*foreseen, list(self.running))
             found = self._last = self._reports.read()
             self._hear(found)
             return found
@@ -239,7 +240,8 @@ class Batch:
         rows = int(found.rows.sum())
         self._flying = None
         if rows:  # the device waits: everything else comes after this
-            self._launch(rows, bool(found.choosing.any()))
+            took_part = [slot for slot in self.running if found.rows[slot]]
+            self._launch(rows, bool(found.choosing.any()), took_part)
         self._hear(found)
         return found
 
@@ -260,7 +262,8 @@ class Batch:
         """Whether a step runs."""
         return self._flying is not None
 
-    def _launch(self, count: int, choosing: bool) -> None:
+    def _launch(self, count: int, choosing: bool, slots: Sequence[int]) -> None:
+        """Run the step that is packed: so many rows at most, of these slots."""
         advance, programs = self.advance, self.programs
         program = programs.select if choosing and programs.select is not None else programs.step
         inputs = {**self.caches(), **advance.inputs, **advance.late(program.inputs)}
@@ -295,9 +298,9 @@ class Batch:
         self.stats.steps += 1
         self._steps += 1
         if self._counts is not None:
-            self._counts.advance(list(self.running))
-        for one in self.running.values():
-            one.steps += 1
+            self._counts.advance(slots)
+        for slot in slots:
+            self.running[slot].steps += 1
         self._release()
 
     def _move(self, flight: _Flight) -> None:
@@ -315,6 +318,8 @@ class Batch:
         if counts is None or last is None or self._flying is None or not self.running:
             return None
         slots = list(self.running)
+        if not self._ordered.issuperset(slots):
+            return None
         found = counts.of(slots)
         rows = 0 if found is None else int(found.sum())
         if not rows or rows > (self.shape.most_rows or rows):

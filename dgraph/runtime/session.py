@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Mixture, Policy, statistics_of
+from dgraph.runtime.policies import Mixture, Policy, edits, statistics_of
 from dgraph.runtime.report import Report
 from dgraph.runtime.requests import Programs, Request, Shape
 from dgraph.runtime.rows import idle_rows
@@ -169,6 +170,7 @@ class BlockSession:
         observer: Callable[[StepRecord], None] | None = None,
         keep_kv: bool = False,
         progress: Callable[[Progress], None] | None = None,
+        stopped: Callable[[Sequence[int]], bool] | None = None,
         max_batch: int | None = None,
         **settings: Any,
     ) -> Generation:
@@ -180,7 +182,8 @@ class BlockSession:
         > 0) depend on the seed, the prompt's index, the position and the step. `observer` gets every step at
         the price of copies to the host.
 
-        decoding: how; settings: instead, fields of a `Decoding` by keyword. Texts in its stop are the caller's to cut.
+        decoding: how; settings: instead, fields of a `Decoding` by keyword. Texts in its stop are the caller's to cut;
+        stopped says of the tokens of a response that are final whether there is one in them, and it ends there.
 
         Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist.
         """
@@ -213,6 +216,9 @@ class BlockSession:
                 report = batch.turn()
                 script.write(report, list(batch.running))
                 done = [slot for slot in batch.running if not report.active[slot]]
+                if stopped is not None:
+                    others = [slot for slot in batch.running if slot not in done]
+                    done += [slot for slot in others if stopped(self._final(batch, report, script, slot))]
                 for slot, one in batch.running.items():
                     if report.broken[slot]:
                         raise broken(one.request.index, int(report.start[slot]))
@@ -421,6 +427,15 @@ class BlockSession:
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
         return _Ended(said, steps, decoded, rows, commits, self._kv_of(batch, report, slot) if keep_kv else None)
+
+    @staticmethod
+    def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
+        """Tokens of a response that nothing changes any more."""
+        request = batch.running[slot].request
+        begin, end = len(request.ids), len(request.ids) + request.decoding.max_new_tokens
+        if edits(request.decoding.rule):
+            end = min(end, int(report.start[slot]))
+        return list(takewhile(lambda token: token >= 0, script.tokens(slot, begin, end)))
 
     def _kv_of(self, batch: Batch, report: Report, slot: int) -> SequenceKV:
         one, causal = batch.running[slot], self.spec.attention == "block_causal"

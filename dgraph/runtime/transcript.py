@@ -46,5 +46,5 @@ class Transcripts:
         return found
 
     def response(self, slot: int, begin: int, end: int, stops: Collection[int]) -> list[int]:
-        """What a sequence that ended says from position `begin` on: up to a stop token, which is left out, or `end`."""
-        return list(takewhile(lambda token: token not in stops, self.tokens(slot, begin, end)))
+        """What a sequence that ended says from position `begin` on: up to a stop token (left out), a mask, or `end`."""
+        return list(takewhile(lambda token: token >= 0 and token not in stops, self.tokens(slot, begin, end)))
