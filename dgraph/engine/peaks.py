@@ -124,10 +124,17 @@ class Budget:
         return total
 
 
-def found_or_measured(optimized: Profiled, budget: Budget, steps: bool, tell: Callable[[str], None]) -> Peaks:
+def found_or_measured(
+    optimized: Profiled, budget: Budget, steps: bool, measured: bool, tell: Callable[[str], None]
+) -> Peaks:
     """What the artifact cache has of a budget, or what is predicted and measured now and put there.
 
-    steps: with times of steps.
+    Args:
+        optimized: what is profiled.
+        budget: of a step.
+        steps: with times of steps.
+        measured: False: what is not in the cache is predicted alone, and not put there.
+        tell: called with what is being done.
     """
     store, key = optimized.compiler.store, _key(optimized, budget)
     known = None
@@ -139,16 +146,16 @@ def found_or_measured(optimized: Profiled, budget: Budget, steps: bool, tell: Ca
             store.reject(key.digest, f"it does not load ({error})")
     if known is not None and (known.steps or not steps):
         return known
-    found = known or _peaks(optimized, budget, tell)
+    found = known or _peaks(optimized, budget, measured, tell)
     if steps:
         found = replace(found, steps=_timed(optimized, budget, tell))
-    if store is not None:
+    if store is not None and (known or measured):
         with store.making(key.digest):
             store.put(key, {FILE: json.dumps(asdict(found)).encode()}, replace=True)
     return found
 
 
-def _peaks(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> Peaks:
+def _peaks(optimized: Profiled, budget: Budget, measured: bool, tell: Callable[[str], None]) -> Peaks:
     found = {}
     for name, program in optimized.programs.items():
         tell(f"predicting {name}")
@@ -159,12 +166,12 @@ def _peaks(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> 
         tell("predicting all logits at a time")
         for name, program in optimized.with_logit_rows(budget.rows).programs.items():
             unbounded = max(unbounded, footprint(program, budget.step(optimized, name).sizes).groups.get(HEAD, 0))
-    measured = []
+    seen = []
     with optimized.kernels.remembered():
-        for name, program in optimized.programs.items():
+        for name, program in optimized.programs.items() if measured else ():
             tell(f"measuring {name}")
-            measured.append(measure(program, budget.step(optimized, name)))
-    seen = [one for one in measured if one is not None]
+            one = measure(program, budget.step(optimized, name))
+            seen += [one] if one is not None else []
     return Peaks(
         predicted=max(f.peak for f in found.values()),
         groups={g: size for g, size in groups.items() if size},

@@ -165,6 +165,7 @@ def profile(
     *,
     sequences: int | None = None,
     steps: bool = False,
+    measured: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Say where the memory of a device goes when a model is served under a budget.
@@ -178,6 +179,7 @@ def profile(
         memory: bytes that may be used in all; None for the GPU's, or `CPU_MEMORY`.
         sequences: at a time, at most; None for as many as have a block each in a step.
         steps: also time steps of several row counts.
+        measured: False to run no dummy step: what nobody has measured before is only predicted.
         progress: called with what is being done, for display.
 
     Raises:
@@ -190,7 +192,7 @@ def profile(
         optimized = optimized.with_logit_rows(logit_rows)
     device, spec = optimized.programs["step"].graph.device, optimized.spec
     budget = Budget.of(optimized, rows or ROWS.get(device.type, ROWS["cpu"]), sequences)
-    peaks = found_or_measured(optimized, budget, steps, progress or (lambda what: None))
+    peaks = found_or_measured(optimized, budget, steps, measured, progress or (lambda what: None))
     limit, guard = _limit(device, memory)
     inputs = declared({name: program.inputs for name, program in optimized.programs.items()}).values()
     return Profile(

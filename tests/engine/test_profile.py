@@ -147,8 +147,14 @@ def test_what_was_measured_is_kept(model: dgraph.Model, tmp_path: Path, monkeypa
     made = dgraph.optimize(model, "dense", backend="eager")
     made.compiler.store = Store(tmp_path)
     monkeypatch.setattr(peaks, "seconds", lambda program, step: 1e-3 * step.rows)
-    first = profile(made, rows=64)
     calls: list[str] = []
+    guess = profile(made, rows=64, measured=False, progress=calls.append)
+    assert (guess.measured, calls) == (None, ["predicting prefill", "predicting step"])
+    first = profile(made, rows=64)
+    assert first.measured is not None
+    assert guess == replace(first, measured=None)
+    calls.clear()
+    assert profile(made, rows=64, measured=False) == first
     assert profile(made, rows=64, memory=1 << 30, progress=calls.append) == replace(first, memory=1 << 30)
     assert calls == []
     timed = profile(made, rows=64, steps=True, progress=calls.append)
