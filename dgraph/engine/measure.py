@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -51,8 +52,8 @@ def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
             with watch:
                 program(inputs, step.rows)
             return Measured(watch.peak, 0)
+        give_back(device)
         with torch.cuda.device(device):
-            torch.cuda.empty_cache()
             before = _allocated(device)
             program(inputs, step.rows)
             held = _allocated(device)
@@ -61,7 +62,7 @@ def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - held
     del inputs
-    torch.cuda.empty_cache()
+    give_back(device)
     return Measured(peak, max(0, held - before))
 
 
@@ -81,6 +82,14 @@ def seconds(program: LoweredProgram, step: DummyStep) -> float:
         if run > 1:
             times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def give_back(device: torch.device) -> None:
+    """Free what only refers to itself, as the CUDA graphs of a program that is gone do, and what is held for nobody."""
+    gc.collect()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def _allocated(device: torch.device) -> int:

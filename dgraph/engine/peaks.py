@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dgraph.cache.key import Key, profile_key
 from dgraph.engine.dummy import DummyStep
-from dgraph.engine.measure import measure, seconds
+from dgraph.engine.measure import give_back, measure, seconds
 from dgraph.errors import InputError
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import GROUPS, HEAD, footprint, size_of
@@ -149,6 +149,7 @@ def found_or_measured(
     found = known or _peaks(optimized, budget, measured, tell)
     if steps:
         found = replace(found, steps=_timed(optimized, budget, tell))
+        give_back(optimized.programs["step"].graph.device)
     if store is not None and (known or measured):
         with store.making(key.digest):
             store.put(key, {FILE: json.dumps(asdict(found)).encode()}, replace=True)

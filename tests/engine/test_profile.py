@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_graphs_take_what_they_hold_or_will(model: dgraph.Model, monkeypatch: py
     monkeypatch.setattr(made.programs["step"], "chunk_rows", 64)  # more rows run without a graph
     made.graph_pool.bytes = 0
     assert profile(made, rows=256).graphs < first.graphs
+
+
+def test_graphs_of_dummy_steps_are_gone_after_they_were_timed(
+    model: dgraph.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, timed = dgraph.optimize(model, "dense", backend="eager"), []
+
+    def seconds(program: Any, step: DummyStep) -> float:
+        program.itself = program  # as a recorded graph refers to its program and back
+        timed.append(weakref.ref(program))
+        return 1.0
+
+    monkeypatch.setattr(peaks, "seconds", seconds)
+    made.graph_pool = GraphPool()
+    assert profile(made, rows=8, steps=True, measured=False).steps
+    assert [one() for one in timed] == [None, None]
 
 
 def test_too_little_memory_leaves_nothing(dense: Optimized) -> None:
