@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
     "engine": {"cache", "errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
     | {"shapes", "spec"},
-    "bench": CORE | {"api", "cache", "families", "lowering", "ops", "passes", "recipes", "runtime"},
+    "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},

@@ -1,8 +1,7 @@
-"""`dgraph bench`: what a step costs, next to its floor and to another recipe; `dgraph bench record`: traces."""
+"""`dgraph bench`: what a step costs, next to its floor and to another recipe; `record`: traces; `serve`: an engine."""
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import ERR, OUT, complain, plain, print_json, print_table, print_text, status
+from dgraph.cli import workload
+from dgraph.cli.bench_serve import serve
+from dgraph.cli.output import ERR, OUT, complain, print_json, print_table, print_text, status
 from dgraph.errors import DgraphError, InputError
 
 if TYPE_CHECKING:
@@ -25,19 +26,16 @@ if TYPE_CHECKING:
     from dgraph.families import Model
 
 app = typer.Typer(add_completion=False)
-
-NAMED = "Name of an embedded model, or a checkpoint folder."
+app.command()(serve)
 
 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option("--model", "-m", help=NAMED, show_default=False)] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="Instead: a published shape with random weights, as sdar-8b.", show_default=False)
-    ] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Instead of the model's own.")] = False,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", show_default=False)] = None,
+    model: workload.Named = None,
+    shape: workload.Shape = None,
+    random_weights: workload.RandomWeights = False,
+    layers: workload.Layers = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
     against: Annotated[str | None, typer.Option(help="A recipe to compare with, measured first.")] = None,
@@ -47,25 +45,17 @@ def bench(
         typer.Option(help="Tokens of a prompt: a number, uniform:128-1024, lognormal:MEDIAN,SIGMA, or a JSONL file."),
     ] = "128",
     tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 64,
-    block: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
-    commits: Annotated[
-        str | None, typer.Option(help="A trace of commits that every arm follows.", show_default=False)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Instead: steps per block.", show_default="15, without a trace")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Instead: commit tokens above this confidence.", show_default=False)
-    ] = None,
+    block: workload.Block = None,
+    commits: workload.Commits = None,
+    steps: workload.Steps = None,
+    threshold: workload.Threshold = None,
     ablation: Annotated[bool, typer.Option("--ablation", help="The recipe without each of its parts, too.")] = False,
     buckets: given.Buckets = None,
-    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Launch op by op on a GPU.")] = False,
-    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    no_graphs: workload.NoGraphs = False,
+    backend: workload.Backend = "inductor",
     repeat: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights.", show_default="float32 on a CPU, bfloat16 on a GPU")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")] = None,
+    dtype: workload.Dtype = None,
+    device: workload.Device = None,
     fact: given.Facts = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
@@ -86,32 +76,24 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     import dgraph.bench.report as written
+    from dgraph.bench.load import endless
 
     options = given.recipe_options(recipe, option)
     if against is not None:
         given.recipe_options(against, None)
-    if (model is None) == (shape is None):
-        raise InputError("give either --model or --shape, not both and not neither.")
     facts = given.facts(fact)
-    if facts and shape is not None:
-        raise InputError("--fact is for --model; a published shape has its own.")
-    if layers is not None and shape is None:
-        raise InputError("--layers is for --shape; a model has the layers that it was trained with.")
+    workload.check_model(model, shape, layers, facts)
     for name, value in (("--batch", batch), ("--tokens", tokens), ("--repeat", repeat), ("--layers", layers)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-    for option_name, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InputError(f"{option_name} {path} cannot be written: there is no folder {path.parent}.")
-    if plot is not None:
-        written.check_plot()
-    where = _device(device)
+    workload.check_files(json, plot)
+    where = workload.device_of(device)
     rows = given.bucket_list(buckets)
     load = _load(commits, steps, threshold, prompt, batch, tokens, block)
-    kind = _dtype(dtype, where)
+    kind = workload.dtype_of(dtype, where)
     with status("loading"):
         length = load.trace.block if load.trace else block
-        found = _model(model, shape, where, kind, random_weights, layers, length, facts)
+        found = endless(workload.model_of(model, shape, where, kind, random_weights, layers, length, facts))
         measure = _bench(found, load, where, backend, rows, repeat)
         arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
     done: list[Measured] = []
@@ -132,8 +114,7 @@ def bench(
         setting["commits"] = commits or {name: value for name, value in said.items() if value is not None}
         _show(done, failed, load, title, setting)
         if json is not None and done:
-            text = jsonlib.dumps(plain(written.to_json(done, failed, setting)), indent=1, allow_nan=False)
-            json.write_text(text + "\n", encoding="utf-8")
+            workload.write_json(json, written.to_json(done, failed, setting))
         if plot is not None and done:
             written.plot(done, plot, title)
     if not done:
@@ -142,7 +123,7 @@ def bench(
 
 @app.command()
 def record(
-    model: Annotated[str, typer.Option("--model", "-m", help=NAMED)] = "tiny_sdar",
+    model: Annotated[str, typer.Option("--model", "-m", help=workload.NAMED)] = "tiny_sdar",
     out: Annotated[Path | None, typer.Option(help="The file to write; required.", show_default=False)] = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
@@ -192,18 +173,6 @@ def _text(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    return given.torch_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    import torch
-
-    return given.torch_dtype(name) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-
-
 def _load(
     commits: str | None,
     steps: int | None,
@@ -215,39 +184,10 @@ def _load(
 ) -> Load:
     """The workload, but for the prompts' ids: lists of zeros of their lengths."""
     from dgraph.bench.load import Load
-    from dgraph.bench.traces import read_trace
     from dgraph.engine.load import Lengths
-    from dgraph.runtime.decoding import Decoding
 
-    if sum(value is not None for value in (commits, steps, threshold)) > 1:
-        raise InputError("give one of --commits, --steps and --threshold.")
-    lengths = [[0] * length for length in Lengths(prompt).draw(batch)]
-    if commits is None:
-        steps = 15 if steps is None and threshold is None else steps
-        return Load(lengths, Decoding(max_new_tokens=tokens, steps=steps, threshold=threshold))
-    trace = read_trace(commits)
-    if block not in (None, trace.block):
-        raise InputError(f"--block {block} does not fit {commits}, a trace of blocks of {trace.block}; leave it out.")
-    return Load(lengths, Decoding(max_new_tokens=tokens, policy=trace.script()), trace)
-
-
-def _model(
-    model: str | None,
-    shape: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    random_weights: bool,
-    layers: int | None,
-    block: int | None,
-    facts: dict[str, Any],
-) -> Model:
-    from dgraph.bench import load as loads
-
-    if block is not None and block < 1:
-        raise InputError(f"--block must be at least 1, got {block}.")
-    if shape is not None:
-        return loads.endless(loads.shape_of(shape, device, dtype, layers, block))
-    return loads.endless(loads.named(str(model), device, dtype, random_weights=random_weights, block=block, **facts))
+    decoding, trace = workload.commits_of(commits, steps, threshold, tokens, block)
+    return Load([[0] * length for length in Lengths(prompt).draw(batch)], decoding, trace)
 
 
 def _bench(
@@ -286,13 +226,9 @@ def _arms(
 ) -> list[Arm]:
     from dgraph.bench.arms import Arm
     from dgraph.bench.arms import ablation as lacking
-    from dgraph.recipes import RECIPES, build, options_of
+    from dgraph.recipes import RECIPES, build
 
-    trace = measure.load.trace
-    if trace is not None and trace.keeps and "select" in options_of(RECIPES[recipe]) and "select" not in options:
-        options = {**options, "select": "scripted"}
-    if options.get("select") == "scripted" and (trace is None or not trace.keeps):
-        raise InputError("select=scripted keeps what a trace says; give --commits with a trace that has kept columns.")
+    options = workload.scripted(recipe, options, measure.load.trace)
     arms = []
     if against is not None:
         arms.append(Arm(against, build(RECIPES, against, measure.model.spec, {}), graphs))

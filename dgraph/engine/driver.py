@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from dgraph.engine.events import Draft, Event, Usage
 from dgraph.engine.jobs import Facts, Job, Plan
 from dgraph.engine.prefix import PrefixCache
 from dgraph.engine.scheduler import Scheduler
+from dgraph.engine.served import Served
 from dgraph.engine.writer import Writer
 from dgraph.errors import PoolFull
 from dgraph.runtime.batch import Batch, first_cached
@@ -40,7 +42,7 @@ class Ticket:
         said: final tokens so far; `steps` the step of each.
         cached: tokens of its prompt that were in the prefix cache.
         slot: where it is; -1 while it waits.
-        arrived, admitted, first: when, on the engine's clock; None if not yet.
+        times: when it came, and so on, on the engine's clock.
     """
 
     id: str
@@ -49,15 +51,13 @@ class Ticket:
     sink: Sink
     writer: Writer
     draft: bool
-    arrived: float
     priority: int
     going_on: Request
+    times: Served
     said: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     cached: int = 0
     slot: int = -1
-    admitted: float | None = None
-    first: float | None = None
 
 
 @dataclass
@@ -134,13 +134,14 @@ class Driver:
             InputError: one that can never be served.
             EngineBusy: the queue is full.
         """
-        self.scheduler.submit(self._job(ticket), ticket.arrived)
+        self.scheduler.submit(self._job(ticket), ticket.times.arrived)
         self.tickets[ticket.number] = ticket
 
     def ticket(self, name: str, number: int, request: Request, sink: Sink, draft: bool, priority: int) -> Ticket:
         """A request as a ticket."""
         writer = Writer(self._tokenizer, request.decoding.stop)
-        return Ticket(name, number, request, sink, writer, draft, self.clock(), priority, request)
+        times = Served(self.clock(), math.nan, math.nan, math.nan, 0)
+        return Ticket(name, number, request, sink, writer, draft, priority, request, times)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,8 @@ class Driver:
         self.session.keep_graphs()
         for slot, ticket in zip(slots, tickets, strict=True):
             ticket.slot = slot
-            ticket.admitted = now if ticket.admitted is None else ticket.admitted
+            if math.isnan(ticket.times.admitted):
+                ticket.times.admitted = now
             if ticket.going_on is ticket.request or not ticket.said:
                 ticket.cached = batch.running[slot].prefilled
 
@@ -269,6 +271,7 @@ class Driver:
     def _give_way(self, batch: Batch, ticket: Ticket) -> None:
         """Take a request's pages; it comes back later, and says the same."""
         self.totals.preempted += 1
+        ticket.times.requeued += 1
         request, slot = ticket.request, ticket.slot
         again = request
         if self._resumes:
@@ -343,7 +346,7 @@ class Driver:
             self.session.spec,
             self.shape.block,
             self.session.plan,
-            arrived=ticket.arrived,
+            arrived=ticket.times.arrived,
             priority=ticket.priority,
             pages_first=first,
             pages_life=life,
@@ -377,11 +380,11 @@ class Driver:
                 break
             ids.append(token)
         steps = self._script.steps(slot, known, known + len(ids))
-        if ids and ticket.first is None:
-            ticket.first = self.clock()
         text = ticket.writer.write(ids) if ids else ""
         ticket.said += ids
         ticket.steps += steps
+        if math.isnan(ticket.times.first) and len(ticket.said) >= self._first_block(ticket.request):
+            ticket.times.first = self.clock()
         if ticket.writer.stopped:
             cut = len(ticket.writer.token_ids) - (len(ticket.said) - len(ids))
             ids, steps = ids[: max(cut, 0)], steps[: max(cut, 0)]
@@ -398,6 +401,12 @@ class Driver:
         first = max(int(report.shown_start[ticket.slot]), len(ticket.request.ids))
         end = min(int(report.shown_start[ticket.slot]) + self.shape.block, self._limit(ticket))
         return Draft(first - len(ticket.request.ids), tuple(self._script.tokens(ticket.slot, first, end)))
+
+    def _first_block(self, request: Request) -> int:
+        """Tokens of a response that lie in its first block."""
+        block = self.shape.block
+        filled = len(request.ids) % block if self.session.spec.attention == "block_causal" else 0
+        return min(block - filled, request.decoding.max_new_tokens)
 
     @staticmethod
     def _limit(ticket: Ticket) -> int:
@@ -420,10 +429,11 @@ class Driver:
         text += ticket.writer.end()
         event = self._event(ticket, text, ids, steps)
         self._out(ticket, alive=True)
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        if math.isnan(ticket.times.first):
+            ticket.times.first = self.clock()
         self.totals.prompt_tokens += len(ticket.request.ids)
         self.totals.completion_tokens += len(ticket.said)
-        ticket.sink(replace(event, finish_reason=reason, error=error))
+        self._part(ticket, event, reason, error)
 
     def _leave(
         self,
@@ -438,9 +448,14 @@ class Driver:
         if clear and self.prefix is not None:
             self.prefix.forget(ticket.going_on.ids)
         self._out(ticket, alive, clear, ended=False)
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         event = self._event(ticket, ticket.writer.end() if alive else "", [], [])
-        ticket.sink(replace(event, finish_reason=reason, error=error))
+        self._part(ticket, event, reason, error)
+
+    def _part(self, ticket: Ticket, event: Event, reason: str, error: Exception | None) -> None:
+        """Count a request that is over, and give out its last event."""
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        ticket.times.ended, ticket.times.tokens = self.clock(), len(ticket.said)
+        ticket.sink(replace(event, finish_reason=reason, served=ticket.times, error=error))
 
     def _out(self, ticket: Ticket, alive: bool, clear: bool = False, ended: bool = True) -> None:
         del self.tickets[ticket.number]

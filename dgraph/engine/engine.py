@@ -40,7 +40,7 @@ class EngineStats:
         refresh_rows: of prompts and of steps that recompute them.
         budget_fill: share of `max_batched_rows` that steps used.
         longest_wait: most steps in a row that a running request sat out.
-        pages, free_pages: of the KV pool.
+        pages, free_pages: of the KV pool, and `kv_bytes` of all its pages.
         prefix_asked, prefix_found: tokens of prompts that were looked up in the prefix cache, and that were there.
     """
 
@@ -59,6 +59,7 @@ class EngineStats:
     longest_wait: int
     pages: int
     free_pages: int
+    kv_bytes: int
     prefix_asked: int = 0
     prefix_found: int = 0
 
@@ -307,6 +308,7 @@ class Engine:
         """Counts since the engine began."""
         driver = self._driver
         scheduler, counters, stages = driver.scheduler, driver.scheduler.counters, driver.stages
+        kv = driver.session.kv
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.waiting + len(self._inbox),
@@ -323,9 +325,20 @@ class Engine:
             longest_wait=counters.skipped,
             pages=scheduler.budgets.pages,
             free_pages=driver.free_pages,
+            kv_bytes=scheduler.budgets.pages * kv.page_size * kv.position_bytes,
             prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
             prefix_found=0 if driver.prefix is None else driver.prefix.found,
         )
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The seconds that `Served` is in."""
+        return self._driver.clock
+
+    @property
+    def policy(self) -> str:
+        """The name of the scheduler's policy."""
+        return self._driver.scheduler.policy.name
 
     @property
     def alive(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dgraph.engine.served import Served
+
 FINISHES = ("stop", "length", "cancelled", "error")
 
 
@@ -49,6 +51,7 @@ class Event:
         draft: the block that is being decoded, if the request asked for it.
         finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error" in the last event, else None.
         usage: counts so far.
+        served: its times on the engine's clock, in the last event.
         error: what went wrong, where the finish reason is "error".
     """
 
@@ -59,4 +62,5 @@ class Event:
     usage: Usage
     draft: Draft | None = None
     finish_reason: str | None = None
+    served: Served | None = None
     error: Exception | None = None

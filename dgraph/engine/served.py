@@ -13,7 +13,8 @@ class Served:
     """One request that has ended; times in seconds on one clock.
 
     Attributes:
-        arrived, admitted, first, ended: when it came, got its slot, had its first block committed, and ended.
+        arrived, admitted, first, ended: when it came, got its slot, had its first block committed, and ended; NaN for
+            what it did not live to see.
         tokens: of its response.
         requeued: how often it gave way to others.
     """

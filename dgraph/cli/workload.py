@@ -1,0 +1,133 @@
+"""What a measurement runs on: a model, and how its tokens are committed, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import plain
+from dgraph.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dgraph.bench.traces import Trace
+    from dgraph.families import Model
+    from dgraph.runtime.decoding import Decoding
+
+NAMED = "Name of an embedded model, or a checkpoint folder."
+
+Named = Annotated[str | None, typer.Option("--model", "-m", help=NAMED, show_default=False)]
+Shape = Annotated[
+    str | None, typer.Option(help="Instead: a published shape with random weights, as sdar-8b.", show_default=False)
+]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Instead of the model's own.")]
+Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", show_default=False)]
+Block = Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")]
+Commits = Annotated[str | None, typer.Option(help="A trace of commits that every arm follows.", show_default=False)]
+Steps = Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default="15, without a trace")]
+Threshold = Annotated[
+    float | None, typer.Option(help="Instead: commit tokens above this confidence.", show_default=False)
+]
+NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Launch op by op on a GPU.")]
+Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights.", show_default="float32 on a CPU, bfloat16 on a GPU")]
+Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")]
+
+
+def check_files(numbers: Path | None, plot: Path | None) -> None:
+    """Raises `InputError` where results could not be written at the end."""
+    for option, path in (("--json", numbers), ("--plot", plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InputError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    if plot is not None:
+        from dgraph.bench.report import check_plot
+
+        check_plot()
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write results."""
+    path.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def device_of(name: str | None) -> torch.device:
+    """A device by name; else a GPU if there is one."""
+    import torch
+
+    return given.torch_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """A dtype by name; else the one that the device is fast with."""
+    import torch
+
+    return given.torch_dtype(name) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def check_model(model: str | None, shape: str | None, layers: int | None, facts: dict[str, Any]) -> None:
+    """Raises `InputError` unless the options name one model."""
+    if (model is None) == (shape is None):
+        raise InputError("give either --model or --shape, not both and not neither.")
+    if facts and shape is not None:
+        raise InputError("--fact is for --model; a published shape has its own.")
+    if layers is not None and shape is None:
+        raise InputError("--layers is for --shape; a model has the layers that it was trained with.")
+
+
+def model_of(
+    model: str | None,
+    shape: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool,
+    layers: int | None,
+    block: int | None,
+    facts: dict[str, Any],
+) -> Model:
+    """The model that the options name."""
+    from dgraph.bench import load as loads
+
+    if block is not None and block < 1:
+        raise InputError(f"--block must be at least 1, got {block}.")
+    if shape is not None:
+        return loads.shape_of(shape, device, dtype, layers, block)
+    return loads.named(str(model), device, dtype, random_weights=random_weights, block=block, **facts)
+
+
+def commits_of(
+    commits: str | None, steps: int | None, threshold: float | None, tokens: int, block: int | None
+) -> tuple[Decoding, Trace | None]:
+    """How tokens are committed, and the trace that says so, if one does."""
+    from dgraph.bench.traces import read_trace
+    from dgraph.runtime.decoding import Decoding
+
+    if sum(value is not None for value in (commits, steps, threshold)) > 1:
+        raise InputError("give one of --commits, --steps and --threshold.")
+    if commits is None:
+        steps = 15 if steps is None and threshold is None else steps
+        return Decoding(max_new_tokens=tokens, steps=steps, threshold=threshold), None
+    trace = read_trace(commits)
+    if block not in (None, trace.block):
+        raise InputError(f"--block {block} does not fit {commits}, a trace of blocks of {trace.block}; leave it out.")
+    return Decoding(max_new_tokens=tokens, policy=trace.script()), trace
+
+
+def scripted(recipe: str, options: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
+    """Options of a recipe that keeps the rows which a trace says, where it can.
+
+    Raises:
+        InputError: select=scripted without a trace that says which columns are kept.
+    """
+    from dgraph.recipes import RECIPES, builder_of, options_of
+
+    known = options_of(builder_of(RECIPES, recipe))
+    if trace is not None and trace.keeps and "select" in known and "select" not in options:
+        options = {**options, "select": "scripted"}
+    if options.get("select") == "scripted" and (trace is None or not trace.keeps):
+        raise InputError("select=scripted keeps what a trace says; give --commits with a trace that has kept columns.")
+    return options
