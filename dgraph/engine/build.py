@@ -91,18 +91,35 @@ def build_engine(
     prepare: Callable[[Sequence[Decoding]], None],
     occupied: Callable[[], AbstractContextManager[object]],
     profiled: Callable[[int, int], Profile],
-    clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """An engine over a session's programs and memory.
+    """An engine over a session's programs and memory; see `build_driver`.
+
+    Args:
+        encode: ids of a text.
+        occupied: see `Engine`.
+    """
+    driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
+    has_text = tokenizer is not None
+    return Engine(driver, session.spec, encode, occupied, has_text=has_text, queue_limit=settings.queue)
+
+
+def build_driver(
+    session: BlockSession,
+    settings: EngineSettings,
+    *,
+    tokenizer: Decoder | None,
+    prepare: Callable[[Sequence[Decoding]], None],
+    profiled: Callable[[int, int], Profile],
+    clock: Callable[[], float] = time.monotonic,
+) -> Driver:
+    """What an engine has without its thread.
 
     Args:
         session: nobody else uses it while the engine is open.
         settings: see `EngineSettings`.
         tokenizer: makes text of ids; None for no text.
-        encode: ids of a text.
         prepare: see `Driver`.
-        occupied: see `Engine`.
-        profiled: where the memory goes, for a number of rows and of sequences.
+        profiled: where the memory goes, for a number of rows and of sequences; asked on a GPU alone.
         clock: seconds.
 
     Raises:
@@ -120,8 +137,8 @@ def build_engine(
     if kv_bytes is None and kind == "cuda":
         found = profiled(rows, slots)
         kv_bytes, costs = found.kv, CostModel.fit(found.steps) if found.steps else None
-    limit = _pool_pages(session, slots, tokens, kv_bytes or CPU_BYTES)
-    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
+    limit = _pool_pages(session, slots, tokens + block, kv_bytes or CPU_BYTES)
+    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, costs=costs)
     causal = spec.attention == "block_causal"
     columns = -(-(tokens + (0 if causal else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
@@ -131,7 +148,7 @@ def build_engine(
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim
     session.kv.reserve(limit)
-    driver = Driver(
+    return Driver(
         session,
         shape,
         scheduler,
@@ -141,14 +158,13 @@ def build_engine(
         tokenizer=tokenizer,
         prepare=prepare,
     )
-    return Engine(driver, spec, encode, occupied, has_text=tokenizer is not None, queue_limit=settings.queue)
 
 
 def _pool_pages(session: BlockSession, slots: int, tokens: int, kv_bytes: int) -> int:
-    """Pages of the pool: as many as the memory holds, and no more than all slots can use."""
+    """Pages of the pool: as many as the memory holds, and no more than slots of so many positions can use."""
     kv = session.kv
     page_bytes = kv.position_bytes * kv.page_size
-    most = slots * kv.pages_for(tokens + session.spec.block_length)
+    most = slots * kv.pages_for(tokens)
     count = min(most, kv_bytes // max(page_bytes, 1)) if page_bytes else most
     if count < 1:
         raise InputError(

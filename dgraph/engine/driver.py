@@ -39,7 +39,7 @@ class Ticket:
         draft: whether they bring the block that is being decoded.
         writer: its text.
         going_on: as it is decoded; another than `request` after it gave way.
-        said: final tokens so far; `steps` the step of each.
+        said: committed tokens so far; `steps` the step of each; `told`: how many of them its sink has got.
         cached: tokens of its prompt that were in the prefix cache.
         slot: where it is; -1 while it waits.
         times: when it came, and so on, on the engine's clock.
@@ -56,6 +56,7 @@ class Ticket:
     times: Served
     said: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    told: int = 0
     cached: int = 0
     slot: int = -1
 
@@ -112,7 +113,7 @@ class Driver:
         self._batch: Batch | None = None
         self._decodings: list[Decoding] = []
         self._script = Transcripts(shape.slots, shape.columns, shape.block)
-        self._orders: list[int] = []
+        self._orders: list[int] | None = None
         self._told: _Told | None = None
         self._resumes = by_block and session.recommit and not session.lasting
 
@@ -128,12 +129,7 @@ class Driver:
         self.scheduler.check(self._job(ticket))
 
     def take(self, ticket: Ticket) -> None:
-        """Queue a request.
-
-        Raises:
-            InputError: one that can never be served.
-            EngineBusy: the queue is full.
-        """
+        """Queue a request that `fits`."""
         self.scheduler.submit(self._job(ticket), ticket.times.arrived)
         self.tickets[ticket.number] = ticket
 
@@ -150,7 +146,7 @@ class Driver:
         for number in cancelled:
             ticket = self.tickets.get(number)
             if ticket is not None:
-                self._leave(ticket, "cancelled")
+                self._end(ticket, "cancelled")
         return self.scheduler.plan(self.clock(), self.free_pages)
 
     def turn(self, plan: Plan) -> Report | None:
@@ -184,16 +180,19 @@ class Driver:
         for ticket in running:
             slot = ticket.slot
             if slot in failed:
-                self._leave(ticket, "error", failed[slot])
+                self._end(ticket, "error", error=failed[slot])
             elif report.broken[slot]:
-                self._leave(ticket, "error", broken(ticket.request.index, int(report.start[slot])), clear=True)
+                if self.prefix is not None:
+                    self.prefix.forget(ticket.going_on.ids)
+                self._end(ticket, "error", error=broken(ticket.request.index, int(report.start[slot])))
             else:
                 self._hear(ticket, report)
 
     def fail(self, error: Exception) -> None:
-        """End every request with an error."""
+        """End every request with an error, whatever has happened to the batch; then `close`."""
         for ticket in list(self.tickets.values()):
-            self._leave(ticket, "error", error, alive=False)
+            self.scheduler.cancel(ticket.number)
+            self._last(ticket, "error", "", error)
 
     def close(self) -> None:
         """Give everything back."""
@@ -380,20 +379,17 @@ class Driver:
                 break
             ids.append(token)
         steps = self._script.steps(slot, known, known + len(ids))
-        text = ticket.writer.write(ids) if ids else ""
         ticket.said += ids
         ticket.steps += steps
         if math.isnan(ticket.times.first) and len(ticket.said) >= self._first_block(ticket.request):
             ticket.times.first = self.clock()
-        if ticket.writer.stopped:
-            cut = len(ticket.writer.token_ids) - (len(ticket.said) - len(ids))
-            ids, steps = ids[: max(cut, 0)], steps[: max(cut, 0)]
-            ticket.said = ticket.said[: len(ticket.writer.token_ids)]
-            self._end(ticket, ids, steps, text, "stop")
-        elif ended or stop:
-            self._end(ticket, ids, steps, text, "stop" if stop else "length")
-        elif ids or (ticket.draft and report.counter[slot]):
-            ticket.sink(self._event(ticket, text, ids, steps, self._draft(ticket, report)))
+        text = ticket.writer.write(ids) if ids else ""
+        if ticket.writer.stopped or stop:
+            self._end(ticket, "stop", text)
+        elif ended:
+            self._end(ticket, "length", text)
+        elif (final := ticket.writer.final) > ticket.told or text or (ticket.draft and report.counter[slot]):
+            ticket.sink(self._event(ticket, text, final, self._draft(ticket, report)))
 
     def _draft(self, ticket: Ticket, report: Report) -> Draft | None:
         if not ticket.draft:
@@ -412,62 +408,39 @@ class Driver:
     def _limit(ticket: Ticket) -> int:
         return len(ticket.request.ids) + ticket.request.decoding.max_new_tokens
 
-    def _event(self, ticket: Ticket, text: str, ids: list[int], steps: list[int], draft: Draft | None = None) -> Event:
-        usage = Usage(len(ticket.request.ids), len(ticket.said), ticket.cached, max(ticket.steps, default=0))
+    def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:
+        """Tell of a text, and of the tokens up to so many."""
+        ids, steps = ticket.said[ticket.told : final], ticket.steps[ticket.told : final]
+        ticket.told = final
+        usage = Usage(len(ticket.request.ids), final, ticket.cached, max(ticket.steps, default=0))
         return Event(ticket.id, text, tuple(ids), tuple(steps), usage, draft)
 
-    def _end(
-        self,
-        ticket: Ticket,
-        ids: list[int],
-        steps: list[int],
-        text: str,
-        reason: str,
-        error: Exception | None = None,
-    ) -> None:
-        """Tell that a request has ended."""
-        text += ticket.writer.end()
-        event = self._event(ticket, text, ids, steps)
-        self._out(ticket, alive=True)
-        if math.isnan(ticket.times.first):
-            ticket.times.first = self.clock()
-        self.totals.prompt_tokens += len(ticket.request.ids)
-        self.totals.completion_tokens += len(ticket.said)
-        self._part(ticket, event, reason, error)
-
-    def _leave(
-        self,
-        ticket: Ticket,
-        reason: str,
-        error: Exception | None = None,
-        *,
-        clear: bool = False,
-        alive: bool = True,
-    ) -> None:
-        """Take a request out before its end, waiting or running."""
-        if clear and self.prefix is not None:
-            self.prefix.forget(ticket.going_on.ids)
-        self._out(ticket, alive, clear, ended=False)
-        event = self._event(ticket, ticket.writer.end() if alive else "", [], [])
-        self._part(ticket, event, reason, error)
-
-    def _part(self, ticket: Ticket, event: Event, reason: str, error: Exception | None) -> None:
-        """Count a request that is over, and give out its last event."""
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
-        ticket.times.ended, ticket.times.tokens = self.clock(), len(ticket.said)
-        ticket.sink(replace(event, finish_reason=reason, served=ticket.times, error=error))
-
-    def _out(self, ticket: Ticket, alive: bool, clear: bool = False, ended: bool = True) -> None:
-        del self.tickets[ticket.number]
-        if not alive:
-            return
+    def _end(self, ticket: Ticket, reason: str, text: str = "", error: Exception | None = None) -> None:
+        """Take a request out, waiting or running, and tell what is left of its response: nothing that is not final,
+        where it did not come to its end.
+        """
         if ticket.slot >= 0:
             assert self._batch is not None
-            self._batch.retire([ticket.slot], clear)
-        if ended:
-            self.scheduler.finish(ticket.number)
-        else:
+            self._batch.retire([ticket.slot], clear=reason == "error")
+        if reason in ("cancelled", "error"):
             self.scheduler.cancel(ticket.number)
+            self._last(ticket, reason, text, error)
+            return
+        self.scheduler.finish(ticket.number)
+        if math.isnan(ticket.times.first):
+            ticket.times.first = self.clock()
+        text += ticket.writer.end()
+        self._last(ticket, "stop" if ticket.writer.stopped else reason, text, None)
+
+    def _last(self, ticket: Ticket, reason: str, text: str, error: Exception | None) -> None:
+        """Tell the end of a request, and count it."""
+        del self.tickets[ticket.number]
+        event = self._event(ticket, text, ticket.writer.final)
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        self.totals.prompt_tokens += event.usage.prompt_tokens
+        self.totals.completion_tokens += event.usage.completion_tokens
+        ticket.times.ended, ticket.times.tokens = self.clock(), event.usage.completion_tokens
+        ticket.sink(replace(event, finish_reason=reason, served=ticket.times, error=error))
 
 
 @dataclass(frozen=True)

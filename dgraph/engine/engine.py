@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -166,7 +166,7 @@ class Engine:
         if chosen.stop and not self._has_text:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
         block = self._driver.shape.block
-        if (chosen.block_length or self._spec.block_length) != block:
+        if chosen.block_length not in (None, block):
             raise InputError(
                 f"this engine decodes blocks of {block} tokens, got block_length={chosen.block_length}; make an engine "
                 f"with that block_length, or leave it out."
@@ -176,7 +176,8 @@ class Engine:
                 f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
                 f"Optimized.generate, or leave it at 0."
             )
-        (ids,) = check_request(self._spec, [self._encode(prompt) if isinstance(prompt, str) else prompt], chosen, None)
+        given = self._encode(prompt) if isinstance(prompt, str) else prompt
+        (ids,) = check_request(self._spec, [given], replace(chosen, block_length=block), None)
         room = self._driver.shape.columns - (0 if self._spec.attention == "block_causal" else block)
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(
@@ -188,10 +189,12 @@ class Engine:
         with self._wake:
             self._open()
             number = next(self._numbers)
-            name = f"request-{number}" if request_id is None else request_id
+            name = self._name(number) if request_id is None else request_id
             if name in self._ids:
                 raise InputError(f"request id {name!r} is in use by a request that has not ended; choose another.")
-            ticket = self._driver.ticket(name, number, Request(ids, chosen, index), sink, draft, priority)
+            ticket = self._driver.ticket(
+                name, number, Request(ids, chosen, index), self._telling(sink), draft, priority
+            )
             self._driver.fits(ticket)
             waiting = self._driver.scheduler.waiting + len(self._inbox)
             if self._queue_limit is not None and waiting >= self._queue_limit:
@@ -201,6 +204,27 @@ class Engine:
             self._inbox.append(ticket)
             self._wake.notify()
         return name
+
+    def _name(self, number: int) -> str:
+        """An id that no request has."""
+        names = (f"request-{number}{more}" for more in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+        return next(name for name in names if name not in self._ids)
+
+    def _telling(self, sink: Sink) -> Sink:
+        """A sink whose last event frees the id, and which cannot stop the engine."""
+
+        def tell(event: Event) -> None:
+            if event.finish_reason is not None:
+                with self._wake:
+                    self._ids.pop(event.request_id, None)
+            try:
+                sink(event)
+            except Exception as error:  # whoever listens is gone or broken; the others are not
+                here = threading.current_thread()
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
+                self.cancel(event.request_id)
+
+        return tell
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
@@ -380,14 +404,14 @@ class Engine:
     # -- the thread that drives the device -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            with self._occupied():
+        with self._occupied():  # until every page is back
+            cause: BaseException = EngineClosed("the engine was closed before the request had ended.")
+            try:
                 while self._turn():
                     pass
-        except BaseException as error:
-            self._die(error)
-        else:
-            self._die(EngineClosed("the engine was closed before the request had ended."))
+            except BaseException as error:
+                cause = error
+            self._die(cause)
 
     def _turn(self) -> bool:
         """One turn of the driver, as soon as there is something to do; False when it is over."""
@@ -395,19 +419,13 @@ class Engine:
         with self._wake:
             while not (self._inbox or self._cancelled or driver.tickets or self._closing):
                 self._wake.wait()
-            inbox, cancelled = self._inbox, self._cancelled
+            for ticket in self._inbox:
+                driver.take(ticket)
+            cancelled = list(driver.tickets) if self._aborting else self._cancelled
             self._inbox, self._cancelled = [], []
-            if self._aborting:
-                cancelled = [*driver.tickets, *(ticket.number for ticket in inbox)]
-        for ticket in inbox:
-            driver.take(ticket)
-        before = set(driver.tickets)
         report = driver.turn(driver.plan(cancelled))
         if report is not None:
             driver.follow(report)
-        if ended := before - driver.tickets.keys():
-            with self._wake:
-                self._ids = {name: number for name, number in self._ids.items() if number not in ended}
         return not (self._closing and not driver.tickets and not self._inbox)
 
     def _die(self, error: BaseException) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dgraph.runtime.kv import KVStore
@@ -12,111 +13,119 @@ Content = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class _Page:
-    """A page whose keys follow from its tokens and those before it. parent: the page before; None for the first."""
+class _Part:
+    """Pages whose keys follow from their tokens and those before them. parent: the part before; None for the first."""
 
-    page: int
+    pages: tuple[int, ...]
     content: Content
-    parent: _Page | None
-    children: dict[Content, _Page] = field(default_factory=dict)
+    parent: _Part | None
+    children: dict[Content, _Part] = field(default_factory=dict)
 
 
 class PrefixCache:
     """Pages of prompts, by content. In a block-causal model the keys of a full block depend on the tokens up to its end
-    alone, so two prompts that begin alike can share the pages of what they have in common.
+    alone, so two prompts that begin alike can share the pages of what they have in common: parts that are whole pages
+    as well as whole blocks.
 
     It owns its pages beside the sequences that use them. When the pool has too few, pages that nobody else owns go, the
     least recently used first, those at the end of a prompt before those that they follow.
 
     Args:
         kv: whose pages they are.
-        block: of the model; a page is a multiple or a divisor of it.
+        block: of the model.
 
     Attributes:
         asked, found: tokens of prompts that were looked up, and that were there.
     """
 
     def __init__(self, kv: KVStore, block: int):
-        self._kv, self._block = kv, block
-        self._root: dict[Content, _Page] = {}
-        self._used: OrderedDict[_Page, None] = OrderedDict()  # the least recently used first
+        self._kv, self._block, self._size = kv, block, math.lcm(block, kv.page_size)
+        self._root: dict[Content, _Part] = {}
+        self._used: OrderedDict[_Part, None] = OrderedDict()  # the least recently used first
         self.asked = self.found = 0
 
     def __len__(self) -> int:
-        return len(self._used)
+        """Pages that it owns."""
+        return len(self._used) * (self._size // self._kv.page_size)
 
     @property
     def spare(self) -> int:
         """Pages that could be dropped: nobody else owns them, nor a page that follows them."""
-        return sum(self._kv.owners(page.page) == 1 for page in self._used)
+        return sum(len(part.pages) for part in list(self._used) if self._alone(part))
 
     def look_up(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Pages that hold the keys of the beginning of a prompt, whole blocks of it."""
-        size, whole = self._kv.page_size, len(ids) // self._block * self._block
-        found: list[_Page] = []
+        """Pages that hold the keys of the beginning of a prompt."""
+        found: list[_Part] = []
         children = self._root
-        for first in range(0, whole - size + 1, size):
-            page = children.get(tuple(ids[first : first + size]))
-            if page is None:
+        for content in self._contents(ids):
+            part = children.get(content)
+            if part is None:
                 break
-            found.append(page)
-            children = page.children
-        # A sequence begins at a block.
-        while len(found) * size % self._block:
-            found.pop()
-        for page in found:
-            self._used.move_to_end(page)
-        self.asked += whole
-        self.found += len(found) * size
-        return tuple(page.page for page in found)
+            found.append(part)
+            children = part.children
+        for part in found:
+            self._used.move_to_end(part)
+        self.asked += len(ids) // self._block * self._block
+        self.found += len(found) * self._size
+        return tuple(page for part in found for page in part.pages)
 
     def add(self, ids: Sequence[int], pages: Sequence[int]) -> None:
         """Keep the pages of a prompt that has been prefilled. pages: of its sequence, from the first position on."""
-        size, whole = self._kv.page_size, len(ids) // self._block * self._block
+        each = self._size // self._kv.page_size
         parent, children = None, self._root
-        for number in range(whole // size):
-            content = tuple(ids[number * size : (number + 1) * size])
-            page = children.get(content)
-            if page is None:
-                page = children[content] = _Page(pages[number], content, parent)
-                self._kv.retain(page.page)
-                self._used[page] = None
-            self._used.move_to_end(page)
-            parent, children = page, page.children
+        for number, content in enumerate(self._contents(ids)):
+            part = children.get(content)
+            if part is None:
+                mine = tuple(pages[number * each : (number + 1) * each])
+                part = children[content] = _Part(mine, content, parent)
+                for page in mine:
+                    self._kv.retain(page)
+                self._used[part] = None
+            self._used.move_to_end(part)
+            parent, children = part, part.children
 
     def reclaim(self, pages: int) -> None:
         """Drop so many pages that nobody else owns, if there are."""
-        # Pages that others follow come after these; so leaves are looked for again after each round.
+        # Parts that others follow come after these; so leaves are looked for again after each round.
         while pages > 0:
-            free = [p for p in self._used if not p.children and self._kv.owners(p.page) == 1][:pages]
+            free = [part for part in self._used if not part.children and self._alone(part)]
             if not free:
                 return
-            for page in free:
-                self._drop(page)
-            pages -= len(free)
+            for part in free:
+                if pages > 0:
+                    self._drop(part)
+                    pages -= len(part.pages)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Drop what is kept of a prompt from its first page on, whoever uses it: its keys went wrong."""
-        size = self._kv.page_size
-        first = self._root.get(tuple(ids[:size]))
+        first = next((self._root.get(content) for content in self._contents(ids)), None)
         waiting = [] if first is None else [first]
-        order: list[_Page] = []
+        order: list[_Part] = []
         while waiting:
-            page = waiting.pop()
-            order.append(page)
-            waiting += page.children.values()
-        for page in reversed(order):
-            self._drop(page)
+            part = waiting.pop()
+            order.append(part)
+            waiting += part.children.values()
+        for part in reversed(order):
+            self._drop(part)
 
     def clear(self) -> None:
         """Drop everything."""
-        for page in self._used:
-            self._kv.drop(page.page)
+        for part in reversed(list(self._used)):
+            for page in part.pages:
+                self._kv.drop(page)
         self._used.clear()
         self._root.clear()
 
-    def _drop(self, page: _Page) -> None:
-        siblings = self._root if page.parent is None else page.parent.children
-        del siblings[page.content]
-        del self._used[page]
-        self._kv.drop(page.page)
+    def _contents(self, ids: Sequence[int]) -> Iterator[Content]:
+        """The tokens of each part that a prompt fills."""
+        return (tuple(ids[at - self._size : at]) for at in range(self._size, len(ids) + 1, self._size))
+
+    def _alone(self, part: _Part) -> bool:
+        return all(self._kv.owners(page) == 1 for page in part.pages)
+
+    def _drop(self, part: _Part) -> None:
+        siblings = self._root if part.parent is None else part.parent.children
+        del siblings[part.content]
+        del self._used[part]
+        for page in part.pages:
+            self._kv.drop(page)

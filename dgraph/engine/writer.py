@@ -12,11 +12,16 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 class Writer:
     """Turns the tokens of one response into text, as far as no later token can change it.
 
-    An incomplete character at the end is held back, and so is what may be the beginning of a stop text.
+    An incomplete character at the end is held back, and so is what may be the beginning of a stop text; the tokens of
+    what may be cut off are held back with it.
 
     Args:
         tokenizer: decodes ids; None for no text at all.
         stops: texts that end the response.
+
+    Attributes:
+        final: how many tokens stay, whatever follows.
+        stopped: whether a stop text has been found.
     """
 
     def __init__(self, tokenizer: Decoder | None, stops: Sequence[str]):
@@ -26,6 +31,8 @@ class Writer:
         self._context = 0  # tokens from here on are decoded anew, since neighbours may join
         self._decoded = 0  # tokens whose text is in `_text`
         self._given = 0  # characters that were given out
+        self._ends: list[int] = []  # of tokens that are not final yet, characters up to their end
+        self.final = 0
         self.stopped = False
 
     @property
@@ -38,42 +45,53 @@ class Writer:
         if self.stopped:
             return ""
         self._ids += ids
+        if self._tokenizer is None or not self._stops:
+            self.final = len(self._ids)
         if self._tokenizer is None:
             return ""
         before = self._tokenizer.decode(self._ids[self._context : self._decoded])
         after = self._tokenizer.decode(self._ids[self._context :])
-        if after.endswith(BROKEN):
-            return ""  # in the middle of a character
+        if after.endswith(BROKEN):  # in the middle of a character
+            return self._cut() if self._stops_in(self._text + after[len(before) :].rstrip(BROKEN)) else ""
+        if self._stops:
+            known = len(self._text) - len(before)
+            spans = (self._ids[self._context : end + 1] for end in range(self._decoded, len(self._ids)))
+            self._ends += [known + len(self._tokenizer.decode(span)) for span in spans]
         self._text += after[len(before) :]
         self._context, self._decoded = self._decoded, len(self._ids)
-        if first_stop(self._text[max(0, self._given - self._longest) :], self._stops) is not None:
-            self._cut()
-            return self._give(len(self._text))
+        if self._stops_in(self._text):
+            return self._cut()
         return self._give(len(self._text) - self._held())
 
     def end(self) -> str:
         """The rest of the text, when the response has ended."""
-        if self._tokenizer is None or self.stopped:
-            return ""
-        self._cut()
-        return self._give(len(self._text))
+        return "" if self._tokenizer is None or self.stopped else self._cut()
 
     @property
     def _longest(self) -> int:
         return max(map(len, self._stops), default=0)
 
-    def _cut(self) -> None:
-        """Make the text that of the whole response, up to its first stop text."""
+    def _stops_in(self, text: str) -> bool:
+        """Whether a stop text lies in a text, of which what was given out has none."""
+        return first_stop(text[max(0, self._given - self._longest) :], self._stops) is not None
+
+    def _cut(self) -> str:
+        """Make the text that of the whole response, up to its first stop text; the rest of it."""
         assert self._tokenizer is not None
         trimmed = trim(self._tokenizer, self._ids, self._stops)
         # What was given out stays: decoding in pieces gives the same text for every tokenizer whose characters do not
         # depend on what follows them.
         self._text = self._text[: self._given] + trimmed.text[self._given :]
         self._ids, self.stopped = trimmed.token_ids, trimmed.stop is not None
+        self.final, self._ends = len(self._ids), []
+        return self._give(len(self._text))
 
     def _give(self, end: int) -> str:
         text = self._text[self._given : max(end, self._given)]
         self._given += len(text)
+        while self._ends and self._ends[0] <= self._given:
+            self._ends.pop(0)
+            self.final += 1
         return text
 
     def _held(self) -> int:

@@ -230,6 +230,7 @@ class Batch:
         else:
             self.advance.pack()
         self._reports.post()
+        self._decide.failed = {}
         foreseen = self._foreseen()
         if foreseen is not None:
             self._launch(*foreseen, list(self.running))
@@ -254,7 +255,9 @@ class Batch:
 
     @property
     def failed(self) -> dict[int, Exception]:
-        """What went wrong in the sampler of each slot of the last step, where the batch is lenient."""
+        """What went wrong in the sampler of each slot in the step that the last turn launched, where the batch is
+        lenient.
+        """
         return self._decide.failed
 
     @property

@@ -1,0 +1,202 @@
+"""A driver that is taken through its turns one by one, and everything that must hold of what it tells.
+
+Time is the number of turns: a clock of its own, so that equal schedules are served equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dgraph.engine.build import EngineSettings, build_driver
+from dgraph.engine.driver import Driver
+from dgraph.engine.events import Event
+from dgraph.engine.policies import LookAhead
+from dgraph.engine.profile import Profile
+from dgraph.runtime import BlockSession
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Request
+
+PIECES = [
+    *(chr(ord("a") + n).encode() for n in range(16)),
+    *(b" ", b"\n", b"ab", b" c"),
+    *("é".encode(), "€".encode()[:1], "€".encode()[1:2], "€".encode()[2:], "€".encode()[:2]),
+    *("😀".encode()[:2], "😀".encode()[2:], "z€".encode(), b"\xff"),
+]
+"""What the ids of a small vocabulary stand for. Some characters lie in several tokens, and one token is no text."""
+
+
+class Letters:
+    """A tokenizer over bytes."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        return b"".join(PIECES[id % len(PIECES)] for id in ids).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a schedule: what is asked for, at which turn, and after how many more it is cancelled."""
+
+    ids: tuple[int, ...]
+    decoding: Decoding
+    index: int = 0
+    turn: int = 0
+    priority: int = 0
+    cancel: int | None = None
+    draft: bool = False
+
+    @property
+    def alone(self) -> Asked:
+        """The same request with nobody else."""
+        return Asked(self.ids, self.decoding, self.index)
+
+
+@dataclass
+class Told:
+    """The events of a request."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for event in self.events for token in event.token_ids]
+
+    @property
+    def step_map(self) -> list[int]:
+        return [step for event in self.events for step in event.step_map]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def finish(self) -> str | None:
+        return self.events[-1].finish_reason if self.events else None
+
+    @property
+    def whole(self) -> tuple[list[int], list[int], str, str | None]:
+        """All that must be the same whoever else is served."""
+        return self.token_ids, self.step_map, self.text, self.finish
+
+    def check(self, asked: Asked) -> None:
+        """What holds of the events of any request that has ended."""
+        assert [event.finish_reason is None for event in self.events] == [True] * (len(self.events) - 1) + [False]
+        said = 0
+        for event in self.events:
+            assert len(event.token_ids) == len(event.step_map)
+            said += len(event.token_ids)
+            assert event.usage.prompt_tokens == len(asked.ids)
+            assert event.usage.completion_tokens == said
+            assert 0 <= event.usage.cached_tokens <= len(asked.ids)
+            assert (event.draft is not None) <= asked.draft
+            if event.draft is not None:
+                assert len(event.draft.token_ids) > 0
+                assert event.draft.offset + len(event.draft.token_ids) <= asked.decoding.max_new_tokens
+        assert said <= asked.decoding.max_new_tokens
+        assert all(step >= 1 for step in self.step_map)
+        assert (self.finish == "error") == (self.events[-1].error is not None)
+
+
+def no_preparation(decodings: Sequence[Decoding]) -> None:
+    """A session that has every program it needs."""
+
+
+def no_profile(rows: int, sequences: int) -> Profile:
+    """On a CPU nobody asks."""
+    raise AssertionError("a CPU is not profiled")
+
+
+def driver_of(session: BlockSession, clock: Any = lambda: 0.0, **settings: Any) -> Driver:
+    chosen = EngineSettings(**settings)
+    return build_driver(session, chosen, tokenizer=Letters(), prepare=no_preparation, profiled=no_profile, clock=clock)
+
+
+class Turns:
+    """Takes a schedule through a driver."""
+
+    def __init__(self, session: BlockSession, asked: Sequence[Asked], **settings: Any):
+        self.now = 0
+        self.asked = asked
+        self.driver = driver_of(session, lambda: float(self.now), **settings)
+        self.told = [Told() for _ in asked]
+        self.most_running = 0
+
+    def run(self, limit: int = 5000) -> list[Told]:
+        """Serve all of them, and check what must hold then."""
+        driver, left = self.driver, list(enumerate(self.asked))
+        while left or driver.tickets:
+            cancelled = [
+                number
+                for number, one in enumerate(self.asked)
+                if one.cancel is not None and one.turn + one.cancel <= self.now and number in driver.tickets
+            ]
+            while left and any(one.turn <= self.now for _, one in left):
+                number, one = next((n, a) for n, a in left if a.turn <= self.now)
+                left.remove((number, one))
+                driver.check(one.decoding)
+                request = Request(list(one.ids), one.decoding, one.index)
+                sink = self.told[number].events.append
+                ticket = driver.ticket(f"r{number}", number, request, sink, one.draft, one.priority)
+                driver.fits(ticket)
+                driver.take(ticket)
+            self.turn(cancelled)
+            self.now += 1
+            assert self.now < limit, "a request that never ends"
+        self.check()
+        return self.told
+
+    def turn(self, cancelled: Sequence[int] = ()) -> None:
+        report = self.driver.turn(self.driver.plan(cancelled))
+        if report is not None:
+            self.driver.follow(report)
+        self.most_running = max(self.most_running, len(self.driver.scheduler.running))
+
+    def check(self) -> None:
+        """Nothing is left, and everything has been counted."""
+        driver, kv = self.driver, self.driver.session.kv
+        scheduler, totals = driver.scheduler, driver.totals
+        for told, asked in zip(self.told, self.asked, strict=True):
+            told.check(asked)
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert driver.free_pages == scheduler.budgets.pages
+        assert sum(totals.finished.values()) == len(self.asked)
+        for reason, count in totals.finished.items():
+            assert sum(told.finish == reason for told in self.told) == count
+        assert totals.completion_tokens == sum(len(t.token_ids) for t in self.told)
+        assert totals.prompt_tokens == sum(len(a.ids) for a in self.asked)
+        counters = scheduler.counters
+        assert counters.submitted == len(self.asked) == counters.finished + counters.cancelled
+        assert counters.requeued >= totals.preempted
+        assert counters.admitted <= len(self.asked) + counters.requeued
+        if isinstance(scheduler.policy, LookAhead):
+            assert counters.skipped <= self.patience(scheduler.policy) + 1
+        driver.close()
+        assert kv.free_pages == kv.pages
+        assert all(kv.owners(page) == 0 for page in range(kv.pages))
+        packed = driver.session.packed
+        if packed is not None:
+            assert not any(runs._of or runs._taken for runs in packed._runs.values())
+        kv.unlimited()
+
+    def patience(self, policy: LookAhead) -> int:
+        """Steps that a request may sit out, as `LookAhead` says."""
+        budgets, block = self.driver.scheduler.budgets, self.driver.shape.block
+        largest = 2 * block
+        if self.driver.session.spec.attention != "block_causal":
+            largest = max(len(a.ids) + a.decoding.max_new_tokens for a in self.asked)
+        return policy.patience + 1 + (budgets.sequences - 1) * 2 // (budgets.rows // min(largest, budgets.rows))
+
+
+_ALONE: dict[Any, tuple[list[int], list[int], str, str | None]] = {}
+
+
+def alone(key: Any, session: BlockSession, asked: Asked) -> tuple[list[int], list[int], str, str | None]:
+    """What a request gets in an engine of one slot, where nothing else is; remembered under a key and the request."""
+    one = asked.alone
+    at = key, one.ids, one.decoding, one.index
+    if at not in _ALONE:
+        settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life"}
+        _ALONE[at] = Turns(session, [one], **settings).run()[0].whole
+    return _ALONE[at]
