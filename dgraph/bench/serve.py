@@ -110,11 +110,11 @@ def serve_load(
     count = done = 0
     try:
         while done < len(requests):
-            wait = None
-            if count < len(requests):
-                now, due = engine.clock(), begin + requests[count].arrival
-                if len(names) < clients if clients else due <= now:
+            with engine.together():
+                while count < len(requests):
                     request = requests[count]
+                    if len(names) >= clients if clients else begin + request.arrival > engine.clock():
+                        break
                     names[count] = engine.submit(
                         prompts[count],
                         replace(chosen, max_new_tokens=request.new),
@@ -123,8 +123,9 @@ def serve_load(
                         index=count,
                     )
                     count += 1
-                    continue
-                wait = None if clients else due - now
+            wait = None
+            if count < len(requests) and not clients:
+                wait = max(0.0, begin + requests[count].arrival - engine.clock())
             try:
                 place, event = ended.get(timeout=wait)
             except queue.Empty:

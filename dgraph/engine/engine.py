@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -225,6 +225,14 @@ class Engine:
                 self.cancel(event.request_id)
 
         return tell
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is submitted within is there at once: no step is planned with some of it before the rest has come. The
+        engine waits meanwhile, so nothing else belongs here.
+        """
+        with self._wake:
+            yield
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason

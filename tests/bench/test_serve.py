@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +83,20 @@ def test_a_closed_loop_has_as_many_requests_as_clients(dense: Optimized) -> None
     assert found.steady > 0
 
 
+def test_requests_that_are_due_together_are_planned_together(dense: Optimized) -> None:
+    """Under the policy `static` a first request that was planned alone would be a batch of its own."""
+
+    class Slow(list[list[int]]):
+        def __getitem__(self, place: Any) -> Any:
+            time.sleep(0.02)  # the engine has all the time to begin
+            return super().__getitem__(place)
+
+    at_once = [replace(request, arrival=0.0) for request in REQUESTS]
+    with dense.engine(max_sequences=6, max_tokens=64, policy="static") as engine:
+        found = serve_load(engine, at_once, Slow(prompts_of_requests(dense)), SCRIPTED)
+    assert len({s.admitted for s in found.served}) == 1
+
+
 def test_every_load_has_an_engine_of_its_own(dense: Optimized) -> None:
     settings = EngineSettings(max_sequences=2, max_tokens=64, max_logit_rows=16)
     test = LoadTest(dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, settings)
@@ -105,6 +122,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     class Late:
         def __init__(self) -> None:
             self.clock, self.stats, self.policy = lambda: float(clock()), stats, "fcfs"
+            self.together = nullcontext
 
         def submit(self, prompt: Any, decoding: Decoding, *, sink: Any, **rest: Any) -> str:
             now = self.clock()
