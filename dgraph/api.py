@@ -285,7 +285,7 @@ class Optimized:
             return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
         occupied = ExitStack()
         occupied.enter_context(self._used_by("engine"))
-        occupied.callback(self._session.kv.unlimited)
+        occupied.callback(self._session.give_back)
         try:
             occupied.enter_context(self.kernels.remembered())
             return build_engine(

@@ -63,8 +63,12 @@ class KVStore:
                 self._caches[spec.name] = self._empty(spec.name, self._pages)
 
     def unlimited(self) -> None:
-        """Let the pool grow by need."""
+        """Let the pool grow by need; if nobody owns a page, it begins with none."""
         self.limit, self.reclaim = None, lambda pages: None
+        if not any(self._owners):
+            self._pages, self._free, self._owners = 0, [], []
+            for name in self._caches:
+                self._caches[name] = self._empty(name, 0)
 
     @property
     def declared(self) -> tuple[InputSpec, ...]:

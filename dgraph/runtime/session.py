@@ -395,6 +395,11 @@ class BlockSession:
                 f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
             )
 
+    def give_back(self) -> None:
+        """Let go of the pool of an engine, and of the CUDA graphs that read it."""
+        self.kv.unlimited()
+        self.keep_graphs()
+
     def keep_graphs(self) -> None:
         """Let go of CUDA graphs that read caches which have been replaced since."""
         if self.pool is not None:

@@ -241,3 +241,18 @@ def test_misuse_is_named() -> None:
     for call in (kv.free, partial(gather, kv), lambda s: kv.page_table([s])):
         with pytest.raises(DgraphError, match="sequence 0 is not allocated"):
             call(only)
+
+
+def test_a_pool_that_was_limited_gives_its_memory_back_when_nobody_owns_a_page() -> None:
+    kv = store()
+    kv.limit = 6
+    kv.reserve(6)
+    (handle,) = kv.allocate([9])
+    kv.unlimited()
+    assert (kv.pages, kv.free_pages) == (6, 3), "somebody has pages"
+    kv.free(handle)
+    kv.unlimited()
+    assert (kv.pages, kv.bytes) == (0, 0)
+    (handle,) = kv.allocate([5])
+    fill(kv, handle, 5, 3.0)
+    check(kv, handle, 5, 3.0)
