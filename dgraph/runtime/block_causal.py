@@ -121,7 +121,7 @@ class BlockCausalState(DecodeState):
             found = torch.where(selects, SELECT, dense)
         else:
             found = torch.where(self.counter == 0, SELECT, REUSE)
-        return torch.where(self.active, found, REUSE).int()
+        return torch.where(self.active & self.granted, found, REUSE).int()
 
     @property
     def visible(self) -> Tensor:

@@ -144,7 +144,7 @@ class CanvasState(DecodeState):
             found = torch.where(self.full, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
         else:
             found = torch.where(self.whole, torch.where(self.counter == 0, SELECT, REPACK), REUSE)
-        return torch.where(self.active, found, REUSE).int()
+        return torch.where(self.active & self.granted, found, REUSE).int()
 
     @property
     def editable(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
@@ -13,6 +14,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.decode_state import OUT
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.rule import Rule
@@ -51,6 +53,18 @@ def walk(state: Any, take: Any, start: int, positions: int) -> list[tuple[list[i
         found.append((window, action))
         take(state, {(0, position): 10})
     return found
+
+
+@pytest.mark.parametrize("window", ["response", "block"])
+def test_who_sits_a_step_out_chooses_nothing(window: str) -> None:
+    """It has no rows to choose by, and what it packs would be read in its next step."""
+    kv = KVPlan(window, pairs=(3,))
+    for kind, more in ((CanvasState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
+        state = begin(kind, [[1, 2, 3], [4, 5, 6, 7, 8]], 6, kv, **more)
+        assert said(state)[1:] == ([SELECT, SELECT], 2)
+        state.place[1] = OUT
+        state.grant()
+        assert said(state)[1:] == ([SELECT, REUSE], 1)
 
 
 def test_without_a_plan_there_is_neither() -> None:
