@@ -210,7 +210,7 @@ class DecodeState(ABC):
 
     @property
     def action(self) -> Tensor | None:
-        """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`."""
+        """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`. Who takes no part in it reuses."""
         return None
 
     @property
@@ -274,10 +274,10 @@ class DecodeState(ABC):
         """i64[b, len(REPORT) + B]: what the host reads of each sequence after a step, by `REPORT`, then `shown`.
 
         rows: of its next step, 0 if it waits; wanted: the same if it does not; choosing: 1 if that step does not reuse
-        what is packed, and it takes part; the others as in the attributes.
+        what is packed; the others as in the attributes.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
-        choosing = torch.zeros_like(wanted) if action is None else (action != REUSE) & self.granted
+        choosing = torch.zeros_like(wanted) if action is None else action != REUSE
         found = {"rows": wanted * self.granted, "wanted": wanted, "choosing": choosing}
         numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
         return torch.cat([torch.stack([n.long() for n in numbers], dim=1), self.shown], dim=1)

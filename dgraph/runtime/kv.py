@@ -133,8 +133,10 @@ class KVStore:
         return handles
 
     def reserve(self, pages: int) -> None:
-        """Make so many pages now. Caches that grow later are replaced, and CUDA graphs that read them captured anew."""
-        if pages > self._pages:
+        """Make so many pages now, and no more if nobody owns any. Caches that grow later are replaced, and CUDA graphs
+        that read them captured anew.
+        """
+        if pages > self._pages or (pages < self._pages and not any(self._owners)):
             self._grow(pages)
 
     def extend(self, sequence: int, tokens: int) -> bool:

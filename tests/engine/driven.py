@@ -5,7 +5,7 @@ Time is the number of turns: a clock of its own, so that equal schedules are ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,9 +107,14 @@ def no_profile(rows: int, sequences: int) -> Profile:
     raise AssertionError("a CPU is not profiled")
 
 
-def driver_of(session: BlockSession, clock: Any = lambda: 0.0, **settings: Any) -> Driver:
+def driver_of(
+    session: BlockSession,
+    clock: Callable[[], float] = lambda: 0.0,
+    prepare: Callable[[Sequence[Decoding]], None] = no_preparation,
+    **settings: Any,
+) -> Driver:
     chosen = EngineSettings(**settings)
-    return build_driver(session, chosen, tokenizer=Letters(), prepare=no_preparation, profiled=no_profile, clock=clock)
+    return build_driver(session, chosen, tokenizer=Letters(), prepare=prepare, profiled=no_profile, clock=clock)
 
 
 class Turns:
@@ -192,11 +197,11 @@ class Turns:
 _ALONE: dict[Any, tuple[list[int], list[int], str, str | None]] = {}
 
 
-def alone(key: Any, session: BlockSession, asked: Asked) -> tuple[list[int], list[int], str, str | None]:
+def alone(key: Any, session: BlockSession, asked: Asked, **more: Any) -> tuple[list[int], list[int], str, str | None]:
     """What a request gets in an engine of one slot, where nothing else is; remembered under a key and the request."""
     one = asked.alone
     at = key, one.ids, one.decoding, one.index
     if at not in _ALONE:
-        settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life"}
+        settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life", **more}
         _ALONE[at] = Turns(session, [one], **settings).run()[0].whole
     return _ALONE[at]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dgraph.engine.policies import LookAhead
+from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.sampling import RowContext, Sampler
 from tests.engine.driven import Asked, Turns, alone
-from tests.runtime.fake import MASK, make_session
+from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 
 BLOCK = 4
 LONGEST = 5 * BLOCK
@@ -113,3 +119,140 @@ def served(kind: str, asked: list[Asked], engine: dict[str, Any], **changes: Any
 @given(data=st.data())
 def test_every_request_gets_what_it_gets_alone(kind: str, data: st.DataObject) -> None:
     served(kind, data.draw(schedules(kind)), data.draw(engines()))
+
+
+@pytest.mark.parametrize("page", [2, 4, 8])
+@pytest.mark.parametrize("recommit", [True, False])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_pages_of_other_sizes_and_blocks_that_are_not_computed_again(
+    page: int, recommit: bool, data: st.DataObject
+) -> None:
+    engine = {**data.draw(engines()), "kv_bytes": data.draw(st.sampled_from([40, 56, 400])) * PAGE_BYTES // BLOCK}
+    served("evict", data.draw(schedules("evict")), engine, page_size=page, recommit=recommit)
+
+
+# -- requests that fail -----------------------------------------------------------------------------------------------
+
+
+class Poisoned(FakeProgram):
+    """A program that gives NaN for a marked prompt, and leaves it in the pages of that prompt."""
+
+    def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
+        for name in ("k_cache_0", "v_cache_1"):
+            held = inputs[name][inputs["page_table"].long().clamp(min=0)].isnan().any()
+            assert not held or self.poisons(inputs, rows).any(), "NaN of one who has left"
+        found = super().__call__(inputs, rows)
+        self.calls.clear()
+        wrong = self.poisons(inputs, rows)
+        if wrong.any():
+            found.outputs["confidence"][:rows][wrong] = math.nan
+            sequence = torch.searchsorted(inputs["cu_rows"][1:].contiguous(), torch.arange(rows).int(), right=True)
+            pages = inputs["page_table"][sequence[wrong].unique()]
+            inputs["k_cache_0"][pages[pages >= 0].long()] = math.nan
+        return found
+
+    @staticmethod
+    def poisons(inputs: Mapping[str, Tensor], rows: int) -> Tensor:
+        """bool[rows]: of sequences whose first page was marked."""
+        first = inputs["k_cache_0"][inputs["page_table"][:, 0].long().clamp(min=0), 0, 0, 0]
+        sequence = torch.searchsorted(inputs["cu_rows"][1:].contiguous(), torch.arange(rows).int(), right=True)
+        marked = torch.tensor(first_key(MARK, 0), dtype=torch.float32)
+        return (first == marked)[sequence] | first.isnan()[sequence]
+
+
+MARK = 27
+assert all(prompt[0] != MARK for prompt in PROMPTS)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_one_whose_numbers_go_wrong_fails_alone(data: st.DataObject) -> None:
+    asked = data.draw(schedules("step"))
+    for prompt in data.draw(st.lists(st.sampled_from([(MARK,), (MARK, 1, 2, 3, 4, 5), (MARK, 7)]), min_size=1)):
+        at = data.draw(st.integers(0, len(asked)))
+        asked.insert(at, Asked(prompt, Decoding(max_new_tokens=9), turn=data.draw(st.integers(0, 12))))
+    session = made("step")
+    session.programs["step"] = Poisoned("step")
+    turns = Turns(session, asked, **data.draw(engines()))
+    turns.run()
+    for told, one in zip(turns.told, asked, strict=True):
+        if one.ids[0] == MARK:
+            assert told.finish == "error"
+            assert "gave no usable confidence" in str(told.events[-1].error)
+            assert told.token_ids == []
+        elif told.finish != "cancelled":
+            assert told.whole == alone(("step",), made("step"), one)
+    assert not session.kv.tensors()["k_cache_0"].isnan().any(), "nobody finds NaN in a page"
+
+
+class Raises:
+    """A logits processor that fails when a row is of a position."""
+
+    def __init__(self, position: int):
+        self.position = position
+
+    def __call__(self, logits: Tensor, context: RowContext) -> Tensor:
+        if (context.position >= self.position).any():
+            raise ArithmeticError(f"position {self.position}")
+        return logits
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_one_whose_sampler_raises_fails_alone(data: st.DataObject) -> None:
+    asked = data.draw(schedules("logits"))
+    broken = []
+    for position in data.draw(st.lists(st.sampled_from([0, 5, 9]), min_size=1, max_size=2)):
+        decoding = Decoding(max_new_tokens=12, ignore_eos=True, sampler=Sampler(processors=(Raises(position),)))
+        one = Asked((1, 2, 3), decoding, turn=data.draw(st.integers(0, 12)))
+        asked.insert(data.draw(st.integers(0, len(asked))), one)
+        broken.append(one)
+    turns = Turns(made("logits"), asked, **data.draw(engines()))
+    turns.run()
+    for told, one in zip(turns.told, asked, strict=True):
+        if one in broken:
+            assert told.finish == "error"
+            assert isinstance(told.events[-1].error, ArithmeticError)
+        elif told.finish != "cancelled":
+            assert told.whole == alone(("logits",), made("logits"), one)
+
+
+def test_the_error_of_one_does_not_end_the_next_of_its_slot() -> None:
+    """The next one has a prompt of several turns, so that no step runs in the first of them."""
+    failing = Decoding(max_new_tokens=4, sampler=Sampler(processors=(Raises(0),)))
+    asked = [Asked((1,), failing), Asked(PROMPTS[7], Decoding(max_new_tokens=4))]
+    turns = Turns(made("logits"), asked, max_sequences=1, max_tokens=64, max_batched_rows=2 * BLOCK)
+    turns.run()
+    assert turns.told[0].finish == "error"
+    assert turns.told[1].whole == alone(("logits",), made("logits"), asked[1])
+
+
+def test_nobody_decodes_before_its_prompt_is_there() -> None:
+    asked = [Asked(PROMPTS[7], Decoding(max_new_tokens=12, threshold=0.3, ignore_eos=True))]
+    turns = Turns(made("step"), asked, max_sequences=1, max_tokens=64, max_batched_rows=2 * BLOCK)
+    turns.run()
+    assert turns.told[0].whole == alone(("step",), made("step"), asked[0])
+    assert turns.driver.stages.rows["prefill"] == 12
+
+
+# -- prompts that begin alike, and pools that are too small -----------------------------------------------------------
+
+
+def test_prompts_that_begin_alike_are_prefilled_once() -> None:
+    asked = [Asked(PROMPTS[7], Decoding(max_new_tokens=4), turn=9 * n) for n in range(3)]
+    turns = Turns(made("step"), asked, max_sequences=2, max_tokens=64)
+    told = turns.run()
+    assert [one.events[-1].usage.cached_tokens for one in told] == [0, 12, 12]
+    assert turns.driver.stages.rows["prefill"] == 12
+    assert turns.driver.prefix is not None
+    assert (turns.driver.prefix.asked, turns.driver.prefix.found) == (36, 24)
+
+
+@pytest.mark.parametrize("kind", ["sample", "evict"])
+def test_who_gives_way_says_the_same_later(kind: str) -> None:
+    decoding = Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True, **HEAT[kind][-1])
+    asked = [Asked(PROMPTS[n], decoding, index=n) for n in range(4)]
+    turns = served(kind, asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "policy": "fcfs"})
+    assert turns.driver.totals.preempted > 0
+    assert sum(told.events[-1].served.requeued for told in turns.told) == turns.driver.totals.preempted

@@ -1,0 +1,144 @@
+"""Random schedules on tiny random models of every family, by every recipe: each request gets what it gets alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from dgraph.api import Optimized
+from dgraph.runtime.decoding import Decoding
+from dgraph.testing import TinyModel, models, prompts
+from tests.engine.driven import Asked, Turns, alone
+
+Named = tuple[str, dict[str, Any]]
+BOTH: list[Named] = [("focus", {}), ("dyllm", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})]
+METHODS: dict[str, list[Named]] = {"sdar": BOTH, "llada": [*BOTH, ("fast_dllm", {})], "dream": [("dllm_serve", {})]}
+"""What other families than these are tested with is `dense`."""
+
+FAST: Named = ("fast_dllm", {"first": "policy"})
+DENSE: Named = ("dense", {})
+ALL = 999
+LIMITS: dict[str, list[tuple[Named, Named]]] = {
+    "sdar": [
+        (("focus", {"alpha": math.inf, "block_cache": "off"}), DENSE),
+        (("dyllm", {"tau": 1.01}), DENSE),
+        (("maskkv", {"pairs": ALL}), DENSE),
+        (("dllm_serve", {"ratio": 1.0}), DENSE),
+    ],
+    "llada": [
+        (("fast_dllm", {"every": 1, "first": "policy"}), DENSE),
+        (("focus", {"alpha": math.inf, "block_cache": "off"}), FAST),
+        (("dllm_serve", {"ratio": 1.0, "delay": 0}), FAST),
+    ],
+}
+"""Settings at which a method changes nothing, and what it is then."""
+
+RULES: list[dict[str, Any]] = [
+    {"threshold": 0.3},
+    {"threshold": 0.05},
+    {"steps": 3},
+    {"policy": "sequential"},
+    {"steps": 4, "temperature": 1.0},
+    {"threshold": 0.2, "temperature": 0.7, "top_k": 7},
+]
+
+
+def served(tiny: TinyModel, made: Optimized, against: Optimized, asked: list[Asked], engine: dict[str, Any]) -> None:
+    """Serve a schedule, and compare every request with what it gets alone from another program."""
+    turns = Turns(made._session, asked, prepare=made._prepare, **engine)
+    turns.run()
+    for told, one in zip(turns.told, asked, strict=True):
+        if told.finish != "cancelled":
+            assert told.whole == alone(
+                (str(tiny), str(against.recipe)),
+                against._session,
+                one,
+                prepare=against._prepare,
+                max_tokens=engine["max_tokens"],
+            )
+
+
+@functools.cache
+def texts(tiny: TinyModel) -> list[tuple[int, ...]]:
+    """Prompts; some begin like others."""
+    found = [tuple(prompt) for prompt in prompts(tiny)]
+    return [*found, (*found[2][: tiny.model.spec.block_length], *found[0])]
+
+
+@st.composite
+def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]:
+    rules = RULES if hot else [rule for rule in RULES if "temperature" not in rule]
+    block = tiny.model.spec.block_length
+    decoding = st.builds(
+        lambda new, rule, seed, ignore: Decoding(max_new_tokens=new, seed=seed, ignore_eos=ignore, **rule),
+        st.sampled_from([2, block, block + 3]),
+        st.sampled_from(rules),
+        st.integers(0, 1),
+        st.booleans(),
+    )
+    one = st.builds(
+        Asked,
+        ids=st.sampled_from(texts(tiny)),
+        decoding=decoding,
+        turn=st.integers(0, 9),
+        priority=st.integers(0, 1),
+        cancel=st.none() | st.none() | st.integers(0, 9),
+    )
+    return draw(st.lists(one, min_size=3, max_size=5))
+
+
+@st.composite
+def engines(draw: st.DrawFn, tiny: TinyModel, made: Optimized) -> dict[str, Any]:
+    spec, kv = tiny.model.spec, made._session.kv
+    block = spec.block_length
+    longest = 4 * block + 3
+    rows = [2 * block, 3 * block] if spec.attention == "block_causal" else [longest, longest + block]
+    pages = draw(st.sampled_from([5, 7, 40]))
+    return {
+        "max_sequences": draw(st.integers(2, 4)),
+        "max_tokens": longest,
+        "max_batched_rows": draw(st.sampled_from([*rows, 400])),
+        "kv_bytes": pages * kv.page_size * kv.position_bytes,
+        "policy": draw(st.sampled_from(["look_ahead", "fcfs", "prefill_first", "static"])),
+        "pages": draw(st.sampled_from(["block", "life"])),
+        "prefix_cache": draw(st.booleans()),
+    }
+
+
+CASES = [(tiny, *case) for tiny in models() for case in [DENSE, *METHODS.get(str(tiny), [])]]
+SAME = [(tiny, mine, other) for tiny in models() for mine, other in LIMITS.get(str(tiny), [])]
+FEW = settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize(("tiny", "recipe", "options"), CASES, ids=[f"{t}-{r}" for t, r, _ in CASES])
+@FEW
+@given(data=st.data())
+def test_every_request_gets_what_it_gets_alone(
+    tiny: TinyModel, recipe: str, options: dict[str, Any], data: st.DataObject
+) -> None:
+    made = tiny.optimized(recipe, **options)
+    served(tiny, made, made, data.draw(schedules(tiny)), data.draw(engines(tiny, made)))
+
+
+@pytest.mark.parametrize(("tiny", "mine", "other"), SAME, ids=[f"{t}-{m[0]}" for t, m, _ in SAME])
+@FEW
+@given(data=st.data())
+def test_what_changes_nothing_alone_changes_nothing_in_an_engine(
+    tiny: TinyModel, mine: Named, other: Named, data: st.DataObject
+) -> None:
+    (recipe, options), (dense, settings) = mine, other
+    made = tiny.optimized(recipe, **options)
+    served(
+        tiny, made, tiny.optimized(dense, **settings), data.draw(schedules(tiny, False)), data.draw(engines(tiny, made))
+    )
