@@ -1,0 +1,101 @@
+"""Engines of the embedded models, as a reader of the README makes them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import dgraph
+from dgraph.api import Optimized
+from dgraph.engine.engine import EngineClosed
+from dgraph.errors import InputError, UnknownName
+from dgraph.runtime.decoding import Decoding
+
+PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
+
+
+@pytest.fixture(scope="module", params=[("tiny_sdar", "focus"), ("tiny_llada", "fast_dllm")], ids=lambda p: p[0])
+def made(request: pytest.FixtureRequest) -> Optimized:
+    model, recipe = request.param
+    return dgraph.optimize(model, recipe, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 8, "temperature": 1.0, "seed": 3},
+        {"threshold": 0.7, "stop": ("c", "\n"), "ignore_eos": True},
+        {"threshold": 0.9, "temperature": 0.6, "top_k": 8, "seed": 1},
+    ],
+)
+def test_an_engine_says_what_generate_says(made: Optimized, settings: dict[str, Any]) -> None:
+    wanted = made.generate(PROMPTS, max_new_tokens=24, **settings)
+    with made.engine(max_sequences=2, max_tokens=160) as engine:
+        found = engine.generate(PROMPTS, max_new_tokens=24, **settings)
+        stats = engine.stats
+    assert [one.text for one in found] == wanted.texts
+    assert [one.token_ids for one in found] == wanted.token_ids
+    for one in found:
+        assert one.usage.completion_tokens == len(one.token_ids) == len(one.step_map)
+        assert max(one.step_map, default=0) <= one.usage.steps
+    assert sum(stats.finished.values()) == stats.admitted == 3
+    assert stats.completion_tokens == sum(map(len, wanted.token_ids))
+    assert stats.pages == stats.free_pages
+
+
+def test_each_request_has_settings_of_its_own(made: Optimized) -> None:
+    decodings = [
+        Decoding(max_new_tokens=20, steps=4, temperature=1.0),
+        Decoding(max_new_tokens=12, policy="sequential", stop=["a"]),
+        Decoding(max_new_tokens=16, threshold=0.5, top_k=3, temperature=0.5),
+    ]
+    seen: list[tuple[int, int]] = []
+    with made.engine(max_sequences=3, max_tokens=160) as engine:
+        found = engine.generate(PROMPTS, decodings, progress=lambda done, of: seen.append((done, of)))
+    with made.engine(max_sequences=1, max_tokens=160, prefix_cache=False) as engine:
+        for index, decoding in enumerate(decodings):  # draws differ by the place of a prompt in a call
+            before = [Decoding(max_new_tokens=1)] * index
+            alone = engine.generate(PROMPTS[: index + 1], [*before, decoding])[index]
+            assert (alone.text, alone.token_ids, alone.step_map) == (
+                found[index].text,
+                found[index].token_ids,
+                found[index].step_map,
+            )
+    assert seen == [(n, 3) for n in range(1, 4)]
+
+
+def test_while_an_engine_is_open_the_model_is_its_own(made: Optimized) -> None:
+    engine = made.engine(max_sequences=2, max_tokens=160)
+    with pytest.raises(InputError, match=r"the model is in use, by an engine that is open .*: generate must wait"):
+        made.generate(PROMPTS[0], max_new_tokens=4)
+    with pytest.raises(InputError, match="engine must wait"):
+        made.engine()
+    engine.close()
+    with pytest.raises(EngineClosed, match="the engine is closed; make another one"):
+        engine.generate(PROMPTS)
+
+    async def late() -> None:
+        async for _ in engine.stream(PROMPTS[0]):
+            pass
+
+    with pytest.raises(EngineClosed):
+        asyncio.run(late())
+    assert len(made.generate(PROMPTS[0], max_new_tokens=4).token_ids[0]) <= 4, "and then it is free again"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_sequence": 3}, "unknown setting of EngineSettings 'max_sequence'. Did you mean 'max_sequences'"),
+        ({"policy": "lookahead"}, "unknown scheduling policy 'lookahead'. Did you mean 'look_ahead'"),
+        ({"kv_bytes": 100}, "kv_bytes=100 does not hold one page"),
+        ({"max_tokens": 1 << 20}, "max_tokens=1048576 is more than the"),
+        ({"prefix_cache": 1}, "prefix_cache is true or false, got 1"),
+    ],
+)
+def test_settings_that_are_wrong_leave_the_model_free(made: Optimized, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, UnknownName), match=message):
+        made.engine(**settings)
+    made.engine(max_sequences=1, max_tokens=64).close()
