@@ -1,4 +1,4 @@
-"""Engines of the embedded models, as a reader of the README makes them."""
+"""`Optimized.engine`: responses as `generate` gives them, settings of each request, and whose the model is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def made(request: pytest.FixtureRequest) -> Optimized:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"steps": 8, "temperature": 1.0, "seed": 3},
         {"threshold": 0.7, "stop": ("c", "\n"), "ignore_eos": True},
         {"threshold": 0.9, "temperature": 0.6, "top_k": 8, "seed": 1},
     ],
