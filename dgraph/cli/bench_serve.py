@@ -174,13 +174,13 @@ def serve(
             title = f"{found.name}, {recipe}: {len(asked)} requests, {slots} slots"
             setting = {**machine(where), "title": title, "model": found.spec.to_json(), "engine": asdict(test.settings)}
             setting["commits"] = commits or {"steps": decoding.steps, "threshold": decoding.threshold}
-            for titles, rows_of in (written.latency_table(done), written.inside_table(done)) if done else ():
-                print_text("")
-                print_table(titles, rows_of)
             if json is not None and done:
                 workload.write_json(json, written.to_json(done, setting))
             if plot is not None and len(done) > 1:
                 written.plot([row for row in done if row[0] != "capacity"], plot, title)
+            for titles, rows_of in (written.latency_table(done), written.inside_table(done)) if done else ():
+                print_text("")
+                print_table(titles, rows_of)
 
 
 Load = tuple[str, float]
