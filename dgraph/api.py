@@ -31,6 +31,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import run_steps
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
+from dgraph.ops.statistics import Statistic
 from dgraph.passes.base import Report
 from dgraph.passes.manager import run_passes
 from dgraph.passes.measure_rows import MeasureRows
@@ -159,7 +160,7 @@ class Optimized:
         self.page_size = _page_size(self.spec.block_length, captured.device)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
-        self._in_use = threading.Lock()
+        self._in_use, self._preparing = threading.Lock(), threading.Lock()
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -316,13 +317,20 @@ class Optimized:
 
     def _prepare(self, decodings: Sequence[Decoding]) -> None:
         """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
-        for statistics that policies ask for.
+        for statistics that policies ask for. Threads that ask an engine for the same at once wait for the first.
         """
         policy = Mixture.of([chosen.rule for chosen in decodings])
         asked = statistics_of(policy)
         variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)
-        if not variant or variant in self._session.variants or "logits" in self.programs["step"].output_names:
+        if not variant or "logits" in self.programs["step"].output_names:
             return
+        if variant not in self._session.variants:
+            with self._preparing:
+                if variant not in self._session.variants:
+                    self._session.variants[variant] = self._lowered_as(variant, asked)
+
+    def _lowered_as(self, variant: str, asked: tuple[Statistic, ...]) -> dict[str, LoweredProgram]:
+        """The programs of a step that leave their logits, or compute statistics."""
         if variant == LOGITS:
             rewritten = rewrite(self.captured, self.recipe.keeping_logits())
             graphs = {name: phase.graph for name, phase in rewritten.items()}
@@ -332,8 +340,7 @@ class Optimized:
         if variant != LOGITS:
             for graph in graphs.values():
                 run_passes(graph, [MeasureRows(asked)])
-        lowered = {name: self._lower(graph, name == "step") for name, graph in graphs.items()}
-        self._session.variants[variant] = lowered
+        return {name: self._lower(graph, name == "step") for name, graph in graphs.items()}
 
     def warm_up(
         self,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.engine.engine import EngineClosed
 from dgraph.errors import InputError, UnknownName
+from dgraph.lowering.executor import LoweredProgram
 from dgraph.runtime.decoding import Decoding
+from dgraph.testing import models
 
 PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
 
@@ -82,6 +86,28 @@ def test_while_an_engine_is_open_the_model_is_its_own(made: Optimized) -> None:
     with pytest.raises(EngineClosed):
         asyncio.run(late())
     assert len(made.generate(PROMPTS[0], max_new_tokens=4).token_ids[0]) <= 4, "and then it is free again"
+
+
+def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models(None, "sdar")[0].optimized("dense", max_num_logits=7)
+    lower, lowered, begun = made._lower, [], threading.Barrier(3)
+
+    def slowly(graph: dgraph.Graph, step: bool) -> LoweredProgram:
+        lowered.append(graph)
+        time.sleep(0.05)
+        return lower(graph, step)
+
+    def ask() -> None:
+        begun.wait(20)
+        made._prepare([Decoding(top_k=3)])
+
+    monkeypatch.setattr(made, "_lower", slowly)
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lowered) == 1
 
 
 @pytest.mark.parametrize(
