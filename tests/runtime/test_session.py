@@ -211,7 +211,7 @@ def test_cache_dtype_and_another_block_length() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_cache", ["off", "dc+"])
-def test_on_a_gpu_the_host_reads_once_per_step(block_cache: str) -> None:
+def test_on_a_gpu_the_host_waits_for_reports_alone(block_cache: str) -> None:
     prompts = random_prompts(random.Random(8), 6, 40)
     policy = ConfidenceThreshold(0.9)
     cpu = make_session(8, block_cache=block_cache).generate(prompts, max_new_tokens=120, policy=policy)
@@ -229,5 +229,6 @@ def test_on_a_gpu_the_host_reads_once_per_step(block_cache: str) -> None:
         torch.set_warn_always(always)
     assert out.token_ids == cpu.token_ids
     reads = sum("synchroniz" in str(w.message) for w in recorded)
-    assert out.stats.steps > 20
-    assert out.stats.steps <= reads <= out.stats.steps + 40  # and a fixed number before and after the loop
+    # A report is copied and waited for by an event, which does not count: what does is before and after the loop.
+    assert out.stats.steps > 60
+    assert reads <= 40

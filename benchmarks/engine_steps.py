@@ -1,0 +1,114 @@
+"""What a step costs around its forward: `generate` against another version of itself, and how long a device waits.
+
+    python -m benchmarks.engine_steps --shape llada-8b --recipe fast_dllm --batch 1 --prompt 512 --steps 32
+    python -m benchmarks.engine_steps --shape sdar-8b --recipe focus --batch 64 --prompt 1024 --steps 8
+
+Milliseconds per step come from two lengths of response in turn, so that prefill and start cancel out; run it once with
+each version to compare. On a GPU a trace of the engine says for which share of the middle half of a run no kernel ran.
+Weights are random and every step commits as many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgraph
+from benchmarks.tables import Report
+from dgraph.api import Optimized
+from dgraph.engine.engine import Engine
+from dgraph.models.shapes import SHAPES, random_model
+from dgraph.runtime.decoding import Decoding
+
+
+def per_step(program: Optimized, prompts: list[list[int]], tokens: int, steps: int, repeat: int) -> list[float]:
+    """Milliseconds per step of `generate`, once per repetition."""
+
+    def once(new: int) -> tuple[float, int]:
+        begin = time.perf_counter()
+        found = program.generate(input_ids=prompts, max_new_tokens=new, steps=steps)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, found.stats.steps
+
+    once(2 * tokens)
+    once(tokens)
+    found = []
+    for _ in range(repeat):
+        (long, many), (short, few) = once(2 * tokens), once(tokens)
+        found.append(1e3 * (long - short) / (many - few))
+    return found
+
+
+def idle(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> float:
+    """Share of the middle half of a run in which no kernel ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        engine.generate(prompts, decoding)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    begin, end = spans[len(spans) // 4][0], spans[3 * len(spans) // 4][0]
+    busy, reached = 0.0, begin
+    for start, stop in spans:
+        start, stop = max(start, reached), min(stop, end)
+        if stop > start:
+            busy, reached = busy + stop - start, stop
+    return 1 - busy / (end - begin)
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
+    parser.add_argument("--recipe", default="fast_dllm")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of the shorter run")
+    parser.add_argument("--steps", type=int, default=32, help="per block of 32")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    changes: dict[str, Any] = {"block_length": 32} | ({"num_hidden_layers": args.layers} if args.layers else {})
+    on_gpu = args.device != "cpu"
+    model = random_model(args.shape, args.device, torch.bfloat16 if on_gpu else torch.float32, **changes)
+    program = dgraph.optimize(model, args.recipe, backend=args.backend)
+    draw = torch.Generator().manual_seed(0)
+    report = Report(f"Steps of {args.shape} under {args.recipe}")
+    rows: list[list[str | int | float]] = []
+    for batch in args.batch:
+        prompts = torch.randint(10, model.spec.vocab // 2, (batch, args.prompt), generator=draw).tolist()
+        if program.graph_pool is not None:
+            program.warm_up(batch, args.prompt + 2 * args.tokens, steps=args.steps)
+        found = per_step(program, prompts, args.tokens, args.steps, args.repeat)
+        decoding = Decoding(max_new_tokens=2 * args.tokens, steps=args.steps, ignore_eos=True)
+        longest = args.prompt + decoding.max_new_tokens
+        with program.engine(max_sequences=batch, max_tokens=longest, max_batched_rows=batch * longest) as engine:
+            engine.generate(prompts, decoding)
+            before, begin = engine.stats.steps, time.perf_counter()
+            engine.generate(prompts, decoding)
+            seconds, steps = time.perf_counter() - begin, engine.stats.steps - before
+            waits: str | float = 100 * idle(engine, prompts, decoding) if on_gpu else "-"
+        speed = batch * decoding.max_new_tokens / seconds
+        rows.append([batch, statistics.median(found), min(found), 1e3 * seconds / steps, speed, waits])
+        print(*rows[-1], sep="\t", flush=True)
+    columns = ["sequences", "generate ms/step", "fastest", "engine ms/step, prefill included", "tokens/s", "idle %"]
+    report.table(f"prompt {args.prompt}, {args.steps} steps per block of 32", columns, rows)
+    report.write(args.markdown, args.json)
+
+
+if __name__ == "__main__":
+    main()
