@@ -23,6 +23,7 @@ the row before the block goes with the block.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ def vanilla(moment: Moment) -> set[int] | None:
     return None
 
 
+@functools.cache
 def fast_dllm(cache: str = "dual", every: int = 0, block_cache: BlockCache = "off", front: bool = True) -> Method:
     """front: the row that predicts the block's first position goes with the block."""
 

@@ -13,7 +13,7 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.recipes import RECIPES, build
+from dgraph.recipes import RECIPES, Recipe, build
 from tests.oracle.canvas import llada_names
 from tests.oracle.qwen3 import Config
 from tests.remote import stand_in
@@ -40,7 +40,7 @@ DREAM: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setup:
     """A model, what was captured of it, and the same weights for the oracle."""
 
@@ -61,10 +61,16 @@ class Setup:
     def optimized(
         self, recipe: str, block: int, backend: str = "eager", buckets: Any = None, **options: Any
     ) -> Optimized:
-        """The recipe, for blocks of that length."""
+        """The recipe, for blocks of that length; equal recipes share it."""
         model = replace(self.model, spec=replace(self.model.spec, block_length=block))
         built = build(RECIPES, recipe, model.spec, options)
-        return Optimized(model, self.graph, built, RegionCompiler(backend), Buckets.of(buckets))
+        return _optimized(self, built, block, backend, Buckets.of(buckets))
+
+
+@functools.lru_cache(maxsize=64)
+def _optimized(setup: Setup, recipe: Recipe, block: int, backend: str, buckets: Buckets) -> Optimized:
+    model = replace(setup.model, spec=replace(setup.model.spec, block_length=block))
+    return Optimized(model, setup.graph, recipe, RegionCompiler(backend), buckets)
 
 
 def config_of(family: str) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import dgraph
 from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.recipes import RECIPES, build
+from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import focus as oracle
@@ -22,7 +23,7 @@ from tests.oracle.models import mask_id, random_weights, tiny_config, to_transfo
 LAYERS, EOS = 3, 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setup:
     config: Any
     weights: dict[str, torch.Tensor]
@@ -43,8 +44,13 @@ def setups() -> dict[int, Setup]:
 
 
 def optimized(setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, **options: Any) -> Optimized:
-    built = build(RECIPES, recipe, setup.model.spec, options)
-    return Optimized(setup.model, setup.graph, built, RegionCompiler(backend), Buckets.of(buckets))
+    """The recipe for that model; equal ones share it."""
+    return _optimized(setup, build(RECIPES, recipe, setup.model.spec, options), backend, Buckets.of(buckets))
+
+
+@functools.lru_cache(maxsize=64)
+def _optimized(setup: Setup, recipe: Recipe, backend: str, buckets: Buckets) -> Optimized:
+    return Optimized(setup.model, setup.graph, recipe, RegionCompiler(backend), buckets)
 
 
 def prompts_for(block: int) -> list[list[int]]:

@@ -21,7 +21,7 @@ from tests.oracle import canvas, dllm_cache
 from tests.oracle.dllm_cache import Memory, Method, Step
 from tests.passes.sparse_step import memory_of
 from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, Setup, prompts_for, setup_of
-from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
+from tests.recipes.test_canvas_against_oracle import PADDED, PAIRS, RULES, new_tokens, steps_of
 from tests.tiny import interpret, read_cache, rows_of, tiny_spec
 
 # Options of the recipe, and the same in the oracle's words.
@@ -82,9 +82,8 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
 # -- the recipe against the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), PAIRS)
 def test_tokens_rows_and_caches(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized("dllm_cache", 16, **options), rule, method)
@@ -141,8 +140,7 @@ def test_the_cases_differ(setups: dict[str, Setup], family: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"rho": 1}, {"response_interval": 1}], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), PAIRS)
 def test_its_lossless_limit_is_the_dense_model(
     setups: dict[str, Setup], family: str, rule: str, options: dict[str, Any]
 ) -> None:
@@ -166,8 +164,7 @@ def test_its_lossless_limit_is_the_dense_model(
 FOUR = "all four kinds of steps"
 
 
-@pytest.mark.parametrize("buckets", ["hybrid", [40, 100, 400]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "buckets"), PADDED)
 def test_padded_rows(setups: dict[str, Setup], family: str, buckets: Any) -> None:
     options, method = CASES[FOUR]
     run = setups[family].optimized("dllm_cache", 16, buckets=buckets, **options)

@@ -19,7 +19,7 @@ from tests.oracle import canvas, dyllm
 from tests.oracle.dyllm import Memory, Method, Step
 from tests.passes.sparse_step import memory_of, run, step_of
 from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, Setup, prompts_for, setup_of
-from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
+from tests.recipes.test_canvas_against_oracle import PADDED, PAIRS, RULES, new_tokens, steps_of
 from tests.tiny import read_cache, tiny_spec
 
 # Options of the recipe, and the same in the oracle's words. The tiny models turn their contexts further than a trained
@@ -89,9 +89,8 @@ def step_graph(setup: Setup, **options: Any) -> Graph:
 # -- the recipe against the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), PAIRS)
 def test_tokens_rows_and_caches(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized("dyllm", 16, **options), rule, method)
@@ -142,8 +141,7 @@ def test_the_cases_differ(setups: dict[str, Setup], family: str) -> None:
     assert len({float(t.memory.c[LAYERS - 1].double().nan_to_num().sum()) for t in traces}) == len(CASES)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), PAIRS)
 def test_its_lossless_limit_is_the_dense_model(setups: dict[str, Setup], family: str, rule: str) -> None:
     """tau above 1 and all rows in every step."""
     setup, prompts = setups[family], prompts_for(16)
@@ -163,8 +161,7 @@ def test_its_lossless_limit_is_the_dense_model(setups: dict[str, Setup], family:
 # -- how it is run -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buckets", ["hybrid", [40, 100, 400]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "buckets"), PADDED)
 def test_padded_rows(setups: dict[str, Setup], family: str, buckets: Any) -> None:
     options, method = CASES["tau 0.8"]
     run = setups[family].optimized("dyllm", 16, buckets=buckets, **options)
@@ -186,8 +183,7 @@ def test_compiled_by_inductor(setups: dict[str, Setup], family: str, buckets: An
     )
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), PAIRS)
 def test_a_batch_gives_what_each_prompt_gives_alone(setups: dict[str, Setup], family: str, rule: str) -> None:
     run = setups[family].optimized("dyllm", 16, tau=0.8)
     settings = {"max_new_tokens": new_tokens(16), **RULES[rule][0]}
