@@ -143,8 +143,9 @@ def test_captured_it_gives_what_plain_steps_give(block_cache: str, stages: bool)
 
     pool, prompts = GraphPool(recorder=Recorder), prompts_for(BLOCK)
     plain, captured = session_of(None, block_cache), session_of(pool, block_cache, stages)
-    for batch in (prompts, prompts[::-1], prompts):  # the others find what the first left behind
-        want, got = generate(plain, batch), generate(captured, batch)
+    wanted = [generate(plain, batch) for batch in (prompts, prompts[::-1])]
+    for batch, want in zip((prompts, prompts[::-1], prompts), (*wanted, wanted[0]), strict=True):
+        got = generate(captured, batch)  # the others find what the first left behind
         check_same(got, want, exactly=True)
         assert got.stats.salient == want.stats.salient, "a step that is run twice finds nothing new"
     assert "transition" in {name for name, _ in pool.recorded}

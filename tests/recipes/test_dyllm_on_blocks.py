@@ -72,9 +72,10 @@ def test_compiled_by_inductor(family: str, buckets: Any) -> None:
 # -- salient rows and every cache --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("block_cache", "recommit"), [CACHES[0], CACHES[5]])
+@pytest.mark.parametrize(
+    ("family", "block_cache", "recommit"), [("sdar", *CACHES[0]), *((family, *CACHES[5]) for family in FAMILIES)]
+)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, recommit: bool) -> None:
     """Of each step of a ragged batch: rows, limits, salient rows of each layer, and what all caches hold."""
     options, method = CASES[case]
