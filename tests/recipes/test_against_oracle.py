@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -32,9 +32,16 @@ class Setup:
 
 
 def setup_for(block: int) -> Setup:
+    """The same model for blocks of any length; what is captured of it does not say of which."""
+    setup = _captured()
+    return replace(setup, model=replace(setup.model, spec=replace(setup.model.spec, block_length=block)))
+
+
+@functools.cache
+def _captured() -> Setup:
     config = tiny_config(layers=LAYERS)
     weights = random_weights(config, seed=3)
-    model = dgraph.adopt(to_transformers(config, weights), mask_id=mask_id(config), eos_ids=(EOS,), block_length=block)
+    model = dgraph.adopt(to_transformers(config, weights), mask_id=mask_id(config), eos_ids=(EOS,), block_length=16)
     return Setup(config, weights, model, dgraph.capture(model))
 
 
