@@ -149,6 +149,8 @@ class Batch:
                     self.kv.clear(handle)
                 self.kv.free(handle)
             if self.packed is not None:
+                if clear:
+                    self.packed.clear(slot)
                 self.packed.close(slot)
 
     def extend(self, slot: int, tokens: int) -> None:

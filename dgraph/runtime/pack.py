@@ -32,6 +32,10 @@ class _Runs:
         insort(self._taken, self._of[slot])
         return begin
 
+    def of(self, slot: int) -> tuple[int, int]:
+        """Begin and end of a slot's run."""
+        return self._of[slot]
+
     def others(self, slots: Sequence[int]) -> bool:
         """Whether a slot that is not among these has a run."""
         return not self._of.keys() <= set(slots)
@@ -112,6 +116,13 @@ class PackedKV:
             self._grow(layer, end, keeps)
             self._caches[spec.name][at] = 0
         self._start[:, at] = starts.to(self.device)
+
+    def clear(self, slot: int) -> None:
+        """Make what a slot has packed finite again: its numbers went wrong."""
+        for layer in self._counts:
+            begin, end = self._runs[self._like(layer)].of(slot)
+            for spec in self._entries.get(layer, []):
+                self._caches[spec.name][begin:end] = 0
 
     def close(self, slot: int) -> None:
         """Hand the entries of a slot back."""

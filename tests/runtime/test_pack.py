@@ -159,3 +159,17 @@ def test_slots_come_and_go() -> None:
     assert packed.tensors()["k_pack_1"][12:21].eq(5).all()
     packed.open([0], [2])
     assert packed.tensors()["pack_start"][0].tolist() == [6, 0, 12, 21]
+
+
+def test_what_went_wrong_in_a_slot_is_not_found_by_the_next() -> None:
+    packed = make(KVPlan("response", ratio=1.0))
+    packed.widen(2)
+    packed.open([0, 1], [4, 3])
+    for name, cache in packed.tensors().items():
+        if name[0] in "kv":
+            cache.fill_(torch.nan)
+    packed.clear(1)
+    packed.close(1)
+    for name in ("k_pack_0", "v_pack_1"):
+        assert packed.tensors()[name][:12].isnan().all(), "the other's stay"
+        assert packed.tensors()[name][12:21].eq(0).all()
