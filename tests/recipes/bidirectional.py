@@ -59,12 +59,15 @@ class Setup:
         return replace(self, model=replace(self.model, spec=replace(self.model.spec, eos_ids=eos_ids)))
 
     def optimized(
-        self, recipe: str, block: int, backend: str = "eager", buckets: Any = None, **options: Any
+        self, recipe: str, block: int, backend: str = "eager", buckets: Any = None, fresh: bool = False, **options: Any
     ) -> Optimized:
-        """The recipe, for blocks of that length; equal recipes share it."""
+        """The recipe, for blocks of that length; equal recipes share it, with the memory that they have taken, unless
+        it is to be fresh.
+        """
         model = replace(self.model, spec=replace(self.model.spec, block_length=block))
         built = build(RECIPES, recipe, model.spec, options)
-        return _optimized(self, built, block, backend, Buckets.of(buckets))
+        make = _optimized.__wrapped__ if fresh else _optimized
+        return make(self, built, block, backend, Buckets.of(buckets))
 
 
 @functools.lru_cache(maxsize=64)

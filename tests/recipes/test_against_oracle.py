@@ -50,9 +50,12 @@ def setups() -> dict[int, Setup]:
     return {block: setup_for(block) for block in (16, 32, 64)}
 
 
-def optimized(setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, **options: Any) -> Optimized:
-    """The recipe for that model; equal ones share it."""
-    return _optimized(setup, build(RECIPES, recipe, setup.model.spec, options), backend, Buckets.of(buckets))
+def optimized(
+    setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, fresh: bool = False, **options: Any
+) -> Optimized:
+    """The recipe for that model; equal ones share it, and the memory that they have taken, unless it is to be fresh."""
+    make = _optimized.__wrapped__ if fresh else _optimized
+    return make(setup, build(RECIPES, recipe, setup.model.spec, options), backend, Buckets.of(buckets))
 
 
 @functools.lru_cache(maxsize=64)

@@ -160,9 +160,9 @@ def first_of(run: Optimized, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize(("family", "case"), [("llada", "maskkv, often"), ("dream", "maskkv, often")])
 def test_a_prompt_has_no_pages(family: str, case: str) -> None:
-    run = bidirectional(family).optimized("maskkv", 16, pairs=5)
+    run = bidirectional(family).optimized("maskkv", 16, fresh=True, pairs=5)
     shift = run.spec.logit_shift
-    dense = bidirectional(family).optimized("dense", 16)
+    dense = bidirectional(family).optimized("dense", 16, fresh=True)
     dense.generate(input_ids=LONG, **SETTINGS)
     assert run._session.packed is not None
     assert (run._session.kv.bytes, run._session.packed.bytes) == (0, 0)
@@ -188,7 +188,7 @@ def watched(run: Optimized) -> list[int]:
 
 @pytest.mark.parametrize("case", ["maskkv", "maskkv+focus"])
 def test_pages_of_a_prompt_are_free_again_after_the_first_step(case: str) -> None:
-    run = optimized(block_dyllm.setup_of("sdar"), CASES[case][0], **CASES[case][1])
+    run = optimized(block_dyllm.setup_of("sdar"), CASES[case][0], fresh=True, **CASES[case][1])
     free = watched(run)
     # Whole blocks of the prompts are 12 and 5; the sequences have 14 and 7 pages.
     both = [pages for pages in free if pages < 12 + 7]  # until one of them has ended
@@ -201,7 +201,7 @@ def test_pages_of_a_prompt_are_free_again_after_the_first_step(case: str) -> Non
 
 
 def test_pages_that_later_blocks_choose_from_stay() -> None:
-    run = optimized(block_dyllm.setup_of("sdar"), "dllm_serve")
+    run = optimized(block_dyllm.setup_of("sdar"), "dllm_serve", fresh=True)
     free = watched(run)
     both = [pages for pages in free if pages < 7]  # until one of them has ended
     assert len(both) > 3
