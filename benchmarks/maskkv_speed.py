@@ -34,6 +34,8 @@ from dgraph.models.shapes import random_model
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.plans.view import View
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Request
 
 PROMPT_ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "maskkv": ("maskkv", {"pairs": 256}),
@@ -136,14 +138,11 @@ class Arm:
 
     def reserve(self, prompts: list[list[int]], tokens: int) -> None:
         """Allocate the caches of a response that is not decoded; contents are lost."""
-        session = self.session
-        handles = session.kv.allocate(
-            [len(p) + tokens for p in prompts], [session._first_cached(len(p), self.block) for p in prompts]
-        )
-        if session.packed is not None:
-            session.packed.prepare(session._candidates(prompts, tokens, self.block), len(prompts))
-        for handle in handles:
-            session.kv.free(handle)
+        decoding = Decoding(max_new_tokens=tokens, steps=self.block)
+        shape = self.session.shape(len(prompts), max(map(len, prompts)) + tokens, self.block, fixed=False)
+        batch = self.session.batch([decoding], shape)
+        batch.admit(range(len(prompts)), [Request(prompt, decoding) for prompt in prompts])
+        batch.clear()
 
     def kv_bytes(self) -> int:
         """Of everything that is cached, as allocated."""
