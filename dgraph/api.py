@@ -229,7 +229,7 @@ class Optimized:
             prompts: one text or several, framed by the model's chat template.
             decoding: how; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
-            max_batch: prompts per batch; None for all at once.
+            max_batch: prompts at a time; None for all at once.
             keep_kv: return each sequence's keys and values.
             observer: called with a record of every step; slows decoding.
             progress: called after every step.

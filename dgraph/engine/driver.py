@@ -17,9 +17,9 @@ from dgraph.engine.writer import Writer
 from dgraph.errors import PoolFull
 from dgraph.runtime.batch import Batch, first_cached
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import edits, kind_of, policy_key
+from dgraph.runtime.policies import kind_of, policy_key
 from dgraph.runtime.report import Report
-from dgraph.runtime.requests import Request, Shape, positions
+from dgraph.runtime.requests import Request, Shape, first_positions, positions, settled_end
 from dgraph.runtime.session import BlockSession, broken
 from dgraph.runtime.stats import StageCounts
 from dgraph.runtime.stops import Decoder
@@ -317,7 +317,7 @@ class Driver:
         slot = ticket.slot
         assert self._batch is not None
         one = self._batch.running[slot]
-        end = len(ticket.going_on.ids) + ticket.going_on.decoding.max_new_tokens
+        end = ticket.going_on.end
         left = one.prompt - one.prefilled
         if not report.active[slot]:
             return Facts(took, 0, False, 0, 0)
@@ -336,9 +336,7 @@ class Driver:
         if session.spec.attention != "block_causal":
             absent = first_cached(len(request.ids), block, session.spec, session.packed) // kv.page_size
         life = kv.pages_for(positions(request, block)) - absent
-        first = life
-        if self.by_block:
-            first = min(life, kv.pages_for((len(request.ids) // block + 2) * block))
+        first = kv.pages_for(first_positions(request, block, self.by_block)) - absent
         return job_of(
             ticket.number,
             request,
@@ -362,22 +360,13 @@ class Driver:
 
     def _hear(self, ticket: Ticket, report: Report) -> None:
         """Pass on what has become final of one request."""
-        slot, decoding = ticket.slot, ticket.request.decoding
-        begin, whole = len(ticket.request.ids), decoding.max_new_tokens
+        slot, request = ticket.slot, ticket.request
         ended = not report.active[slot]
-        # Tokens of a block can still be replaced under some policies.
-        reach = begin + whole
-        if edits(decoding.rule) and not ended:
-            reach = min(reach, int(report.start[slot]))
-        known = begin + len(ticket.said)
-        ids, stop = [], False
-        for token in self._script.tokens(slot, known, reach):
-            if token < 0:
-                break
-            if token in ticket.request.stops(self.session.spec):
-                stop = True
-                break
-            ids.append(token)
+        reach = request.end if ended else settled_end(request, int(report.start[slot]))
+        known = len(request.ids) + len(ticket.said)
+        stops = request.stops(self.session.spec)
+        ids = self._script.response(slot, known, reach, stops)
+        stop = any(token in stops for token in self._script.tokens(slot, known + len(ids), reach)[:1])
         steps = self._script.steps(slot, known, known + len(ids))
         ticket.said += ids
         ticket.steps += steps
@@ -395,7 +384,7 @@ class Driver:
         if not ticket.draft:
             return None
         first = max(int(report.shown_start[ticket.slot]), len(ticket.request.ids))
-        end = min(int(report.shown_start[ticket.slot]) + self.shape.block, self._limit(ticket))
+        end = min(int(report.shown_start[ticket.slot]) + self.shape.block, ticket.request.end)
         return Draft(first - len(ticket.request.ids), tuple(self._script.tokens(ticket.slot, first, end)))
 
     def _first_block(self, request: Request) -> int:
@@ -403,10 +392,6 @@ class Driver:
         block = self.shape.block
         filled = len(request.ids) % block if self.session.spec.attention == "block_causal" else 0
         return min(block - filled, request.decoding.max_new_tokens)
-
-    @staticmethod
-    def _limit(ticket: Ticket) -> int:
-        return len(ticket.request.ids) + ticket.request.decoding.max_new_tokens
 
     def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:
         """Tell of a text, and of the tokens up to so many."""

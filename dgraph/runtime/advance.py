@@ -117,7 +117,7 @@ class Advance:
         """Take over the sequences of another transition of the same shape, whose policies are the first of this one's;
         to be packed.
         """
-        mine, theirs = dict(_by_name(self.state)), dict(_by_name(other.state))
+        mine, theirs = dict(_named(self.state)), dict(_named(other.state))
         for name in mine.keys() & theirs.keys():
             mine[name].copy_(theirs[name])
         for name in self.carried.keys() & other.carried.keys():
@@ -336,20 +336,12 @@ def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _named(holder: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a dataclass, with the name of its field."""
+    """Every tensor of a dataclass: by its field, those of a dict by the field and their name in it."""
     for field in fields(holder):
         value = getattr(holder, field.name)
-        for one in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(one, Tensor):
-                yield field.name, one
-
-
-def _by_name(holder: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a dataclass by a name of its own."""
-    for field in fields(holder):
-        value = getattr(holder, field.name)
-        entries = value.items() if isinstance(value, dict) else [("", value)]
-        yield from ((f"{field.name} {name}", one) for name, one in entries if isinstance(one, Tensor))
+        several = isinstance(value, dict)
+        entries = {f"{field.name} {name}": one for name, one in value.items()} if several else {field.name: value}
+        yield from ((name, one) for name, one in entries.items() if isinstance(one, Tensor))
 
 
 def _tensors(holder: Any) -> list[Tensor]:

@@ -25,7 +25,7 @@ from dgraph.runtime.kv import NO_PAGE, KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.report import Report, Reports
-from dgraph.runtime.requests import Programs, Request, Running, Shape, positions, say
+from dgraph.runtime.requests import Programs, Request, Running, Shape, first_positions, positions, say
 from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
@@ -43,7 +43,7 @@ class Batch:
         rule: how to decode.
         programs: what runs.
         shape: how large it is.
-        state: a function that gives the transition for a state before its first step.
+        advance: gives the transition for a rule and a state before its first step.
         kv, packed: where keys are, and which are kept packed; `plan`, which rows a step of a bidirectional model
             forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
@@ -117,7 +117,7 @@ class Batch:
         if not requests:
             return
         tables = len(self._tables)
-        tokens = [self._begins_with(request) for request in requests]
+        tokens = [first_positions(request, self.shape.block, self.by_block) for request in requests]
         # A block-causal model prefills what it gives back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
@@ -286,7 +286,6 @@ class Batch:
             # Counts stay on the device until somebody asks.
             self.stats.count_salient(result.outputs["salient"])
         outputs: Mapping[str, Tensor] = result.outputs
-        self._decide.failed = {}
         if not {"token", "confidence"} <= outputs.keys():
             samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
             outputs = self._decide(advance, samplers, outputs, other, inputs, self.lenient)
@@ -365,14 +364,6 @@ class Batch:
                 for handle in one.handles:
                     self.kv.release(handle, first)
                 self._write_tables([slot])
-
-    def _begins_with(self, request: Request) -> int:
-        """Positions that a request has pages for when it is admitted."""
-        whole = positions(request, self.shape.block)
-        if not self.by_block:
-            return whole
-        block = self.shape.block
-        return min(whole, (len(request.ids) // block + 2) * block)
 
     def first_cached(self, prompt: int) -> int:
         """See `first_cached`."""

@@ -10,7 +10,7 @@ import torch
 from dgraph.lowering.program import Program
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import Mixture, row_of, settings_spec
+from dgraph.runtime.policies import Mixture, edits, row_of, settings_spec
 from dgraph.runtime.seeds import sequence_keys
 from dgraph.spec import ModelSpec
 
@@ -28,6 +28,11 @@ class Request:
     index: int = 0
     shared: tuple[int, ...] = ()
     steps: int = 0
+
+    @property
+    def end(self) -> int:
+        """Positions of its prompt and of its whole response."""
+        return len(self.ids) + self.decoding.max_new_tokens
 
     def stops(self, spec: ModelSpec) -> tuple[int, ...]:
         """The tokens that end it."""
@@ -74,7 +79,20 @@ class Programs:
 
 def positions(request: Request, block: int) -> int:
     """Positions of KV that a request takes in its whole life."""
-    return -(-(len(request.ids) + request.decoding.max_new_tokens) // block) * block
+    return -(-request.end // block) * block
+
+
+def first_positions(request: Request, block: int, by_block: bool) -> int:
+    """Positions of KV that a request takes when it is admitted; by_block: its prompt's and two more blocks of them."""
+    whole = positions(request, block)
+    return min(whole, (len(request.ids) // block + 2) * block) if by_block else whole
+
+
+def settled_end(request: Request, start: int) -> int:
+    """The position up to which committed tokens of a response are final, while its block begins at `start`: under some
+    policies those of the block can still be replaced.
+    """
+    return min(request.end, start) if edits(request.decoding.rule) else request.end
 
 
 def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Mixture, Policy, edits, statistics_of
+from dgraph.runtime.policies import Mixture, Policy, statistics_of
 from dgraph.runtime.report import Report
-from dgraph.runtime.requests import Programs, Request, Shape
+from dgraph.runtime.requests import Programs, Request, Shape, settled_end
 from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import check_script
@@ -176,8 +175,8 @@ class BlockSession:
     ) -> Generation:
         """Continue every prompt.
 
-        A sequence ends with its first stop token (`spec.eos_ids`) or after max_new_tokens. Prompts beyond
-        `max_batch` run in successive batches; neither that nor the other prompts of a batch change a
+        A sequence ends with its first stop token (`spec.eos_ids`) or after max_new_tokens. Of more prompts than
+        `max_batch` the others begin as those before them end; neither that nor the other prompts change a
         result, except for what the programs' arithmetic makes of another number of rows. Draws (temperature
         > 0) depend on the seed, the prompt's index, the position and the step. `observer` gets every step at
         the price of copies to the host.
@@ -319,8 +318,7 @@ class BlockSession:
                 f"KV pages are made for at least 1 sequence of 1 to {self.spec.max_positions} tokens, got {sequences} "
                 f"of {tokens}."
             )
-        for handle in reversed(self.kv.allocate([tokens] * sequences)):
-            self.kv.free(handle)
+        self.kv.reserve(sequences * self.kv.pages_for(tokens))
 
     def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
         """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,
@@ -426,8 +424,7 @@ class BlockSession:
     def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> _Ended:
         """What is left of a request that ended."""
         request = batch.running[slot].request
-        begin = len(request.ids)
-        said = script.response(slot, begin, begin + request.decoding.max_new_tokens, request.stops(self.spec))
+        said = script.response(slot, len(request.ids), request.end, request.stops(self.spec))
         steps, decoded, rows, commits = (
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
@@ -437,17 +434,13 @@ class BlockSession:
     def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
         """Tokens of a response that nothing changes any more."""
         request = batch.running[slot].request
-        begin, end = len(request.ids), len(request.ids) + request.decoding.max_new_tokens
-        if edits(request.decoding.rule):
-            end = min(end, int(report.start[slot]))
-        return list(takewhile(lambda token: token >= 0, script.tokens(slot, begin, end)))
+        return script.response(slot, len(request.ids), settled_end(request, int(report.start[slot])))
 
     def _kv_of(self, batch: Batch, report: Report, slot: int) -> SequenceKV:
         one, causal = batch.running[slot], self.spec.attention == "block_causal"
         start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
         # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
-        end = len(one.request.ids) + one.request.decoding.max_new_tokens
-        committed, written = (start, start + batch.shape.block) if causal else (0, end)
+        committed, written = (start, start + batch.shape.block) if causal else (0, one.request.end)
         span = one.handles[0], written, first
         names = ((f"k_cache_{layer}", f"v_cache_{layer}") for layer in range(self.spec.layers))
         layers = [(self.kv.gather(k, *span), self.kv.gather(v, *span)) for k, v in names]

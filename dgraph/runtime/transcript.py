@@ -45,6 +45,6 @@ class Transcripts:
         found: list[int] = self._steps[slot, begin:end].tolist()
         return found
 
-    def response(self, slot: int, begin: int, end: int, stops: Collection[int]) -> list[int]:
-        """What a sequence that ended says from position `begin` on: up to a stop token (left out), a mask, or `end`."""
+    def response(self, slot: int, begin: int, end: int, stops: Collection[int] = ()) -> list[int]:
+        """What a sequence says from position `begin` on: up to a stop token (left out), a mask, or `end`."""
         return list(takewhile(lambda token: token >= 0 and token not in stops, self.tokens(slot, begin, end)))
