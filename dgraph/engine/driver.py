@@ -36,10 +36,11 @@ class Ticket:
         id, number: its id for callers, and for the scheduler.
         request: as it was asked for.
         sink: gets its events, in the thread that drives the device.
-        draft: whether they bring the block that is being decoded.
+        draft: whether they bring the block that is being decoded, and `drafted`: the last step that they told of.
         writer: its text.
         going_on: as it is decoded; another than `request` after it gave way.
-        said: committed tokens so far; `steps` the step of each; `told`: how many of them its sink has got.
+        said: committed tokens so far; `steps` the step of each, and `confidence`; `told`: how many of them its sink has
+            got.
         cached: tokens of its prompt that were in the prefix cache.
         slot: where it is; -1 while it waits.
         times: when it came, and so on, on the engine's clock.
@@ -56,7 +57,9 @@ class Ticket:
     times: Served
     said: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
     told: int = 0
+    drafted: int = 0
     cached: int = 0
     slot: int = -1
 
@@ -367,25 +370,29 @@ class Driver:
         stops = request.stops(self.session.spec)
         ids = self._script.response(slot, known, reach, stops)
         stop = any(token in stops for token in self._script.tokens(slot, known + len(ids), reach)[:1])
-        steps = self._script.steps(slot, known, known + len(ids))
         ticket.said += ids
-        ticket.steps += steps
+        ticket.steps += self._script.steps(slot, known, known + len(ids))
+        ticket.confidence += self._script.confidence(slot, known, known + len(ids))
         if math.isnan(ticket.times.first) and len(ticket.said) >= self._first_block(ticket.request):
             ticket.times.first = self.clock()
-        text = ticket.writer.write(ids) if ids else ""
+        text, draft = ticket.writer.write(ids) if ids else "", self._draft(ticket, report)
         if ticket.writer.stopped or stop:
-            self._end(ticket, "stop", text)
+            self._end(ticket, "stop", text, draft=draft)
         elif ended:
-            self._end(ticket, "length", text)
-        elif (final := ticket.writer.final) > ticket.told or text or (ticket.draft and report.counter[slot]):
-            ticket.sink(self._event(ticket, text, final, self._draft(ticket, report)))
+            self._end(ticket, "length", text, draft=draft)
+        elif (final := ticket.writer.final) > ticket.told or text or draft is not None:
+            ticket.sink(self._event(ticket, text, final, draft))
 
     def _draft(self, ticket: Ticket, report: Report) -> Draft | None:
-        if not ticket.draft:
+        """What a step made of a block, unless it was told of."""
+        slot, request, step = ticket.slot, ticket.request, int(report.counter[ticket.slot])
+        if not ticket.draft or step <= ticket.drafted:
             return None
-        first = max(int(report.shown_start[ticket.slot]), len(ticket.request.ids))
-        end = min(int(report.shown_start[ticket.slot]) + self.shape.block, ticket.request.end)
-        return Draft(first - len(ticket.request.ids), tuple(self._script.tokens(ticket.slot, first, end)))
+        ticket.drafted, start = step, int(report.shown_start[slot])
+        first = max(start, len(request.ids))
+        at = slice(first - start, min(self.shape.block, request.end - start))
+        shown, sure, kept = (tuple(each[slot, at].tolist()) for each in (report.shown, report.confidence, report.kept))
+        return Draft(first - len(request.ids), shown, sure, kept, step)
 
     def _first_block(self, request: Request) -> int:
         """Tokens of a response that lie in its first block."""
@@ -395,12 +402,20 @@ class Driver:
 
     def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:
         """Tell of a text, and of the tokens up to so many."""
-        ids, steps = ticket.said[ticket.told : final], ticket.steps[ticket.told : final]
+        new = slice(ticket.told, final)
+        ids, steps, sure = tuple(ticket.said[new]), tuple(ticket.steps[new]), tuple(ticket.confidence[new])
         ticket.told = final
         usage = Usage(len(ticket.request.ids), final, ticket.cached, max(ticket.steps, default=0))
-        return Event(ticket.id, text, tuple(ids), tuple(steps), usage, draft)
+        return Event(ticket.id, text, ids, steps, sure, usage, draft)
 
-    def _end(self, ticket: Ticket, reason: str, text: str = "", error: Exception | None = None) -> None:
+    def _end(
+        self,
+        ticket: Ticket,
+        reason: str,
+        text: str = "",
+        error: Exception | None = None,
+        draft: Draft | None = None,
+    ) -> None:
         """Take a request out, waiting or running, and tell what is left of its response: nothing that is not final,
         where it did not come to its end.
         """
@@ -415,12 +430,14 @@ class Driver:
         if math.isnan(ticket.times.first):
             ticket.times.first = self.clock()
         text += ticket.writer.end()
-        self._last(ticket, "stop" if ticket.writer.stopped else reason, text, None)
+        self._last(ticket, "stop" if ticket.writer.stopped else reason, text, None, draft)
 
-    def _last(self, ticket: Ticket, reason: str, text: str, error: Exception | None) -> None:
+    def _last(
+        self, ticket: Ticket, reason: str, text: str, error: Exception | None, draft: Draft | None = None
+    ) -> None:
         """Tell the end of a request, and count it."""
         del self.tickets[ticket.number]
-        event = self._event(ticket, text, ticket.writer.final)
+        event = self._event(ticket, text, ticket.writer.final, draft)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         self.totals.prompt_tokens += event.usage.prompt_tokens
         self.totals.completion_tokens += event.usage.completion_tokens

@@ -79,12 +79,13 @@ class Response:
 
     Attributes:
         text: None without a tokenizer.
-        token_ids, step_map, finish_reason, usage: see `Event`.
+        token_ids, step_map, confidence, finish_reason, usage: see `Event`.
     """
 
     text: str | None
     token_ids: list[int]
     step_map: list[int]
+    confidence: list[float]
     finish_reason: str
     usage: Usage
 
@@ -153,7 +154,7 @@ class Engine:
             decoding: how; settings: instead, its fields by keyword.
             request_id: unique among requests that have not ended; None to make one.
             priority: higher goes first.
-            draft: whether events bring the block that is being decoded.
+            draft: whether an event tells of every step what it made of the block that is being decoded.
             index: of the prompt among others of one seed; draws differ by it.
 
         Raises:
@@ -331,7 +332,8 @@ class Engine:
         text = "".join(event.text for event in events) if self._has_text else None
         ids = [token for event in events for token in event.token_ids]
         steps = [step for event in events for step in event.step_map]
-        return Response(text, ids, steps, str(events[-1].finish_reason), events[-1].usage)
+        sure = [each for event in events for each in event.confidence]
+        return Response(text, ids, steps, sure, str(events[-1].finish_reason), events[-1].usage)
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 

@@ -33,10 +33,16 @@ class Draft:
     Attributes:
         offset: position in the response of its first token.
         token_ids: -1 where there is a mask.
+        confidence: the probability with which each of these was committed; 0 where there is a mask.
+        kept: False where the step evicted the row that predicts the position; all True under recipes that evict none.
+        step: the step of the request that it shows, from 1.
     """
 
     offset: int
     token_ids: tuple[int, ...]
+    confidence: tuple[float, ...]
+    kept: tuple[bool, ...]
+    step: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,10 @@ class Event:
         text: that has become final: nothing of it is ever taken back. "" without a tokenizer.
         token_ids: that have become final.
         step_map: of each of these, the step of the request that committed it, from 1.
-        draft: the block that is being decoded, if the request asked for it.
+        confidence: of each of these, the probability with which it was committed, as the decoding rule saw it; 1 where
+            it was given.
+        draft: what a step left of the block that it was about, if the request asked for it: then one event tells of
+            each of its steps. A step that is taken again, since the request gave way to others, is told of once.
         finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error" in the last event, else None.
         usage: counts so far.
         served: its times on the engine's clock, in the last event.
@@ -59,6 +68,7 @@ class Event:
     text: str
     token_ids: tuple[int, ...]
     step_map: tuple[int, ...]
+    confidence: tuple[float, ...]
     usage: Usage
     draft: Draft | None = None
     finish_reason: str | None = None

@@ -49,7 +49,9 @@ REPORT = (
     *("rows", "wanted", "choosing", "active", "broken", "shown_start", "start", "counter"),
     *("total", "kept_rows", "commit_rows"),
 )
-"""The numbers of a sequence that the host reads after a step, before its block's tokens; see `DecodeState.report`."""
+"""The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
+SHOWN = ("shown", "shown_confidence", "shown_kept")
+"""What it reads of every position of the block that the step was about, after these numbers."""
 OUT = -1
 """The place of a sequence that sits a step out."""
 
@@ -64,8 +66,10 @@ class DecodeState(ABC):
     or to renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no
     mask left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the
     next step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a
-    mask; shown_start i64[b]: where it begins; carried: by name, what the policy keeps from step to step (see `carry`);
-    canvas i64[b, T]: prompts and what is decoded so far, mask tokens elsewhere.
+    mask; shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
+    where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
+    shown_start i64[b]: where that block begins; carried: by name, what the policy keeps from step to step (see
+    `carry`); canvas i64[b, T]: prompts and what is decoded so far, mask tokens elsewhere.
 
     What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; prompt_end
     i64[b]; end i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
@@ -89,6 +93,8 @@ class DecodeState(ABC):
     broken: Tensor
     granted: Tensor
     shown: Tensor
+    shown_confidence: Tensor
+    shown_kept: Tensor
     shown_start: Tensor
     carried: dict[str, Tensor]
     canvas: Tensor
@@ -118,6 +124,8 @@ class DecodeState(ABC):
             "broken": torch.zeros_like(active),
             "granted": active.clone(),
             "shown": torch.full((b, block), -1, device=device),
+            "shown_confidence": torch.ones(b, block, device=device),
+            "shown_kept": torch.ones((b, block), dtype=torch.bool, device=device),
             "shown_start": start.clone(),
             "carried": {},
             "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
@@ -271,16 +279,17 @@ class DecodeState(ABC):
         self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
 
     def report(self) -> Tensor:
-        """i64[b, len(REPORT) + B]: what the host reads of each sequence after a step, by `REPORT`, then `shown`.
+        """i64[b, len(REPORT) + 3 B]: what the host reads of each sequence after a step, by `REPORT`, then by `SHOWN`.
 
         rows: of its next step, 0 if it waits; wanted: the same if it does not; choosing: 1 if that step does not reuse
-        what is packed; the others as in the attributes.
+        what is packed; the others as in the attributes, and of a confidence its bits.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
         choosing = torch.zeros_like(wanted) if action is None else action != REUSE
         found = {"rows": wanted * self.granted, "wanted": wanted, "choosing": choosing}
         numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
-        return torch.cat([torch.stack([n.long() for n in numbers], dim=1), self.shown], dim=1)
+        shown = (self.shown, self.shown_confidence.view(torch.int32), self.shown_kept)
+        return torch.cat([torch.stack([n.long() for n in numbers], dim=1), *(s.long() for s in shown)], dim=1)
 
     def apply(
         self,
@@ -339,12 +348,13 @@ class DecodeState(ABC):
         if remasks(policy):
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
             written, left, token = commit | back, left | back, torch.where(back, self.mask_id, token)
+        self._show(candidates, written & (masked | (token != candidates.current)), left, read(results.kept, row, True))
         count = masked.sum(dim=1) - left.sum(dim=1)
         self.decoded = self.decoded + count
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
         self._write(written, token, left)
-        self.shown, self.shown_start = torch.where(left, -1, self.block_tokens), start
+        self.shown = torch.where(left, -1, self.block_tokens)
         self._advance(masked, policy, block_cache, recommit, settled)
         moved = self.start != start
         self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
@@ -360,6 +370,16 @@ class DecodeState(ABC):
                 setattr(self, field.name, {name: choose(waiting, old[name], one) for name, one in new.items()})
             elif isinstance(new, Tensor) and new is not old:
                 setattr(self, field.name, choose(waiting, old, new))
+
+    def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor) -> None:
+        """Note with which probability a step commits tokens, all bool[b, B]: those that it changes; the masks that it
+        leaves; the positions whose rows it keeps.
+        """
+        # What is no mask in the first step of a block was given.
+        before = choose(self.shown_start == self.start, self.shown_confidence, torch.ones_like(self.shown_confidence))
+        found = torch.where(changed, candidates.confidence, before)
+        self.shown_confidence, self.shown_kept = torch.where(left, 0.0, found), kept
+        self.shown_start = self.start
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         """bool[b, B]: what the step commits."""

@@ -1,4 +1,4 @@
-"""What the host reads of a batch after a step: a few integers of each slot, and the tokens of its block."""
+"""What the host reads of a batch after a step: a few integers of each slot, and what is known of its block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgraph.runtime.decode_state import REPORT
+from dgraph.runtime.decode_state import REPORT, SHOWN
 
 Numbers = NDArray[np.int64]
 
@@ -17,8 +17,9 @@ Numbers = NDArray[np.int64]
 class Report:
     """One report; see `DecodeState.report`.
 
-    Every name of `REPORT` is an attribute, i64[b]; and `shown` i64[b, B], tokens of the block that the step was about,
-    -1 where there is a mask.
+    Every name of `REPORT` is an attribute, i64[b]. Of the block that the step was about: `shown` i64[b, B], its tokens,
+    -1 where there is a mask; `confidence` f32[b, B], with which each was committed; `kept` bool[b, B], False where the
+    step evicted the row of a position.
     """
 
     def __init__(self, numbers: Numbers):
@@ -32,7 +33,22 @@ class Report:
     @property
     def shown(self) -> Numbers:
         """i64[b, B]"""
-        return self._numbers[:, len(REPORT) :]
+        return self._of_block("shown")
+
+    @property
+    def confidence(self) -> NDArray[np.float32]:
+        """f32[b, B]"""
+        return self._of_block("shown_confidence").astype(np.int32).view(np.float32)
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """bool[b, B]"""
+        return self._of_block("shown_kept") != 0
+
+    def _of_block(self, name: str) -> Numbers:
+        block = (self._numbers.shape[1] - len(REPORT)) // len(SHOWN)
+        begin = len(REPORT) + SHOWN.index(name) * block
+        return self._numbers[:, begin : begin + block]
 
 
 class Reports:

@@ -11,7 +11,7 @@ from dgraph.runtime.report import Report
 
 
 class Transcripts:
-    """Tokens of every slot by position, and the step that committed each, from the reports of a batch.
+    """Tokens of every slot by position, the step that committed each and how probable it was, from a batch's reports.
 
     Args:
         slots, columns: of the batch.
@@ -21,6 +21,7 @@ class Transcripts:
     def __init__(self, slots: int, columns: int, block: int):
         self._tokens = np.full((slots, columns), -1)
         self._steps = np.zeros((slots, columns), dtype=np.int64)
+        self._confidence = np.zeros((slots, columns), dtype=np.float32)
         self._columns = np.arange(block)
 
     def begin(self, slots: Sequence[int]) -> None:
@@ -33,7 +34,7 @@ class Transcripts:
         at = report.shown_start[rows] + self._columns
         before, after = self._tokens[rows, at], report.shown[rows[:, 0]]
         self._steps[rows, at] = np.where(before == after, self._steps[rows, at], report.counter[rows])
-        self._tokens[rows, at] = after
+        self._tokens[rows, at], self._confidence[rows, at] = after, report.confidence[rows[:, 0]]
 
     def tokens(self, slot: int, begin: int, end: int) -> list[int]:
         """Positions [begin, end) of a slot, -1 where nothing is committed yet."""
@@ -43,6 +44,11 @@ class Transcripts:
     def steps(self, slot: int, begin: int, end: int) -> list[int]:
         """In which of the slot's steps each of these positions was committed, from 1."""
         found: list[int] = self._steps[slot, begin:end].tolist()
+        return found
+
+    def confidence(self, slot: int, begin: int, end: int) -> list[float]:
+        """With which probability each of these positions was committed."""
+        found: list[float] = self._confidence[slot, begin:end].tolist()
         return found
 
     def response(self, slot: int, begin: int, end: int, stops: Collection[int] = ()) -> list[int]:

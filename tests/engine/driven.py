@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from dgraph.engine.build import EngineSettings, build_driver
 from dgraph.engine.driver import Driver
-from dgraph.engine.events import Event
+from dgraph.engine.events import Draft, Event
 from dgraph.engine.policies import LookAhead
 from dgraph.engine.profile import Profile
 from dgraph.runtime import BlockSession
@@ -67,6 +69,14 @@ class Told:
         return [step for event in self.events for step in event.step_map]
 
     @property
+    def confidence(self) -> list[float]:
+        return [each for event in self.events for each in event.confidence]
+
+    @property
+    def drafts(self) -> list[Draft]:
+        return [event.draft for event in self.events if event.draft is not None]
+
+    @property
     def text(self) -> str:
         return "".join(event.text for event in self.events)
 
@@ -76,26 +86,50 @@ class Told:
 
     @property
     def whole(self) -> tuple[list[int], list[int], str, str | None]:
-        """All that must be the same whoever else is served."""
+        """All that must be the same whoever else is served, confidence aside."""
         return self.token_ids, self.step_map, self.text, self.finish
+
+    def check_as(self, alone: Told) -> None:
+        """It is what another one was told; sums over another number of rows may end in other bits."""
+        assert self.whole == alone.whole
+        assert self.confidence == pytest.approx(alone.confidence, abs=1e-4)
 
     def check(self, asked: Asked) -> None:
         """What holds of the events of any request that has ended."""
         assert [event.finish_reason is None for event in self.events] == [True] * (len(self.events) - 1) + [False]
         said = 0
         for event in self.events:
-            assert len(event.token_ids) == len(event.step_map)
+            assert len(event.token_ids) == len(event.step_map) == len(event.confidence)
             said += len(event.token_ids)
             assert event.usage.prompt_tokens == len(asked.ids)
             assert event.usage.completion_tokens == said
             assert 0 <= event.usage.cached_tokens <= len(asked.ids)
             assert (event.draft is not None) <= asked.draft
             if event.draft is not None:
-                assert len(event.draft.token_ids) > 0
+                assert len(event.draft.token_ids) == len(event.draft.confidence) == len(event.draft.kept) > 0
                 assert event.draft.offset + len(event.draft.token_ids) <= asked.decoding.max_new_tokens
+                for token, sure in zip(event.draft.token_ids, event.draft.confidence, strict=True):
+                    assert (sure > 0) == (token >= 0)
         assert said <= asked.decoding.max_new_tokens
         assert all(step >= 1 for step in self.step_map)
+        assert all(0 < each <= 1 for each in self.confidence)
+        self.check_drafts(asked)
         assert (self.finish == "error") == (self.events[-1].error is not None)
+
+    def check_drafts(self, asked: Asked) -> None:
+        """Drafts show every step, and what they show is what is said in the end."""
+        drafts = self.drafts
+        assert [draft.step for draft in drafts] == list(range(1, len(drafts) + 1))
+        if asked.draft and self.finish in ("stop", "length"):
+            assert len(drafts) == max((*self.step_map, len(drafts)))
+        last = {draft.offset: draft for draft in drafts}
+        shown = {
+            draft.offset + place: pair
+            for draft in last.values()
+            for place, pair in enumerate(zip(draft.token_ids, draft.confidence, strict=True))
+        }
+        for place, pair in enumerate(zip(self.token_ids, self.confidence, strict=True)):
+            assert shown.get(place, pair) == pair
 
 
 def no_preparation(decodings: Sequence[Decoding]) -> None:
@@ -194,14 +228,14 @@ class Turns:
         return policy.patience + 1 + (budgets.sequences - 1) * 2 // (budgets.rows // min(largest, budgets.rows))
 
 
-_ALONE: dict[Any, tuple[list[int], list[int], str, str | None]] = {}
+_ALONE: dict[Any, Told] = {}
 
 
-def alone(key: Any, session: BlockSession, asked: Asked, **more: Any) -> tuple[list[int], list[int], str, str | None]:
+def alone(key: Any, session: BlockSession, asked: Asked, **more: Any) -> Told:
     """What a request gets in an engine of one slot, where nothing else is; remembered under a key and the request."""
     one = asked.alone
     at = key, one.ids, one.decoding, one.index
     if at not in _ALONE:
         settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life", **more}
-        _ALONE[at] = Turns(session, [one], **settings).run()[0].whole
+        _ALONE[at] = Turns(session, [one], **settings).run()[0]
     return _ALONE[at]

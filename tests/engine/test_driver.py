@@ -18,6 +18,7 @@ from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.stats import StepRecord
 from tests.engine.driven import Asked, Turns, alone
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 
@@ -105,12 +106,12 @@ def served(kind: str, asked: list[Asked], engine: dict[str, Any], **changes: Any
     for told, one in zip(turns.told, asked, strict=True):
         wanted = alone((kind, *changes.items()), made(kind, **changes), one)
         if told.finish == "cancelled":
-            ids, steps, text, _ = wanted
-            assert told.token_ids == ids[: len(told.token_ids)]
-            assert told.step_map == steps[: len(told.token_ids)]
-            assert text.startswith(told.text)
+            assert told.token_ids == wanted.token_ids[: len(told.token_ids)]
+            assert told.step_map == wanted.step_map[: len(told.token_ids)]
+            assert told.confidence == wanted.confidence[: len(told.token_ids)]
+            assert wanted.text.startswith(told.text)
         else:
-            assert told.whole == wanted
+            told.check_as(wanted)
     return turns
 
 
@@ -132,6 +133,29 @@ def test_pages_of_other_sizes_and_blocks_that_are_not_computed_again(
     served("evict", data.draw(schedules("evict")), engine, page_size=page, recommit=recommit)
 
 
+@pytest.mark.parametrize("kind", ["step", "evict"])
+def test_events_say_what_an_observer_sees(kind: str) -> None:
+    """With which probability each token was committed, and which positions of the block each step evicted."""
+    decoding, prompt = Decoding(max_new_tokens=14, threshold=0.9, ignore_eos=True), PROMPTS[3]
+    records: list[StepRecord] = []
+    made(kind).generate([prompt], decoding, observer=records.append)
+    (told,) = Turns(made(kind), [Asked(prompt, decoding, draft=True)], max_sequences=1, max_tokens=64).run()
+    committed = {
+        int(at): (record.step + 1, float(sure))
+        for record in records
+        for at, sure in zip(record.committed_positions, record.confidence[record.committed], strict=True)
+    }
+    wanted = [committed[len(prompt) + place] for place in range(len(told.token_ids))]
+    assert list(zip(told.step_map, told.confidence, strict=True)) == wanted
+    assert len(told.drafts) == len(records)
+    for draft, record in zip(told.drafts, records, strict=True):
+        evicted = {int(at) - len(prompt) - draft.offset for at in record.positions[~record.kept]}
+        assert [place for place, kept in enumerate(draft.kept) if not kept] == sorted(
+            place for place in evicted if 0 <= place < len(draft.kept)
+        )
+    assert (kind == "evict") == any(not all(draft.kept) for draft in told.drafts)
+
+
 # -- requests that fail -----------------------------------------------------------------------------------------------
 
 
@@ -141,7 +165,7 @@ class Poisoned(FakeProgram):
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         for name in ("k_cache_0", "v_cache_1"):
             held = inputs[name][inputs["page_table"].long().clamp(min=0)].isnan().any()
-            assert not held or self.poisons(inputs, rows).any(), "NaN of one who has left"
+            assert not held or self.poisoned(inputs).any(), "NaN of one who has left"
         found = super().__call__(inputs, rows)
         self.calls.clear()
         wrong = self.poisons(inputs, rows)
@@ -155,10 +179,14 @@ class Poisoned(FakeProgram):
     @staticmethod
     def poisons(inputs: Mapping[str, Tensor], rows: int) -> Tensor:
         """bool[rows]: of sequences whose first page was marked."""
-        first = inputs["k_cache_0"][inputs["page_table"][:, 0].long().clamp(min=0), 0, 0, 0]
         sequence = torch.searchsorted(inputs["cu_rows"][1:].contiguous(), torch.arange(rows).int(), right=True)
-        marked = torch.tensor(first_key(MARK, 0), dtype=torch.float32)
-        return (first == marked)[sequence] | first.isnan()[sequence]
+        return Poisoned.poisoned(inputs)[sequence]
+
+    @staticmethod
+    def poisoned(inputs: Mapping[str, Tensor]) -> Tensor:
+        """bool[b]: sequences whose first page was marked, whether they take part in the step or not."""
+        first = inputs["k_cache_0"][inputs["page_table"][:, 0].long().clamp(min=0), 0, 0, 0]
+        return (first == torch.tensor(first_key(MARK, 0), dtype=torch.float32)) | first.isnan()
 
 
 MARK = 27
@@ -182,7 +210,7 @@ def test_one_whose_numbers_go_wrong_fails_alone(data: st.DataObject) -> None:
             assert "gave no usable confidence" in str(told.events[-1].error)
             assert told.token_ids == []
         elif told.finish != "cancelled":
-            assert told.whole == alone(("step",), made("step"), one)
+            told.check_as(alone(("step",), made("step"), one))
     assert not session.kv.tensors()["k_cache_0"].isnan().any(), "nobody finds NaN in a page"
 
 
@@ -215,7 +243,7 @@ def test_one_whose_sampler_raises_fails_alone(data: st.DataObject) -> None:
             assert told.finish == "error"
             assert isinstance(told.events[-1].error, ArithmeticError)
         elif told.finish != "cancelled":
-            assert told.whole == alone(("logits",), made("logits"), one)
+            told.check_as(alone(("logits",), made("logits"), one))
 
 
 def test_the_error_of_one_does_not_end_the_next_of_its_slot() -> None:
@@ -225,14 +253,14 @@ def test_the_error_of_one_does_not_end_the_next_of_its_slot() -> None:
     turns = Turns(made("logits"), asked, max_sequences=1, max_tokens=64, max_batched_rows=2 * BLOCK)
     turns.run()
     assert turns.told[0].finish == "error"
-    assert turns.told[1].whole == alone(("logits",), made("logits"), asked[1])
+    turns.told[1].check_as(alone(("logits",), made("logits"), asked[1]))
 
 
 def test_nobody_decodes_before_its_prompt_is_there() -> None:
     asked = [Asked(PROMPTS[7], Decoding(max_new_tokens=12, threshold=0.3, ignore_eos=True))]
     turns = Turns(made("step"), asked, max_sequences=1, max_tokens=64, max_batched_rows=2 * BLOCK)
     turns.run()
-    assert turns.told[0].whole == alone(("step",), made("step"), asked[0])
+    turns.told[0].check_as(alone(("step",), made("step"), asked[0]))
     assert turns.driver.stages.rows["prefill"] == 12
 
 

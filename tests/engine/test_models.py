@@ -54,12 +54,14 @@ def served(tiny: TinyModel, made: Optimized, against: Optimized, asked: list[Ask
     turns.run()
     for told, one in zip(turns.told, asked, strict=True):
         if told.finish != "cancelled":
-            assert told.whole == alone(
-                (str(tiny), str(against.recipe)),
-                against._session,
-                one,
-                prepare=against._prepare,
-                max_tokens=engine["max_tokens"],
+            told.check_as(
+                alone(
+                    (str(tiny), str(against.recipe)),
+                    against._session,
+                    one,
+                    prepare=against._prepare,
+                    max_tokens=engine["max_tokens"],
+                )
             )
 
 
@@ -88,6 +90,7 @@ def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]
         turn=st.integers(0, 9),
         priority=st.integers(0, 1),
         cancel=st.none() | st.none() | st.integers(0, 9),
+        draft=st.booleans(),
     )
     return draw(st.lists(one, min_size=3, max_size=5))
 

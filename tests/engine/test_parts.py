@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -167,16 +168,20 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_prompt_before_its_b
 # -- transcripts and reports ------------------------------------------------------------------------------------------
 
 
-def report(**numbers: list[int]) -> Report:
+def report(**numbers: Any) -> Report:
     shown = torch.tensor(numbers.pop("shown")) if "shown" in numbers else torch.full((2, 4), -1)
+    sure = torch.tensor(numbers.pop("confidence", [[0.5] * 4] * 2)).view(torch.int32)
     columns = [torch.tensor(numbers.get(name, [0, 0])) for name in REPORT]
-    return Report(torch.cat([torch.stack(columns, 1), shown], 1).numpy())
+    return Report(torch.cat([torch.stack(columns, 1), shown, sure, torch.ones_like(shown)], 1).numpy())
 
 
 def test_a_transcript_knows_when_each_token_came() -> None:
     script = Transcripts(2, 12, 4)
     script.begin([0, 1])
-    script.write(report(counter=[1, 1], shown_start=[0, 4], shown=[[-1, 5, -1, 6], [7, 7, 7, 7]]), [0, 1])
+    sure = [[0.0, 0.25, 0.0, 0.1], [1.0] * 4]
+    first = report(counter=[1, 1], shown_start=[0, 4], shown=[[-1, 5, -1, 6], [7, 7, 7, 7]], confidence=sure)
+    script.write(first, [0, 1])
+    assert script.confidence(0, 1, 4) == [0.25, 0.0, pytest.approx(0.1)]
     script.write(report(counter=[2, 2], shown_start=[0, 8], shown=[[4, 5, -1, 6], [8, -1, -1, -1]]), [0])
     assert script.tokens(0, 0, 4) == [4, 5, -1, 6]
     assert script.steps(0, 0, 2) == [2, 1]
@@ -189,16 +194,16 @@ def test_a_transcript_knows_when_each_token_came() -> None:
 
 
 def test_a_report_is_that_of_the_moment_when_it_was_posted() -> None:
-    source = torch.arange(2 * (len(REPORT) + 4)).view(2, -1)
+    source = torch.arange(2 * (len(REPORT) + 3 * 4)).view(2, -1)
     reports = Reports(source)
     reports.post()
     source += 1000
     first = reports.read()
     reports.post()
     source += 1000
-    assert first.rows.tolist() == [0, len(REPORT) + 4]
-    assert reports.read().rows.tolist() == [1000, 1000 + len(REPORT) + 4]
-    assert first.shown.shape == (2, 4)
+    assert first.rows.tolist() == [0, len(REPORT) + 12]
+    assert reports.read().rows.tolist() == [1000, 1000 + len(REPORT) + 12]
+    assert first.shown.shape == first.confidence.shape == first.kept.shape == (2, 4)
     with pytest.raises(AttributeError, match="colour"):
         _ = first.colour
 
