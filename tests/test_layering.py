@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "phases": {"errors", "graph", "passes", "recipes"},
     "cache": {"errors", "private"},
     "lowering": CORE | {"cache", "ops"},
-    "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes"},
+    "viewer": {"engine"},
+    "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes", "viewer"},
     "runtime": {"errors", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
     "engine": {"cache", "errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
     | {"shapes", "spec"},

@@ -30,6 +30,7 @@ Facts = Annotated[
         help="What holds of the model instead of what its folder says, as block_length=4; may be repeated.",
     ),
 ]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a self-contained page.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Buckets = Annotated[
     str | None,

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,7 +17,7 @@ from rich.highlighter import RegexHighlighter
 from rich.table import Table
 from rich.theme import Theme
 
-from dgraph.errors import DgraphWarning
+from dgraph.errors import DgraphWarning, InputError
 from dgraph.text.columns import table as plain_table
 
 _THEME = Theme(
@@ -83,6 +84,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def write_page(file: str, text: str) -> None:
+    """Write what `--html FILE` asks for.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--html {file} cannot be written: {error.strerror}.") from None
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import print_json, print_listing, status
+from dgraph.cli.output import print_json, print_listing, status, write_page
 
 Phase = Annotated[str, typer.Option(help="A phase of the recipe: step or prefill.")]
 
@@ -25,7 +24,7 @@ def dump(
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
     fact: given.Facts = None,
     json: given.Json = False,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page instead.", show_default=False)] = None,
+    html: given.Html = None,
 ) -> None:
     """Print the graph of a model, as captured or after the passes of a recipe.
 
@@ -47,11 +46,7 @@ def dump(
     with status(f"capturing {model}"):
         graph = views.graph_of(model, recipe, phase, after, options, facts)
     if html is not None:
-        page = to_html(graph, full, layer)
-        try:
-            Path(html).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--html {html} cannot be written: {error.strerror}.") from None
+        write_page(html, to_html(graph, full, layer))
     if json:
         print_json(to_json(graph, full, layer))
     elif html is None:
@@ -66,6 +61,7 @@ def diff(
     phase: Phase = "step",
     fact: given.Facts = None,
     json: given.Json = False,
+    html: given.Html = None,
 ) -> None:
     """Compare the graphs that two recipes make of a model. An option goes to each recipe that has it.
 
@@ -74,13 +70,16 @@ def diff(
     dgraph diff tiny_sdar --from captured --to dense --phase prefill
     """
     from dgraph import views
+    from dgraph.text.html import diff_to_html
 
     options, facts = given.shared_options((from_, to), option), given.facts(fact)
     with status(f"capturing {model}"):
         found = views.diff(model, from_, to, phase, facts, **options)
+    if html is not None:
+        write_page(html, diff_to_html(found))
     if json:
         print_json(found.to_json())
-    else:
+    elif html is None:
         print_listing(str(found))
 
 

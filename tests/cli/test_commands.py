@@ -127,10 +127,13 @@ def test_dump_after_passes(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("captured_once")
-def test_dump_as_a_page(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_dump_and_diff_as_pages(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run("dump", folder, "--html", "page.html")
     assert (result.exit_code, result.stdout) == (0, "")
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    result = run("diff", folder, "--html", "diff.html")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "focus step</h1>" in (tmp_path / "diff.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("captured_once")

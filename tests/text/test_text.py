@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.folding import fold
-from dgraph.text.html import to_html
 from dgraph.text.listing import listing
 from dgraph.text.writer import dump, to_json
 from dgraph.views import dump as dump_view
@@ -252,65 +250,6 @@ def test_infinity_is_a_string_in_json(captured: Graph) -> None:
     graph = phases(captured, "focus", alpha=float("inf"))["step"]
     assert ", inf, 0)" in dump(graph)
     assert '"inf"' in json.dumps(to_json(graph), allow_nan=False)
-
-
-class Balanced(HTMLParser):
-    """Fails on a tag that is not closed in order; collects the text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert all(name not in ("src", "href") for name, _ in attrs), "the page is to need nothing else"
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_holds_the_same_calls(focus: dict[str, Graph]) -> None:
-    page = Balanced()
-    page.feed(to_html(focus["step"]))
-    assert page.open == []
-    body = dump(focus["step"]).split("\n\n", 1)[1]
-    for line in body.splitlines():
-        if line.startswith("  "):
-            call = re.split(r"\s{2,}", line.strip())[0].strip("- ")
-            assert call in page.text
-    assert "<- positions" in page.text
-
-
-def test_wide_lines_of_the_page_wrap_in_their_call(focus: dict[str, Graph]) -> None:
-    page = to_html(focus["step"])
-    rules = dict(re.findall(r"^([\w. ]+) \{ (.*) \}$", page, flags=re.MULTILINE))
-    assert "white-space: pre-wrap" in rules["td.call"]
-    assert "overflow-wrap: anywhere" in rules["td.call"], "a call may break anywhere, so it never widens the table"
-    assert "width: 100%" in rules["td.call"], "and takes what type and pass leave"
-    assert "white-space: pre;" in rules["td"], "which are not broken"
-    assert "width: calc(100% - 1.6rem)" in rules["table"]
-    rows = re.findall(r"<tr>(.*?)</tr>", page)
-    assert rows
-    assert all(re.fullmatch(r'<td class="call">.*</td><td.*>.*</td><td class="by">.*</td>', row) for row in rows)
-
-
-def test_the_page_is_for_any_width_and_for_light_and_dark(focus: dict[str, Graph]) -> None:
-    page = to_html(focus["step"])
-    rules = dict(re.findall(r"^([\w. ]+) \{ (.*) \}$", page, flags=re.MULTILINE))
-    assert "pre-wrap" in rules["pre"]
-    assert "overflow-wrap: anywhere" in rules["pre"], "passes and inputs are not cut off"
-    narrow = page.partition("@media (max-width: 700px)")[2].partition("</style>")[0]
-    assert "display: block" in narrow, "type and pass stand below their call"
-    light, dark = page.split("@media (prefers-color-scheme: dark)")
-    used, given = set(re.findall(r"var\((--[\w-]+)\)", page)), re.compile(r"(--[\w-]+): #")
-    assert {"--rows-0", "--rows-1", "--page", "--text"} <= used
-    assert used <= set(given.findall(light)) == set(given.findall(dark))
-    assert re.findall(r"[^-] ?color: #", page) == [], "every colour has its like in the other scheme"
 
 
 # -- from the name of a model ------------------------------------------------------------------------------------

@@ -1,0 +1,10 @@
+"""What people look at in a browser: runs that denoise, and graphs. No build step, and nothing from another host.
+
+`files/` has the pages' parts as a browser takes them; `app(engine)` serves that folder as it is, and `page` makes one
+self-contained file of some of them. `run` says what a run is, to Python and to the scripts alike.
+"""
+
+from dgraph.viewer.page import FILES, page
+from dgraph.viewer.run import Run, Step, Token, page_of
+
+__all__ = ["FILES", "Run", "Step", "Token", "page", "page_of"]
