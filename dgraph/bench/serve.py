@@ -266,7 +266,8 @@ class LoadTest:
         if rate is not None:
             times = arrivals(pattern, rate, len(chosen), seed)
             chosen = [replace(request, arrival=time) for request, time in zip(chosen, times, strict=True)]
-        with self.optimized.engine(replace(self.settings, policy=policy)) as engine:
+        settings = replace(self.settings, policy=policy, decoding=self.decoding)
+        with self.optimized.engine(settings) as engine:
             return serve_load(
                 engine,
                 chosen,
@@ -284,8 +285,10 @@ class LoadTest:
         sequences: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """A closed loop over some of the requests, which compiles and captures what their steps need."""
-        self.run(policy, clients=sequences, count=4 * sequences, progress=progress)
+        """A closed loop over some of the requests, cut short, which compiles and records what their steps need."""
+        brief = 2 * self.optimized.spec.block_length
+        few = [replace(request, new=min(request.new, brief)) for request in self.requests[: 2 * sequences]]
+        replace(self, requests=few).run(policy, clients=sequences, progress=progress)
 
     def capacity(
         self,

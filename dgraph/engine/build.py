@@ -52,6 +52,8 @@ class EngineSettings:
         prefix_cache: keep the keys of prompts for others that begin alike; block-causal models alone.
         queue: requests that may wait; None for any number.
         block_length: tokens that are denoised together; default the model's.
+        decoding: how most requests will be decoded. On a GPU what lies between their steps is compiled before the pool
+            takes the memory; other requests work as well.
 
     Raises:
         InputError: a value out of range.
@@ -68,6 +70,7 @@ class EngineSettings:
     prefix_cache: bool = True
     queue: int | None = None
     block_length: int | None = None
+    decoding: Decoding | None = None
 
     def __post_init__(self) -> None:
         counts = ("max_sequences", "max_tokens", "max_batched_rows", "max_logit_rows", "kv_bytes", "queue")
@@ -144,6 +147,8 @@ def build_driver(
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
     whole = causal and session.packed is None
     prefix = PrefixCache(session.kv, block) if settings.prefix_cache and whole and not session.lasting else None
+    if kind == "cuda":
+        session.compile_transition(shape, settings.decoding or Decoding())
     session.kv.limit = limit
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim

@@ -19,6 +19,11 @@ RegionFunction = Callable[..., Sequence[Tensor]]
 """Takes the region's inputs in order, returns its outputs in order."""
 
 
+SECOND: Mapping[str, Mapping[str, Any]] = {"cuda": {"triton.persistent_reductions": False}}
+"""By type of device, settings for a region that does not compile as it is. Triton 3.6 fails on some kernels that reduce
+one row per program and use the sum both as a result and in further results ("operand does not dominate this use")."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A region as a compiler takes it.
@@ -146,13 +151,12 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
 
 def _compile(source: Source) -> Compiled:
     """A region compiled now, of which torch need not keep a copy."""
-    module = source.module()
     try:
-        function = compile_region(module, _placeholders(module), source.options)
+        function = _made(source)
         _run(function, source.inputs)
     except Exception as error:
         raise LoweringError(
-            f"Inductor cannot compile this region: {_reason(error)}\n{module.code.strip()}\n"
+            f"Inductor cannot compile this region: {_reason(error)}\n{source.module().code.strip()}\n"
             f"Use backend='eager' to run it op by op."
         ) from error
     return Compiled(function, {}, new=True)
@@ -162,8 +166,23 @@ def _with_copy(source: Source) -> RegionFunction:
     """A region compiled now, of which torch keeps a copy."""
     hashes = "".join(sources_of(source.functions).values())
     allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
+    return _made(source, allowed)
+
+
+def _made(source: Source, allowed: Mapping[str, str] | None = None) -> RegionFunction:
+    """A region compiled now, with `SECOND` settings if it does not compile without.
+
+    Args:
+        allowed: as for `compile_region`.
+    """
+    module, more = source.module(), SECOND.get(source.device.type)
+    try:
+        return compile_region(module, _placeholders(module), source.options, allowed)
+    except Exception:
+        if more is None:
+            raise
     module = source.module()
-    return compile_region(module, _placeholders(module), source.options, allowed)
+    return compile_region(module, _placeholders(module), {**source.options, **more}, allowed)
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:

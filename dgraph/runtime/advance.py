@@ -190,6 +190,7 @@ class Advance:
     def compile(self, outputs: Mapping[str, Tensor]) -> None:
         """Compile the transition for outputs of these types, unless that has been done before."""
         self.take(outputs)
+        self._next()  # what policies make once, such as tables on the device, is no part of the transition
         self._compiled(ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:

@@ -287,24 +287,43 @@ class BlockSession:
             longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
             slots.admit(range(batch), [longest] * batch)
             self.keep_graphs()
-            step, state = slots.programs.step, slots.advance.state
-            idle = replace(state, active=torch.zeros_like(state.active))
-            sizes = step.bucket_sizes(batch * 2 * block)
-            states = initial_states(self._inputs, self._sequences, self.device)
-            # The largest first: the buffers that it gets serve the others.
-            for done, size in enumerate(reversed(sizes)):
-                rows = min(size, batch * 2 * block)
-                at = Moment(idle_rows(rows, self._sequences, block, self.device), idle, slots.rule)
-                result = step({**slots.caches(), **states, **computed(step.inputs, at)}, rows)
-                if progress is not None:
-                    progress(done + 1, len(sizes))
-            known = "token" in result.outputs and ("script" not in step.inputs or slots.rule.script is not None)
-            if self._transitions.compiles and known:
-                slots.advance.compile(result.outputs)
+            sizes = slots.programs.step.bucket_sizes(batch * 2 * block)
+            self._rehearse(slots, sizes, batch * 2 * block, progress)
             slots.clear()
         finally:
             self.pool.preparing = False
         return len(sizes)
+
+    def compile_transition(self, shape: Shape, decoding: Decoding) -> None:
+        """Compile what lies between the steps of batches of a shape, where it is compiled at all.
+
+        It takes memory of its own, so it comes before a pool of keys and values that takes all there is.
+        """
+        if not self._transitions.compiles:
+            return
+        slots = self.batch([decoding], shape, fixed=True)
+        slots.admit([0], [Request([self.spec.mask_id], replace(decoding, max_new_tokens=1))])
+        rows = 2 * shape.block
+        self._rehearse(slots, slots.programs.step.bucket_sizes(rows)[-1:], rows)
+        slots.clear()
+
+    def _rehearse(
+        self, slots: Batch, sizes: Sequence[int], most: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Run the step on idle rows of each of these bucket sizes, at most so many, and compile the transition."""
+        shape, step, state = slots.shape, slots.programs.step, slots.advance.state
+        idle = replace(state, active=torch.zeros_like(state.active))
+        states = initial_states(self._inputs, shape.slots, self.device)
+        # The largest first: the buffers that it gets serve the others.
+        for done, size in enumerate(reversed(sizes)):
+            rows = min(size, most)
+            at = Moment(idle_rows(rows, shape.slots, shape.block, self.device), idle, slots.rule)
+            result = step({**slots.caches(), **states, **computed(step.inputs, at)}, rows)
+            if progress is not None:
+                progress(done + 1, len(sizes))
+        known = "token" in result.outputs and ("script" not in step.inputs or slots.rule.script is not None)
+        if self._transitions.compiles and known:
+            slots.advance.compile(result.outputs)
 
     def reserve(self, sequences: int, tokens: int) -> None:
         """Make KV pages now for so many sequences of so many positions, prompt and response together.

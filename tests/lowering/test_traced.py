@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dgraph.cache.store import Store
 from dgraph.errors import LoweringError
+from dgraph.lowering import inductor
 from dgraph.lowering.inductor import compiled, known
 from dgraph.lowering.traced import TraceCompiler, trace
 
@@ -75,6 +77,35 @@ def test_compiled_once_and_found_by_a_later_process(tmp_path: Path, monkeypatch:
     trace(turn, held).on(held, found.function)()
     assert torch.equal(held[0], torch.full((6,), 11.0))
     assert torch.equal(held[1], torch.arange(6.0))
+
+
+def test_what_does_not_compile_is_compiled_with_other_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs whose compiler fails on some reductions; what was stored is found under the region's own key."""
+    real, tried = inductor.compile_region, []
+
+    def compile_region(module: Any, inputs: Any, settings: dict[str, Any], functions: Any = None) -> Any:
+        tried.append(dict(settings))
+        if settings.get("epilogue_fusion", True):
+            raise RuntimeError("PassManager::run failed")
+        return real(module, inputs, settings, functions)
+
+    monkeypatch.setattr(inductor, "_COMPILED", {})
+    monkeypatch.setattr(inductor, "compile_region", compile_region)
+    source = trace(turn, inputs()).source
+    with pytest.raises(LoweringError, match="PassManager"):
+        compiled(source)
+    assert tried == [source.options]
+    monkeypatch.setattr(inductor, "SECOND", {"cpu": {"epilogue_fusion": False}})
+    store = Store(tmp_path)
+    made = compiled(source, store)
+    assert made.new
+    assert tried[1:] == [source.options, {**source.options, "epilogue_fusion": False}]
+    monkeypatch.setattr(inductor, "_COMPILED", {})
+    found = known(source, store)
+    assert found is not None
+    held = inputs()
+    trace(turn, held).on(held, found.function)()
+    assert torch.equal(held[0], torch.full((6,), 11.0))
 
 
 def test_nothing_is_compiled_unless_it_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
