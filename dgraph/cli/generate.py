@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import queue
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import ERR, OUT, print_json, print_text, status
+from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
 
 if TYPE_CHECKING:
-    from dgraph.api import Result
+    from dgraph.api import Optimized
+    from dgraph.engine.events import Event
     from dgraph.families import Model
     from dgraph.runtime.decoding import Decoding
     from dgraph.runtime.session import Progress
+    from dgraph.viewer import Run
 
 
 def generate(
@@ -52,15 +56,21 @@ def generate(
     fact: given.Facts = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
     json: given.Json = False,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a page that replays the run step by step.", show_default=False),
+    ] = None,
 ) -> None:
     """Continue prompts.
 
     \b
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
+    dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --html run.html
     dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
     """
     import dgraph
     from dgraph.recipes import RECIPES, build
+    from dgraph.viewer import page_of
 
     options, facts = given.recipe_options(recipe, option), given.facts(fact)
     rows, prompts = given.bucket_list(buckets), given.read_prompts(prompt, prompt_file)
@@ -76,6 +86,8 @@ def generate(
         stop=stop or (),
         seed=seed,
     )
+    if html is not None:
+        check_page(html)
     with status("loading") as tell:
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
         build(RECIPES, recipe, found.spec, options)
@@ -87,12 +99,18 @@ def generate(
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
-        result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
+        if html is None:
+            result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
+            texts, token_ids, counts = result.texts or [], result.token_ids, result.stats.to_json()
+        else:
+            texts, runs = _watched(optimized, prompts, decoding, max_batch, tell)
+            write_page(html, page_of(runs, f"{found.name}: {prompts[0]}"))
+            token_ids, counts = [[t.token for t in run.tokens] for run in runs], _counts(runs)
     if json:
         made = {"model": found.name, "recipe": optimized.recipe.to_json()}
-        print_json({"texts": result.texts, "token_ids": result.token_ids, **result.stats.to_json(), **made})
+        print_json({"texts": texts, "token_ids": token_ids, **counts, **made})
     else:
-        _print(prompts, result)
+        _print(prompts, texts, counts)
 
 
 def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
@@ -110,15 +128,63 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
         check_request(model.spec, [model.tokenizer.encode(p) for p in prompts], decoding, max_batch)
 
 
-def _print(prompts: list[str], result: Result) -> None:
-    stats = result.stats
-    for prompt, text in zip(prompts, result.texts or [], strict=True):
+def _watched(
+    optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
+) -> tuple[list[str], list[Run]]:
+    """Continue prompts in an engine, which tells of every step; texts, and how each came about."""
+    from dgraph.viewer import Run
+
+    told: list[list[Event]] = [[] for _ in prompts]
+    ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def sink_of(events: list[Event]) -> Callable[[Event], None]:
+        def sink(event: Event) -> None:
+            events.append(event)
+            if event.finish_reason is not None:
+                ended.put(event)
+
+        return sink
+
+    model, tokenizer = optimized.model, optimized.model.tokenizer
+    assert tokenizer is not None, "checked before anything was compiled"
+    block = decoding.block_length or model.spec.block_length
+    with optimized.engine(max_sequences=max_batch or len(prompts), block_length=block) as engine:
+        with engine.together():
+            for index, prompt in enumerate(prompts):
+                engine.submit(prompt, decoding, sink=sink_of(told[index]), draft=True, index=index)
+        for done in range(len(prompts)):
+            tell(f"decoding: {done} of {len(prompts)} prompts")
+            last = ended.get()
+            if last.error is not None:
+                raise last.error
+    about: dict[str, Any] = {"model": model.name, "recipe": optimized.recipe.name, "block_length": block}
+    runs = [Run.of(events, tokenizer.decode, prompt=p, **about) for p, events in zip(prompts, told, strict=True)]
+    return ["".join(event.text for event in events) for events in told], runs
+
+
+def _counts(runs: list[Run]) -> dict[str, Any]:
+    """Counts of runs that went together, by the names of `GenerationStats`."""
+    tokens, rows = (sum(run.usage[name] for run in runs) for name in ("completion_tokens", "rows"))
+    decoded, steps = sum(run.decoded for run in runs), [len(run.steps) for run in runs]
+    return {
+        "steps": max(steps),
+        "tokens": tokens,
+        "decoded": decoded,
+        "tokens_per_step": decoded / max(1, sum(steps)),
+        "rows_per_token": rows / max(1, decoded),
+        "total": max(run.seconds for run in runs),
+        "usage": [dict(run.usage) for run in runs],
+    }
+
+
+def _print(prompts: list[str], texts: list[str], counts: dict[str, Any]) -> None:
+    for prompt, text in zip(prompts, texts, strict=True):
         if OUT.is_terminal and len(prompts) > 1:
             OUT.print(f"> {prompt}", style="dim")
         print_text(text)
     if ERR.is_terminal:
         ERR.print(
-            f"{stats.tokens} tokens, of {stats.decoded} decoded in {stats.steps} steps: {stats.tokens_per_step:.2f} "
-            f"tokens per step, {stats.rows_per_token:.1f} rows per token, {stats.total:.2f} s",
+            "{tokens} tokens, of {decoded} decoded in {steps} steps: {tokens_per_step:.2f} tokens per step, "
+            "{rows_per_token:.1f} rows per token, {total:.2f} s".format_map(counts),
             style="dim",
         )

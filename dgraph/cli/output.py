@@ -86,6 +86,19 @@ def plain(value: Any) -> Any:
     return value
 
 
+def check_page(file: str) -> None:
+    """Refuse now what `write_page` could not write after all the work.
+
+    Raises:
+        InputError: as `write_page`.
+    """
+    path = Path(file)
+    if path.is_dir():
+        raise InputError(f"--html {file} cannot be written: it is a folder.")
+    if not path.parent.is_dir():
+        raise InputError(f"--html {file} cannot be written: there is no folder {path.parent}.")
+
+
 def write_page(file: str, text: str) -> None:
     """Write what `--html FILE` asks for.
 

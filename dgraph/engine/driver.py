@@ -42,6 +42,7 @@ class Ticket:
         said: committed tokens so far; `steps` the step of each, and `confidence`; `told`: how many of them its sink has
             got.
         cached: tokens of its prompt that were in the prefix cache.
+        rows: that went through the last layers for it since it got its slot; `rows_before`: in slots that it gave up.
         slot: where it is; -1 while it waits.
         times: when it came, and so on, on the engine's clock.
     """
@@ -61,6 +62,8 @@ class Ticket:
     told: int = 0
     drafted: int = 0
     cached: int = 0
+    rows: int = 0
+    rows_before: int = 0
     slot: int = -1
 
 
@@ -286,6 +289,7 @@ class Driver:
                 again = replace(request, ids=ids, decoding=left, steps=one.began)
         batch.retire([slot])
         ticket.going_on, ticket.slot = again, -1
+        ticket.rows_before, ticket.rows = ticket.rows_before + ticket.rows, 0
         self.scheduler.requeue(ticket.number, self._job(ticket))
 
     def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> dict[int, int]:
@@ -364,6 +368,7 @@ class Driver:
     def _hear(self, ticket: Ticket, report: Report) -> None:
         """Pass on what has become final of one request."""
         slot, request = ticket.slot, ticket.request
+        ticket.rows = int(report.kept_rows[slot])
         ended = not report.active[slot]
         reach = request.end if ended else settled_end(request, int(report.start[slot]))
         known = len(request.ids) + len(ticket.said)
@@ -405,7 +410,8 @@ class Driver:
         new = slice(ticket.told, final)
         ids, steps, sure = tuple(ticket.said[new]), tuple(ticket.steps[new]), tuple(ticket.confidence[new])
         ticket.told = final
-        usage = Usage(len(ticket.request.ids), final, ticket.cached, max(ticket.steps, default=0))
+        rows = ticket.rows_before + ticket.rows
+        usage = Usage(len(ticket.request.ids), final, ticket.cached, max(ticket.steps, default=0), rows)
         return Event(ticket.id, text, ids, steps, sure, usage, draft)
 
     def _end(

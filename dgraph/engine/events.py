@@ -18,12 +18,14 @@ class Usage:
         completion_tokens: of its response so far, as far as they are final.
         cached_tokens: of its prompt that came from the prefix cache.
         steps: forward passes that it took part in.
+        rows: that went through the last layers for it, those of a time before it gave way to others included.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     steps: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ class Run:
         block_length: positions of a block.
         steps: in order.
         tokens: of the response, by position.
-        usage: counts: prompt_tokens, completion_tokens, cached_tokens, steps; and rows, those that went through the
-            last layers, where that is known of this response alone.
+        usage: counts, by the names of `dgraph.engine.events.Usage`.
         seconds: from the request to its last token.
     """
 
@@ -121,6 +120,11 @@ class Run:
             usage=asdict(events[-1].usage),
             seconds=served.ended - served.arrived,
         )
+
+    @property
+    def decoded(self) -> int:
+        """Positions that were committed, up to the length that was asked for: some may lie after the response's end."""
+        return len({s.offset + i for s in self.steps for i, token in enumerate(s.token_ids) if token >= 0})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, and the version."""

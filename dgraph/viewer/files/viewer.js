@@ -56,18 +56,18 @@ class Panel {
   #count(at) {
     const { film } = this;
     const { run } = film;
-    const { tokens, fresh, evicted } = film.counts(at);
+    const { tokens, decoded, fresh, evicted } = film.counts(at);
     const step = film.frames[at].step;
     const seconds = run.seconds ?? run.elapsed;
     const known = run.usage?.completion_tokens || run.tokens.length;
-    const rows = run.usage?.rows;
+    const rows = (run.usage?.rows ?? 0) / Math.max(1, film.counts(film.last).decoded);
     const found = [
       ["tokens", String(tokens)],
       ["this step", `+${fresh}`],
-      ["tokens/step", step ? (tokens / step).toFixed(2) : "\u2013"],
+      ["tokens/step", step ? (decoded / step).toFixed(2) : "\u2013"],
     ];
     if (film.evicts) found.push(["left out", String(evicted)]);
-    if (rows > 0 && known > 0) found.push(["rows/token", (rows / known).toFixed(1)]);
+    if (rows > 0) found.push(["rows/token", rows.toFixed(1)]);
     if (seconds > 0 && known > 0) found.push(["tok/s", (known / seconds).toFixed(known / seconds < 10 ? 1 : 0)]);
     return found;
   }
