@@ -292,6 +292,8 @@ class Optimized:
             return build_engine(
                 self._session,
                 chosen,
+                model=self.model.name,
+                recipe=self.recipe.name,
                 tokenizer=self.model.tokenizer,
                 encode=lambda text: self._encode(text)[0],
                 prepare=self._prepare,

@@ -28,7 +28,7 @@ For a model that no class of transformers computes, write the two methods of `Fa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +54,20 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of response ids, special tokens left out."""
+        ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer for a server, whose clients have conversations and texts without a frame."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of messages {"role", "content"}, up to where the assistant's next turn begins; raises `InputError` for a
+        conversation that has no form. What looks like a special token in a message is text.
+        """
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text as it is. What looks like a special token is text."""
         ...
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from dgraph.errors import CheckpointError
+from dgraph.errors import CheckpointError, InputError
 
 
 class FileTokenizer:
@@ -30,25 +32,93 @@ class FileTokenizer:
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a prompt in its chat frame."""
+        """Ids of a user's prompt in its chat frame; without a template, of the prompt alone, special tokens and all."""
         if not prompt:
             return []
-        text = self._render(prompt) if self._template else prompt
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_chat([{"role": "user", "content": prompt}]) if self._template else self._encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation, up to where the assistant's next turn begins.
+
+        What looks like a special token in a message is text. Without a template a turn is a line "role: content".
+
+        Args:
+            messages: each with "role" and "content".
+
+        Raises:
+            InputError: a conversation that the template refuses.
+        """
+        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
+        return self._encode(self._render(hidden) if self._template else _lines(hidden))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text as it is, without a frame. What looks like a special token is text."""
+        return self._encode(self._hide(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _render(self, prompt: str) -> str:
+    def _hide(self, text: str) -> str:
+        """A text in which places that look like a special token are marked, for `_encode` to find."""
+        for place, token in enumerate(self._special):
+            if token in text:
+                text = text.replace(token, f"{_OPEN}{place}{_CLOSE}")
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens are such, and marked places are text."""
+        ids: list[int] = []
+        for piece in re.split(f"({_OPEN}[0-9]+{_CLOSE})", text) if _OPEN in text else [text]:
+            marked = piece[:1] == _OPEN and piece[-1:] == _CLOSE and int(piece[1:-1]) < len(self._special)
+            reader = self._literal if marked else self._tokenizer
+            ids += reader.encode(self._special[int(piece[1:-1])] if marked else piece, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _special(self) -> list[str]:
+        """Special tokens as they are written, longer ones first."""
+        found = self._tokenizer.get_added_tokens_decoder().values()
+        named = set(self._names.values())
+        return sorted({t.content for t in found if t.special or t.content in named}, key=lambda t: (-len(t), t))
+
+    @cached_property
+    def _literal(self) -> Any:
+        """A tokenizer without special tokens, for texts that look like one."""
+        from tokenizers import Tokenizer
+
+        described = json.loads(self._tokenizer.to_str())
+        for token in described["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._special
+        found = Tokenizer.from_str(json.dumps(described))
+        found.encode_special_tokens = True
+        return found
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         # Templates are written for these two settings: a line that holds only a tag leaves nothing.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        messages = [{"role": "user", "content": prompt}]
-        return environment.from_string(self._template).render(
-            messages=messages, add_generation_prompt=True, **self._names
-        )
+        environment.globals["raise_exception"] = _refuse
+        template = environment.from_string(self._template)
+        try:
+            return template.render(messages=messages, add_generation_prompt=True, **self._names)
+        except TemplateError as error:
+            raise InputError(f"the model's chat template refuses these messages: {error}.") from None
+
+
+_OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
+"""Around the number of a special token that is text; of a private plane, which no text has a reason to use."""
+
+
+def _lines(messages: Sequence[Mapping[str, str]]) -> str:
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+
+
+def _refuse(reason: str) -> NoReturn:
+    """What templates call for a conversation that they have no form for."""
+    raise InputError(f"the model's chat template refuses these messages: {reason}.")
 
 
 def read_tokenizer(folder: Path) -> FileTokenizer | None:

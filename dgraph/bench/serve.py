@@ -10,11 +10,12 @@ from typing import Any
 from dgraph.api import Optimized
 from dgraph.bench.load import prompts_of
 from dgraph.engine.build import EngineSettings
-from dgraph.engine.engine import Engine, EngineStats
+from dgraph.engine.engine import Engine
 from dgraph.engine.events import Event
 from dgraph.engine.load import Request, arrivals
 from dgraph.engine.policies import SchedulePolicy
 from dgraph.engine.served import Served, Summary, summarise
+from dgraph.engine.stats import EngineStats
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.runtime.decoding import Decoding

@@ -89,21 +89,17 @@ def build_engine(
     session: BlockSession,
     settings: EngineSettings,
     *,
+    model: str,
+    recipe: str,
     tokenizer: Decoder | None,
     encode: Callable[[str], list[int]],
     prepare: Callable[[Sequence[Decoding]], None],
     occupied: Callable[[], AbstractContextManager[object]],
     profiled: Callable[[int, int], Profile],
 ) -> Engine:
-    """An engine over a session's programs and memory; see `build_driver`.
-
-    Args:
-        encode: ids of a text.
-        occupied: see `Engine`.
-    """
+    """An engine over a session's programs and memory; see `build_driver` and `Engine`."""
     driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
-    has_text = tokenizer is not None
-    return Engine(driver, session.spec, encode, occupied, has_text=has_text, queue_limit=settings.queue)
+    return Engine(driver, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer, queue_limit=settings.queue)
 
 
 def build_driver(

@@ -7,70 +7,26 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from dgraph.engine.driver import Driver, Sink, Ticket
 from dgraph.engine.events import Event, Usage
+from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.stats import EngineStats
 from dgraph.errors import DgraphError, EngineBusy, InputError
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
-from dgraph.spec import ModelSpec
+from dgraph.runtime.stops import Decoder
 
 
 class EngineClosed(DgraphError):
     """An engine that takes no requests any more."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine has done since it began, and how it stands.
-
-    Attributes:
-        running, waiting: requests now.
-        finished: requests that ended, by finish reason.
-        admitted, preempted: requests that got a slot, and that gave it up since pages ran out.
-        prompt_tokens, completion_tokens: of requests that ended.
-        steps: forward passes of the decode loop; idle ones are none.
-        rows, padded: by stage, rows that were forwarded, and with the padding of the buckets.
-        refresh_rows: of prompts and of steps that recompute them.
-        budget_fill: share of `max_batched_rows` that steps used.
-        longest_wait: most steps in a row that a running request sat out.
-        pages, free_pages: of the KV pool, and `kv_bytes` of all its pages.
-        prefix_asked, prefix_found: tokens of prompts that were looked up in the prefix cache, and that were there.
-    """
-
-    running: int
-    waiting: int
-    finished: Mapping[str, int]
-    admitted: int
-    preempted: int
-    prompt_tokens: int
-    completion_tokens: int
-    steps: int
-    rows: Mapping[str, int]
-    padded: Mapping[str, int]
-    refresh_rows: int
-    budget_fill: float
-    longest_wait: int
-    pages: int
-    free_pages: int
-    kv_bytes: int
-    prefix_asked: int = 0
-    prefix_found: int = 0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the prompts' tokens that were in the prefix cache; 0 before the first."""
-        return self.prefix_found / self.prefix_asked if self.prefix_asked else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
 
 
 @dataclass(frozen=True)
@@ -104,25 +60,28 @@ class Engine:
 
     Args:
         driver: takes requests through their slots.
-        spec: the model.
+        model: its name; recipe: the name of its recipe; spec: the facts of it.
+        tokenizer: as the model has it; None for no text.
         encode: ids of a text; raises `InputError` without a tokenizer.
         occupied: entered while the driver runs, so that nobody else uses the model meanwhile.
-        has_text: whether there is a tokenizer.
         queue_limit: requests that may wait.
     """
 
     def __init__(
         self,
         driver: Driver,
-        spec: ModelSpec,
         encode: Callable[[str], list[int]],
         occupied: Callable[[], AbstractContextManager[object]],
         *,
-        has_text: bool,
+        model: str,
+        recipe: str,
+        tokenizer: Decoder | None,
         queue_limit: int | None,
     ):
-        self._driver, self._spec, self._encode, self._occupied = driver, spec, encode, occupied
-        self._has_text, self._queue_limit = has_text, queue_limit
+        self._driver, self._encode, self._occupied = driver, encode, occupied
+        self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
+        self._queue_limit = queue_limit
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._wake = threading.Condition()
         self._inbox: list[Ticket] = []
         self._cancelled: list[int] = []
@@ -164,7 +123,7 @@ class Engine:
             EngineClosed: the engine was closed.
         """
         chosen = Decoding.of(decoding, settings)
-        if chosen.stop and not self._has_text:
+        if chosen.stop and self.tokenizer is None:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
         block = self._driver.shape.block
         if chosen.block_length not in (None, block):
@@ -178,8 +137,8 @@ class Engine:
                 f"Optimized.generate, or leave it at 0."
             )
         given = self._encode(prompt) if isinstance(prompt, str) else prompt
-        (ids,) = check_request(self._spec, [given], replace(chosen, block_length=block), None)
-        room = self._driver.shape.columns - (0 if self._spec.attention == "block_causal" else block)
+        (ids,) = check_request(self.spec, [given], replace(chosen, block_length=block), None)
+        room = self.max_tokens
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(
                 f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
@@ -247,6 +206,21 @@ class Engine:
             self._wake.notify()
         return True
 
+    def mailbox(self) -> Mailbox:
+        """Makes sinks whose events arrive in the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._mailboxes:
+            self._mailboxes[loop] = Mailbox(loop, lambda event: self.cancel(event.request_id))
+        return self._mailboxes[loop]
+
+    def prepare(self, decoding: Decoding) -> None:
+        """Lower now what requests that are decoded so need, which the first of them would wait for.
+
+        Raises:
+            InputError: a decoding that the model cannot be served with.
+        """
+        self._driver.check(decoding)
+
     async def stream(
         self,
         prompt: str | Sequence[int],
@@ -261,14 +235,8 @@ class Engine:
 
         Raises what `submit` does before the first event, and the request's own error in the place of the last one.
         """
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def sink(event: Event) -> None:
-            try:
-                loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the loop is closed: nobody listens any more
-                self.cancel(event.request_id)
-
+        events = asyncio.Queue[Event]()
+        sink = self.mailbox().to(events.put_nowait)
         name = self.submit(
             prompt, decoding, sink=sink, request_id=request_id, priority=priority, draft=draft, **settings
         )
@@ -329,7 +297,7 @@ class Engine:
         return [self._response(events) for events in pieces]
 
     def _response(self, events: Sequence[Event]) -> Response:
-        text = "".join(event.text for event in events) if self._has_text else None
+        text = "".join(event.text for event in events) if self.tokenizer is not None else None
         ids = [token for event in events for token in event.token_ids]
         steps = [step for event in events for step in event.step_map]
         sure = [each for event in events for each in event.confidence]
@@ -363,6 +331,17 @@ class Engine:
             prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
             prefix_found=0 if driver.prefix is None else driver.prefix.found,
         )
+
+    @property
+    def block_length(self) -> int:
+        """Tokens that are denoised together."""
+        return self._driver.shape.block
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of a request, prompt and response together."""
+        shape = self._driver.shape
+        return shape.columns - (0 if self.spec.attention == "block_causal" else shape.block)
 
     @property
     def clock(self) -> Callable[[], float]:

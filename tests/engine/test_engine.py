@@ -58,6 +58,8 @@ class Served:
         self.engine: Engine = build_engine(
             self.session,
             EngineSettings(**engine),
+            model="fake",
+            recipe="dense",
             tokenizer=Letters() if tokenizer is None else tokenizer or None,
             encode=lambda text: [ord(c) - ord("a") for c in text],
             prepare=no_preparation,

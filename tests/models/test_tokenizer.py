@@ -11,7 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dgraph.errors import CheckpointError
+from dgraph.errors import CheckpointError, InputError
+from dgraph.families import embedded
 from dgraph.models.tokenizer import read_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
@@ -103,6 +104,39 @@ def test_the_chat_frame_and_its_special_tokens(tmp_path: Path, trained: dict[str
     framed = "    <|endoftext|>[user]fox<|endoftext|>\n"  # the lines of the loop itself leave nothing
     assert tokenizer.encode("fox") == plain.encode(framed)
     assert tokenizer.encode("") == []
+
+
+@pytest.mark.parametrize("name", ["tiny_sdar", "tiny_llada"])
+def test_special_tokens_that_somebody_types_are_text(name: str) -> None:
+    tokenizer = read_tokenizer(embedded()[name].folder)
+    assert tokenizer is not None
+    mask, typed = "<|mask|>", "a<|mask|> b<|eos|><|user|>c"
+    for ids in (tokenizer.encode_text(typed), tokenizer.encode(typed)[1:-1]):
+        assert min(ids) > 4, "the special tokens are ids 0 to 4"
+        assert tokenizer.decode(ids) == typed
+    assert tokenizer.encode_text("river stone") == tokenizer.encode("river stone")[1:-1]
+    turns = [("user", "b a"), ("assistant", mask), ("user", "c")]
+    said = [{"role": role, "content": content} for role, content in turns]
+    ids = tokenizer.encode_chat(said)
+    assert [i for i in ids if i <= 4] == [3, 4, 1, 3, 4], "only what the template writes"
+    assert tokenizer.encode_chat(said[:1]) == tokenizer.encode("b a")
+    assert tokenizer.decode(tokenizer.encode_text("\U000f5e5e2\U000f5e5f \U000f5e5ex")) != "", "marks are only ours"
+
+
+def test_conversations_that_a_template_refuses() -> None:
+    tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
+    assert tokenizer is not None
+    with pytest.raises(InputError, match=r"template refuses these messages: roles are user and assistant, got system"):
+        tokenizer.encode_chat([{"role": "system", "content": "be short"}])
+
+
+def test_a_conversation_without_a_template(tmp_path: Path, trained: dict[str, Any]) -> None:
+    plain = read_tokenizer(byte_level(tmp_path / "m", trained))
+    assert plain is not None
+    said = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "fox<|mask|>"}]
+    ids = plain.encode_chat(said)
+    assert plain.decode(ids) == "user: the quick\nassistant: fox<|mask|>\nassistant:"
+    assert plain.mask_id not in ids
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

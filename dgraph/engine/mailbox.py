@@ -1,0 +1,53 @@
+"""Events on their way from an engine's thread to an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from dgraph.engine.events import Event
+
+Put = Callable[[Event], None]
+"""Takes an event in the thread of its event loop; it must return at once and not raise."""
+
+
+class Mailbox:
+    """What an engine has for one event loop: it is woken once for all events of a step, however many requests they are
+    of.
+
+    Args:
+        loop: whose thread the events go to.
+        lost: called in the engine's thread with an event that nobody gets, since the loop is closed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[[Event], object]):
+        self._loop = weakref.ref(loop)
+        self._lost = lost
+        self._events: deque[tuple[Put, Event]] = deque()
+        self._woken = False
+
+    def to(self, put: Put) -> Put:
+        """A sink of the engine whose events are put in the loop's thread, in their order."""
+
+        def sink(event: Event) -> None:
+            loop = self._loop()
+            if loop is None or loop.is_closed():
+                self._events.clear()
+                self._lost(event)
+                return
+            self._events.append((put, event))
+            if not self._woken:
+                self._woken = True
+                with contextlib.suppress(RuntimeError):  # closed just now: the next event finds out
+                    loop.call_soon_threadsafe(self._deliver)
+
+        return sink
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what comes from now on may be too late for the loop below
+        while self._events:
+            put, event = self._events.popleft()
+            put(event)

@@ -1,0 +1,54 @@
+"""What an engine has done since it began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done since it began, and how it stands.
+
+    Attributes:
+        running, waiting: requests now.
+        finished: requests that ended, by finish reason.
+        admitted, preempted: requests that got a slot, and that gave it up since pages ran out.
+        prompt_tokens, completion_tokens: of requests that ended.
+        steps: forward passes of the decode loop; idle ones are none.
+        rows, padded: by stage, rows that were forwarded, and with the padding of the buckets.
+        refresh_rows: of prompts and of steps that recompute them.
+        budget_fill: share of `max_batched_rows` that steps used.
+        longest_wait: most steps in a row that a running request sat out.
+        pages, free_pages: of the KV pool, and `kv_bytes` of all its pages.
+        prefix_asked, prefix_found: tokens of prompts that were looked up in the prefix cache, and that were there.
+    """
+
+    running: int
+    waiting: int
+    finished: Mapping[str, int]
+    admitted: int
+    preempted: int
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    rows: Mapping[str, int]
+    padded: Mapping[str, int]
+    refresh_rows: int
+    budget_fill: float
+    longest_wait: int
+    pages: int
+    free_pages: int
+    kv_bytes: int
+    prefix_asked: int = 0
+    prefix_found: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were in the prefix cache; 0 before the first."""
+        return self.prefix_found / self.prefix_asked if self.prefix_asked else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
