@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"cache", "errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
     | {"shapes", "spec"},
     "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
+    "serve": {"engine", "errors", "runtime", "settings"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
@@ -218,6 +219,18 @@ def test_scheduling_is_arithmetic_on_the_host() -> None:
     outside = {i.module.partition(".")[0] for i in found} - set(sys.stdlib_module_names) - {"dgraph"}
     assert outside == {"numpy"}
     assert all(i.late for i in found if i.module == "numpy")
+
+
+SERVING = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+"""What the extra `serve` brings."""
+
+
+def test_what_a_server_needs_is_imported_by_the_server_alone() -> None:
+    found = [i for i in IMPORTS if i.module.partition(".")[0] in SERVING]
+    assert offenders(i for i in found if part_of(i.path) != "serve") == []
+    assert {i.module.partition(".")[0] for i in found} == SERVING
+    served = [i for i in IMPORTS if i.module.startswith("dgraph.serve") and part_of(i.path) == "cli"]
+    assert offenders(i for i in served if not i.late) == []
 
 
 def test_models_are_found_by_entry_point_and_never_by_name() -> None:

@@ -13,7 +13,19 @@ import pytest
 import dgraph
 from dgraph.cli.app import COMMANDS, Imported
 
-HEAVY = ("jinja2", "matplotlib", "numpy", "safetensors", "sympy", "tokenizers", "torch", "transformers", "triton")
+HEAVY = (
+    "fastapi",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "safetensors",
+    "sympy",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "uvicorn",
+)
 
 
 def imported_by(*args: str) -> list[str]:
@@ -31,7 +43,9 @@ def imported_by(*args: str) -> list[str]:
     return done.stderr.split()
 
 
-@pytest.mark.parametrize("args", [("--help",), ("--version",), ("cache", "ls"), ("generate", "--help")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [("--help",), ("--version",), ("cache", "ls"), ("generate", "--help"), ("serve", "--help")], ids=" ".join
+)
 def test_what_runs_no_model_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     assert imported_by(*args) == []
 

@@ -24,6 +24,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "generate": "generate:generate",
+    "serve": "serve:serve",
     "dump": "views:dump",
     "diff": "views:diff",
     "explain": "views:explain",

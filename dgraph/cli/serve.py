@@ -1,0 +1,232 @@
+"""`dgraph serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.output import print_text, status
+from dgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from dgraph.engine.build import EngineSettings
+    from dgraph.engine.engine import Engine
+
+MODEL = "tiny_sdar"
+KEY_VARIABLE = "DGRAPH_API_KEY"
+LIMITS = "Limits"
+ENGINE = "Engine"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.")] = MODEL,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recipe", "-r", help="See `dgraph recipes`; several are served side by side.", show_default="focus"
+        ),
+    ] = None,
+    option: given.Options = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="What clients call the model.", show_default="the model's name"),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A key that clients send; may be repeated. Also {KEY_VARIABLE}, with commas."),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with a key per line.", show_default=False)] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(help="Requests at a time.", show_default="16, or 64 on a GPU", rich_help_panel=ENGINE),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Positions of a request, prompt and response together.",
+            show_default="4096, or what the model has",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    max_batched_rows: Annotated[
+        int | None, typer.Option(help="Rows of a step.", show_default="8192", rich_help_panel=ENGINE)
+    ] = None,
+    max_logit_rows: Annotated[
+        int | None,
+        typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's", rich_help_panel=ENGINE),
+    ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(help="Memory of keys and values, as 8G.", show_default="the engine's", rich_help_panel=ENGINE),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who runs in the next step.", rich_help_panel=ENGINE)] = "look_ahead",
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Keep no keys of prompts.", rich_help_panel=ENGINE)
+    ] = False,
+    queue: Annotated[
+        int, typer.Option(help="Requests that may wait; more are told to come back.", rich_help_panel=LIMITS)
+    ] = 1024,
+    max_body: Annotated[str, typer.Option(help="Bytes of a request, as 4M.", rich_help_panel=LIMITS)] = "4M",
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Of one prompt.", show_default="what there is room for", rich_help_panel=LIMITS)
+    ] = None,
+    max_prompts: Annotated[int, typer.Option(help="Of one completion.", rich_help_panel=LIMITS)] = 64,
+    max_n: Annotated[int, typer.Option(help="Choices of one prompt.", rich_help_panel=LIMITS)] = 16,
+    max_stops: Annotated[int, typer.Option(help="Stop texts of one request.", rich_help_panel=LIMITS)] = 16,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="New tokens of a chat that does not say.",
+            show_default="128, or all there is room for (block-causal models)",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        float, typer.Option(help="Seconds without a token after which a stream gets a comment.", rich_help_panel=LIMITS)
+    ] = 15.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Of pages elsewhere whose scripts may ask, or *; may be repeated.", rich_help_panel=LIMITS),
+    ] = None,
+    no_access_log: Annotated[bool, typer.Option("--no-access-log", help="No line for every request.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into these lines.")] = False,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    buckets: given.Buckets = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    fact: given.Facts = None,
+    cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
+) -> None:
+    """Serve a model over HTTP, in the form of OpenAI's API, until SIGTERM or Ctrl-C.
+
+    The port answers at once; requests are taken when the line with the address is printed (GET /ready says so, too).
+    With several recipes each is a model of its own, named MODEL:RECIPE.
+
+    \b
+    dgraph serve
+    dgraph serve tiny_sdar -r focus -r dense --port 8080
+    dgraph serve ./SDAR-8B-Chat-b32 --device cuda --dtype bfloat16 --host 0.0.0.0 --api-key-file keys.txt
+    """
+    from dgraph.serve import ServeSettings, check_installed
+
+    check_installed()
+    from dgraph.cache.place import parse_size
+    from dgraph.engine.build import EngineSettings
+    from dgraph.serve.host import Host, bind
+
+    recipes = list(dict.fromkeys(recipe or ["focus"]))
+    chosen = given.shared_options(recipes, option) if len(recipes) > 1 else given.recipe_options(recipes[0], option)
+    if shutdown_timeout < 0:
+        raise InputError(f"--shutdown-timeout must be at least 0 seconds, got {shutdown_timeout}.")
+    settings = ServeSettings(
+        api_keys=_keys(api_key, api_key_file),
+        max_body_bytes=parse_size(max_body, "--max-body"),
+        max_prompt_tokens=max_prompt_tokens,
+        max_prompts=max_prompts,
+        max_n=max_n,
+        max_stops=max_stops,
+        default_max_tokens=default_max_tokens,
+        allowed_origins=allowed_origin or (),
+        keep_alive=keep_alive,
+        log_prompts=log_prompts,
+    )
+    engine = EngineSettings(
+        max_sequences=max_sequences,
+        max_tokens=max_tokens,
+        max_batched_rows=max_batched_rows,
+        max_logit_rows=max_logit_rows,
+        kv_bytes=None if kv is None else parse_size(kv, "--kv"),
+        policy=policy,
+        prefix_cache=not no_prefix_cache,
+        queue=queue,
+    )
+    compilation: dict[str, Any] = {
+        "backend": backend,
+        "buckets": given.bucket_list(buckets),
+        "artifacts": cache,
+    }
+    where = {"dtype": given.torch_dtype(dtype), "device": given.torch_device(device), **given.facts(fact)}
+    _log(not no_access_log)
+
+    def load(tell: Callable[[str], None]) -> Mapping[str, Engine]:
+        return _load(model, name, recipes, chosen, where, compilation, engine, tell)
+
+    found = Host(bind(host, port), settings, shutdown_timeout)
+    with status("loading") as tell:
+
+        def ready(address: str) -> None:
+            tell("serving; Ctrl-C stops")
+            models = ", ".join(found.lifetime.models)
+            print_text(f"dgraph serves {models} at {address}")
+
+        found.serve_with(load, tell, ready)
+
+
+def _load(
+    model: str,
+    name: str | None,
+    recipes: list[str],
+    options: dict[str, Any],
+    where: dict[str, Any],
+    compilation: dict[str, Any],
+    settings: EngineSettings,
+    tell: Callable[[str], None],
+) -> dict[str, Engine]:
+    """An engine for every recipe over one set of weights, each of which has served a request."""
+    import dgraph
+    from dgraph.recipes import RECIPES, builder_of, options_of
+    from dgraph.serve.warm_up import warm_up
+
+    found = dgraph.load(model, **where)
+    engines = {}
+    for recipe in recipes:
+        tell(f"{recipe}: compiling")
+        known = options_of(builder_of(RECIPES, recipe))
+        own = {key: value for key, value in options.items() if key in known}
+        optimized = dgraph.optimize(found, recipe, progress=tell, **compilation, **own)
+        tell(f"{recipe}: making room for keys and values")
+        engine = optimized.engine(settings)
+        tell(f"{recipe}: warming up")
+        warm_up(engine)
+        title = name or found.name
+        engines[title if len(recipes) == 1 else f"{title}:{recipe}"] = engine
+    return engines
+
+
+def _keys(given: list[str] | None, path: Path | None) -> list[str]:
+    """Keys from the command line, the environment and a file."""
+    keys = [*(given or ()), *filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {path} cannot be read: {error}.") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise InputError(f"--api-key-file {path} has no key; write one per line, or leave it out.")
+        keys += found
+    return keys
+
+
+def _log(access: bool) -> None:
+    """Lines of the access log to stderr."""
+    from dgraph.serve.access_log import LOGGER
+
+    LOGGER.propagate = False
+    if access:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)

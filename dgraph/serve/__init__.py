@@ -1,0 +1,61 @@
+"""An OpenAI-compatible server over engines: one ASGI application, for uvicorn or any other host.
+
+    import dgraph
+    from dgraph.serve import app
+
+    application = app(dgraph.optimize("tiny_sdar", recipe="focus").engine())
+
+`dgraph serve` is the same from the command line. What it needs beyond dgraph comes with the extra `serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dgraph.engine.engine import Engine
+from dgraph.errors import InputError
+from dgraph.serve.settings import ServeSettings
+from dgraph.settings import settings_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["ServeSettings", "app"]
+
+
+def app(engines: Engine | Mapping[str, Engine], settings: ServeSettings | None = None, **keywords: Any) -> FastAPI:
+    """An ASGI application over open engines. They stay their caller's: it closes none.
+
+    Args:
+        engines: one, served under the name of its model, or several by the names that clients call them; the first is
+            the one that a request without a model means.
+        settings: see `ServeSettings`.
+        keywords: instead, its fields by keyword.
+
+    Raises:
+        InputError: no engine, a setting out of range, or what the extra `serve` brings is not installed.
+        UnknownName: an unknown setting.
+    """
+    chosen = settings_of(ServeSettings, settings, keywords)
+    named = {engines.model: engines} if isinstance(engines, Engine) else dict(engines)
+    if not named:
+        raise InputError("a server needs at least one engine, got none.")
+    check_installed()
+    from dgraph.serve.application import build
+    from dgraph.serve.lifetime import Lifetime
+
+    lifetime = Lifetime()
+    lifetime.begin(named)
+    return build(lifetime, chosen)
+
+
+def check_installed() -> None:
+    """Raises `InputError` where what the extra `serve` brings is missing."""
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ImportError as error:
+        raise InputError(f"a server needs {error.name}, which is not installed: pip install 'dgraph[serve]'.") from None
+    del fastapi, prometheus_client, uvicorn

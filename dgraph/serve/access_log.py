@@ -1,0 +1,53 @@
+"""One line of JSON for every request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+LOGGER = logging.getLogger("dgraph.access")
+"""Where lines go, at level INFO; who serves chooses the handlers."""
+
+
+@dataclass
+class Record:
+    """What is known of one request.
+
+    Attributes:
+        request_id: the client's, or ours.
+        method, path: of HTTP.
+        client: host and port.
+        status: of the answer; 499 where the client left before there was one.
+        began: on the monotonic clock.
+        facts: what whoever answers adds: the model, tokens, times, how choices ended.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: Any
+    status: int = 499
+    began: float = field(default_factory=time.monotonic)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def write(record: Record) -> None:
+    """Write one line; requests for health, readiness and metrics that went well are left out."""
+    quiet = record.path in ("/health", "/ready", "/metrics", "/ping") and record.status == 200
+    if quiet or not LOGGER.isEnabledFor(logging.INFO):
+        return
+    now = time.time()
+    line: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z",
+        "request_id": record.request_id,
+        "client": record.client[0] if record.client else None,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "seconds": round(time.monotonic() - record.began, 6),
+        **record.facts,
+    }
+    LOGGER.info(json.dumps(line, ensure_ascii=True))

@@ -1,0 +1,230 @@
+"""From an engine's events to the objects and chunks of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dgraph.engine.events import Event, Usage
+from dgraph.serve.served_model import ServedModel
+from dgraph.serve.translate import Order
+
+LEAST = -9999.0
+"""The logarithm of a confidence of 0."""
+
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass
+class Choice:
+    """One response so far.
+
+    Attributes:
+        index: among the choices of its request.
+        usage: as its last event said; None before the first.
+        finish: why it ended; None while it goes on.
+        length: characters of it, and of what is echoed before it.
+        text, ids, steps, confidence: all of it, kept where the answer comes in one piece.
+    """
+
+    index: int
+    usage: Usage | None = None
+    finish: str | None = None
+    length: int = 0
+    text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+
+class Answer:
+    """What one request is answered with, as a whole or chunk by chunk.
+
+    Args:
+        model: who answers.
+        order: what was asked.
+    """
+
+    kind = ""
+    chunk_kind = ""
+    prefix = ""
+
+    def __init__(self, model: ServedModel, order: Order):
+        self.model, self.order = model, order
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.choices = [Choice(index) for index in range(len(order.prompts) * order.choices)]
+        self._head = self._envelope(self.chunk_kind)
+
+    # -- what differs between the endpoints ----------------------------------------------------------------------------
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The choice of the chunk before the first one with text; None for no such chunk."""
+        raise NotImplementedError
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        """The field of a chunk's choice that has its text."""
+        raise NotImplementedError
+
+    def body(self, choice: Choice, text: str) -> dict[str, Any]:
+        """The field of a whole choice that has its text."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
+        """Of what is new."""
+        raise NotImplementedError
+
+    # -- what does not -------------------------------------------------------------------------------------------------
+
+    def echoed(self, choice: Choice) -> str:
+        """What comes before a choice's text."""
+        return self.order.texts[choice.index // self.order.choices]
+
+    def chunks(self, choice: Choice, event: Event) -> list[str]:
+        """What an event tells, as chunks in JSON; none for one that tells nothing which was asked for."""
+        text, found = event.text, []
+        if choice.usage is None:
+            text = self.echoed(choice) + text
+            first = self.opening(choice)
+            if first is not None:
+                found.append(self._chunk(first))
+        choice.usage, choice.finish = event.usage, event.finish_reason
+        draft = event.draft if self.order.draft else None
+        asked = self.order.step_map or self.order.logprobs
+        if text or choice.finish is not None or draft is not None or (asked and event.token_ids):
+            said = self.part(choice, text)
+            said |= self._marks(choice, event.token_ids, event.step_map, confidence_of(event), text)
+            if draft is not None:
+                said["draft"] = self._draft(draft)
+            found.append(self._chunk(said))
+        return found
+
+    def usage_chunk(self) -> str:
+        """The chunk at the end of a stream that has the usage and no choice."""
+        return f'{self._head}[],"usage":{to_json(self.usage())}}}'
+
+    def keep(self, choice: Choice, event: Event) -> None:
+        """Keep what an event tells for `whole`."""
+        choice.usage, choice.finish = event.usage, event.finish_reason
+        choice.text.append(event.text)
+        choice.ids += event.token_ids
+        choice.steps += event.step_map
+        choice.confidence += confidence_of(event)
+
+    def whole(self) -> str:
+        """The answer in one piece, in JSON."""
+        choices = []
+        for choice in self.choices:
+            text = self.echoed(choice) + "".join(choice.text)
+            said = self.body(choice, text)
+            said |= self._marks(choice, choice.ids, choice.steps, choice.confidence, text)
+            choices.append(said)
+        return f'{self._envelope(self.kind)}{to_json(choices)},"usage":{to_json(self.usage())}}}'
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all choices; those of a prompt count once, whatever its number of choices."""
+        known = [choice.usage for choice in self.choices if choice.usage is not None]
+        prompts = sum(map(len, self.order.prompts))
+        made = sum(usage.completion_tokens for usage in known)
+        cached = sum(usage.cached_tokens for usage in known[:: self.order.choices])
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": made,
+            "total_tokens": prompts + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "steps": sum(usage.steps for usage in known),
+        }
+
+    def _envelope(self, kind: str) -> str:
+        """An object up to its choices."""
+        said = {"id": self.id, "object": kind, "created": self.created, "model": self.model.id}
+        return to_json(said)[:-1] + ',"choices":'
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        usage = f',"usage":{to_json(self.usage())}' if self.order.usage_always else ""
+        return f"{self._head}[{to_json(choice)}]{usage}}}"
+
+    def _marks(
+        self, choice: Choice, ids: Sequence[int], steps: Sequence[int], confidence: Sequence[float], text: str
+    ) -> dict[str, Any]:
+        """Fields beside the text of a choice."""
+        said: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish}
+        if self.order.logprobs:
+            said["logprobs"] = self.logprobs(choice, ids, confidence)
+        choice.length += len(text)
+        if self.order.step_map:
+            said["step_map"], said["token_ids"] = list(steps), list(ids)
+            said["tokens"], said["confidence"] = self.model.pieces(ids), list(confidence)
+        return said
+
+    def _draft(self, draft: Any) -> dict[str, Any]:
+        return {
+            "offset": draft.offset,
+            "step": draft.step,
+            "token_ids": list(draft.token_ids),
+            "tokens": [None if token < 0 else self.model.piece(token) for token in draft.token_ids],
+            "confidence": list(draft.confidence),
+            "kept": list(draft.kept),
+        }
+
+
+class Completion(Answer):
+    """Of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"index": choice.index, "text": text}
+
+    body = part
+
+    def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
+        pieces, logs = self.model.pieces(ids), [logarithm(c) for c in confidence]
+        offsets, end = [], choice.length
+        for piece in pieces:
+            offsets.append(end)
+            end += len(piece)
+        top = [{piece: log} for piece, log in zip(pieces, logs, strict=True)]
+        return {"tokens": pieces, "token_logprobs": logs, "top_logprobs": top, "text_offset": offsets}
+
+
+class Chat(Answer):
+    """Of /v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"index": choice.index, "delta": {"content": text} if text else {}}
+
+    def body(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"index": choice.index, "message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
+        found = []
+        for token, sure in zip(ids, confidence, strict=True):
+            piece = self.model.piece(token)
+            one = {"token": piece, "logprob": logarithm(sure), "bytes": list(piece.encode())}
+            found.append({**one, "top_logprobs": [one]})
+        return {"content": found, "refusal": None}
+
+
+def logarithm(confidence: float) -> float:
+    """Of a confidence, as a number that JSON has."""
+    return math.log(confidence) if confidence > 0 else LEAST
+
+
+def confidence_of(event: Event) -> tuple[float, ...]:
+    return getattr(event, "confidence", (1.0,) * len(event.token_ids))

@@ -1,0 +1,187 @@
+"""The ASGI application: routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from dgraph.engine.events import Event
+from dgraph.serve.access_log import Record
+from dgraph.serve.answers import Answer, Chat, Completion
+from dgraph.serve.guard import Guard
+from dgraph.serve.lifetime import Lifetime
+from dgraph.serve.metrics import Metrics
+from dgraph.serve.protocol import ChatRequest, CompletionRequest
+from dgraph.serve.refusal import Refusal
+from dgraph.serve.running import Running
+from dgraph.serve.served_model import ServedModel
+from dgraph.serve.settings import ServeSettings
+from dgraph.serve.streams import StreamResponse, WholeResponse, refusal_response
+from dgraph.serve.translate import Order, chat_order, completion_order
+
+PAGE = Path(__file__).parent / "page"
+SECURE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""Headers of the page and its files: nothing comes from another host."""
+
+
+def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
+    """The application over what a lifetime serves, now and later. Its `state` has `lifetime`."""
+    app = FastAPI(title="dgraph", version=importlib.metadata.version("dgraph"), docs_url=None, redoc_url=None)
+    app.state.lifetime = lifetime
+    metrics = Metrics(lifetime)
+    _add_errors(app)
+    _add_status(app, lifetime, metrics)
+    _add_answers(app, lifetime, settings, metrics)
+    _add_page(app)
+    if settings.allowed_origins:
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Guard, settings=settings)
+    return app
+
+
+def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 as long as no engine has died."""
+        return Response(status_code=200 if lifetime.alive else 503)
+
+    @app.get("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 while the server takes requests: not while it loads, and not while it shuts down."""
+        return Response(status_code=200 if lifetime.ready else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of dgraph."""
+        return {"version": importlib.metadata.version("dgraph")}
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), media_type=metrics.media_type)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """What is served."""
+        lifetime.model(None)
+        return {"object": "list", "data": [model.describe() for model in lifetime.models.values()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return lifetime.model(name).describe()
+
+
+def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
+    async def answer(request: Request, model: ServedModel, order: Order, answer: Answer) -> Response:
+        running, record = Running(model, order), request.scope["record"]
+        _note(record, model, order, settings)
+        try:
+            await running.begin()
+        except Refusal as refusal:
+            metrics.refused(model, refusal)
+            raise
+        lifetime.enter(running)
+
+        def seen(index: int, event: Event) -> None:
+            metrics.seen(model, order, running, index, event)
+
+        def ended() -> None:
+            lifetime.leave(running)
+            metrics.ended(model, order)
+            _note_end(record, answer)
+
+        kind = StreamResponse if order.stream else WholeResponse
+        return kind(running, answer, seen, ended, settings.keep_alive)
+
+    @app.post("/v1/completions", response_class=JSONResponse)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue texts or ids as they are."""
+        model = lifetime.model(body.model)
+        order = completion_order(body, model, settings)
+        return await answer(request, model, order, Completion(model, order))
+
+    @app.post("/v1/chat/completions", response_class=JSONResponse)
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """Continue a conversation."""
+        model = lifetime.model(body.model)
+        order = chat_order(body, model, settings)
+        return await answer(request, model, order, Chat(model, order))
+
+
+def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:
+    """Add to a line of the log what a request asks for."""
+    record.facts |= {"model": model.id, "stream": order.stream, "prompt_tokens": sum(map(len, order.prompts))}
+    if settings.log_prompts:
+        record.facts["prompts"] = [model.decode(ids) for ids in order.prompts]
+
+
+def _note_end(record: Record, answer: Answer) -> None:
+    """Add to a line of the log what came of a request."""
+    record.facts["completion_tokens"] = sum(c.usage.completion_tokens for c in answer.choices if c.usage is not None)
+    record.facts["finish"] = [choice.finish for choice in answer.choices]
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Exception) -> Response:
+        assert isinstance(refusal, Refusal)
+        return refusal_response(refusal)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return refusal_response(_described(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        found = Refusal(error.status_code, str(error.detail), code={404: "not_found"}.get(error.status_code))
+        return JSONResponse(found.body, found.status, {**found.headers, **(error.headers or {})})
+
+
+def _described(errors: Sequence[Any]) -> Refusal:
+    """The first thing that is wrong with a request, without what was sent."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return Refusal(400, "the body is not JSON.", code="json_invalid")
+    if not where:
+        return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
+    return Refusal(400, f"{'.'.join(where)}: {first['msg']}.", param=where[0])
+
+
+def _add_page(app: FastAPI) -> None:
+    if not (PAGE / "index.html").is_file():
+
+        @app.get("/", include_in_schema=False)
+        async def nothing() -> Response:
+            return PlainTextResponse("dgraph serves the OpenAI API under /v1.\n", headers=SECURE)
+
+        return
+
+    class Files(StaticFiles):
+        def file_response(self, *args: Any, **more: Any) -> Response:
+            response = super().file_response(*args, **more)
+            response.headers.update(SECURE)
+            return response
+
+    app.mount("/", Files(directory=PAGE, html=True), name="page")

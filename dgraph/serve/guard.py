@@ -1,0 +1,142 @@
+"""What every request passes: an id, a key, a body that came whole and is not too large, a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dgraph.serve.access_log import Record, write
+from dgraph.serve.refusal import Refusal
+from dgraph.serve.settings import ServeSettings
+from dgraph.serve.streams import refusal_response
+
+LOGGER = logging.getLogger("dgraph.serve")
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""An id that a client gives with a request."""
+
+
+class ClientLeft(Exception):
+    """The connection ended in the middle of a request."""
+
+
+class Guard:
+    """An ASGI application around another.
+
+    Every request has a `Record` in its scope, under "record", that whoever answers adds to.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings):
+        self._app, self._settings = app, settings
+        self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = scope["headers"]
+        record = Record(_request_id(headers), scope["method"], scope["path"], scope.get("client"))
+        scope["record"] = record
+        answering = _Answering(send, record)
+        try:
+            try:
+                self._check_key(scope)
+                receive = await self._with_body(scope, receive)
+            except Refusal as refusal:
+                await refusal_response(refusal)(scope, receive, answering)
+                return
+            await self._app(scope, receive, answering)
+        except ClientLeft:
+            pass
+        except Exception:
+            LOGGER.exception("request %s failed", record.request_id)
+            if answering.begun:
+                raise  # so that the connection is closed: the client sees that something is missing
+            broken = Refusal(500, "the server failed; its log says why.", code="internal")
+            await refusal_response(broken)(scope, receive, answering)
+        finally:
+            write(record)
+
+    def _check_key(self, scope: Scope) -> None:
+        path = scope["path"]
+        if not self._keys or scope["method"] == "OPTIONS" or not (path == "/v1" or path.startswith("/v1/")):
+            return
+        given = _header(scope["headers"], b"authorization")
+        kind, _, key = given.partition(b" ")
+        digest = sha256(key.strip()).digest() if kind.lower() == b"bearer" else b""
+        if not any_equal(digest, self._keys):
+            raise Refusal(401, "this server asks for a key: send Authorization: Bearer KEY.", code="invalid_api_key")
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """The same messages, with the body in one of them."""
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return receive
+        most, parts, size = self._settings.max_body_bytes, [], 0
+        said = _header(scope["headers"], b"content-length")
+        if said.isdigit() and int(said[:20]) > most:
+            raise self._too_large(most)
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise self._too_large(most)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refusal(408, "the body of the request did not come in time.", code="timeout") from None
+        whole = [b"".join(parts)]
+
+        async def replay() -> Message:
+            if whole:
+                return {"type": "http.request", "body": whole.pop(), "more_body": False}
+            return await receive()
+
+        return replay
+
+    @staticmethod
+    def _too_large(most: int) -> Refusal:
+        return Refusal(413, f"the body of a request has at most {most} bytes here.", code="too_large")
+
+
+class _Answering:
+    """Sends with the request's id, and notes the status; `begun`: whether there was one."""
+
+    def __init__(self, send: Send, record: Record):
+        self._send, self._record, self.begun = send, record, False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._record.status, self.begun = message["status"], True
+            headers = [*message.get("headers", ()), (b"x-request-id", self._record.request_id.encode())]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def any_equal(digest: bytes, known: Sequence[bytes]) -> bool:
+    """Whether a digest is one of several; takes as long whichever it is."""
+    found = False
+    for one in known:
+        found |= hmac.compare_digest(digest, one)
+    return found
+
+
+def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
+    return next((value for key, value in headers if key == name), b"")
+
+
+def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    given = _header(headers, b"x-request-id").decode("latin-1")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,149 @@
+"""A process that serves: its port from the first moment, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+import uvicorn
+
+from dgraph.engine.engine import Engine
+from dgraph.errors import InputError
+from dgraph.serve.application import build
+from dgraph.serve.lifetime import Lifetime
+from dgraph.serve.settings import ServeSettings
+
+GRACE = 3
+"""Seconds for connections to close when nothing is left to say on them."""
+
+Loader = Callable[[Callable[[str], None]], Mapping[str, Engine]]
+"""Makes the engines; it is given a function that it tells what it does."""
+
+
+class Stopped(Exception):
+    """A server that is to stop while it loads."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 for any free one.
+
+    Raises:
+        InputError: the address cannot be had.
+    """
+    if not 0 <= port < 1 << 16:
+        raise InputError(f"a port is a number from 0 to 65535, got {port}.")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        found = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port (0 for any free one), "
+            f"or stop whatever listens there."
+        ) from None
+    found.setblocking(False)
+    return found
+
+
+def address(listener: socket.socket) -> str:
+    """Of a listening socket, as a browser takes it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Host(uvicorn.Server):
+    """Serves on a socket while a thread loads the engines, and afterwards.
+
+    The first SIGTERM or SIGINT drains: no more requests are taken, those that there are go on for a while, then they
+    are ended. The second ends them at once.
+
+    Args:
+        listener: see `bind`.
+        settings: of the application.
+        shutdown_timeout: seconds that requests may take after the first signal.
+    """
+
+    def __init__(self, listener: socket.socket, settings: ServeSettings, shutdown_timeout: float):
+        self.lifetime = Lifetime()
+        super().__init__(
+            uvicorn.Config(
+                build(self.lifetime, settings),
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=GRACE,
+            )
+        )
+        self._listener, self._shutdown_timeout = listener, shutdown_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+
+    def serve_with(self, load: Loader, tell: Callable[[str], None], ready: Callable[[str], None]) -> None:
+        """Serve until a signal comes.
+
+        Args:
+            load: see `Loader`.
+            tell: called with what is being done while it loads.
+            ready: called with the address, once, when requests are taken.
+
+        Raises what `load` does.
+        """
+
+        def loading() -> None:
+            try:
+                engines = load(self._telling(tell))
+                self.lifetime.begin(engines)
+                ready(address(self._listener))
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._failure = error
+                self.should_exit = True
+
+        thread = threading.Thread(target=loading, name="dgraph loader", daemon=True)
+        thread.start()
+        try:
+            self.run([self._listener])
+        finally:
+            self.lifetime.draining = True
+            thread.join(self._shutdown_timeout)
+            for model in self.lifetime.models.values():
+                model.engine.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _telling(self, tell: Callable[[str], None]) -> Callable[[str], None]:
+        def told(what: str) -> None:
+            if self.lifetime.draining:
+                raise Stopped
+            tell(what)
+
+        return told
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What a signal does."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Drain, and then exit; at once where it is called a second time. In the thread of the event loop."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._end(self._shutdown_timeout))
+        else:
+            self._drain.cancel()
+            self._drain = asyncio.ensure_future(self._end(0.0))
+
+    async def _end(self, timeout: float) -> None:
+        await self.lifetime.drain(timeout)
+        self.should_exit = True

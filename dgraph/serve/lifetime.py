@@ -1,0 +1,96 @@
+"""A server from its loading to its end: what it serves, whether it takes requests, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from dgraph.engine.engine import Engine
+from dgraph.serve.refusal import Refusal, unavailable
+from dgraph.serve.running import Running
+from dgraph.serve.served_model import ServedModel
+
+LOADING_RETRY = 5.0
+"""Seconds after which a client asks again of a server that loads."""
+LAST_WORDS = 2.0
+"""Seconds for requests that were ended to say so to their clients."""
+
+
+class Lifetime:
+    """What a server serves now. For the thread of its event loop, except `begin`.
+
+    Attributes:
+        models: by the names that clients call them; empty while the server loads.
+        started: seconds on the monotonic clock.
+        draining: whether it takes no more requests, and ends those that there are.
+    """
+
+    def __init__(self) -> None:
+        self.models: Mapping[str, ServedModel] = {}
+        self.started = time.monotonic()
+        self.draining = False
+        self._running: set[Running] = set()
+        self._idle = asyncio.Event()
+
+    def begin(self, engines: Mapping[str, Engine]) -> None:
+        """Serve these from now on."""
+        self.models = {name: ServedModel(name, engine) for name, engine in engines.items()}
+
+    @property
+    def alive(self) -> bool:
+        """Whether no engine has died."""
+        return all(model.engine.alive for model in self.models.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return bool(self.models) and not self.draining and self.alive
+
+    def model(self, name: str | None) -> ServedModel:
+        """Whom a request means; without a name the first.
+
+        Raises:
+            Refusal: the server does not take requests, or has no such model.
+        """
+        if self.draining:
+            raise unavailable("the server is shutting down.", "draining")
+        if not self.models:
+            raise unavailable("the server is loading its model.", "loading", LOADING_RETRY)
+        found = next(iter(self.models.values())) if not name else self.models.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self.models))
+            raise Refusal(404, f"no such model; this server has {known}.", param="model", code="model_not_found")
+        return found
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    def enter(self, running: Running) -> None:
+        """A request begins."""
+        self._running.add(running)
+
+    def leave(self, running: Running) -> None:
+        """A request is over."""
+        self._running.discard(running)
+        if not self._running:
+            self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Take no more requests, and wait for those that there are; end them when so many seconds are over."""
+        self.draining = True
+        if self._running and not await self._rest(timeout):
+            for running in list(self._running):
+                running.stop()
+            await self._rest(LAST_WORDS)
+
+    async def _rest(self, timeout: float) -> bool:
+        """Wait until nothing runs; whether that came in time."""
+        self._idle.clear()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,116 @@
+"""Requests as clients send them: OpenAI's fields, those of load clients, and our own. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "skip_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
+}
+"""Known fields that this server cannot serve, and the values that ask for nothing."""
+
+
+class Lenient(BaseModel):
+    """Fields that are not declared are kept aside."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Lenient):
+    """Of a stream: usage in one more chunk at its end, or in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Asked(Lenient):
+    """What both endpoints take.
+
+    threshold, steps, policy, block_length: as in `dgraph.Decoding`; stream_mode: "draft" brings the block that is being
+    decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
+    text that is fixed or a number of positions that are free.
+    """
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    n: Positive | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    threshold: Share | None = None
+    steps: Positive | None = None
+    policy: str | None = None
+    block_length: Positive | None = None
+    stream_mode: Literal["committed", "draft"] | None = None
+    return_step_map: bool | None = None
+    canvas: Annotated[list[str | Positive], Field(min_length=1)] | None = None
+
+
+class CompletionRequest(Asked):
+    """POST /v1/completions. A prompt is a text as it is, without a chat frame, or ids."""
+
+    prompt: str | list[str] | list[Id] | list[list[Id]]
+    echo: bool | None = None
+    logprobs: Count | None = None
+
+
+class Part(Lenient):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Lenient):
+    """A turn of a conversation."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[Part] | None = None
+
+
+class ChatRequest(Asked):
+    """POST /v1/chat/completions. Messages are framed by the model's chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None

@@ -1,0 +1,112 @@
+"""One client's request while the engine works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from dgraph.engine.engine import EngineClosed
+from dgraph.engine.events import Event
+from dgraph.errors import EngineBusy, InputError, UnknownName
+from dgraph.serve.inbox import Inbox
+from dgraph.serve.refusal import Refusal, unavailable
+from dgraph.serve.served_model import ServedModel
+from dgraph.serve.translate import Order, refused
+
+Arrival = tuple[int, Event] | None
+"""The event of a choice, by its index; or None: look around."""
+
+
+class Running:
+    """The choices of a request in its engine.
+
+    Attributes:
+        inbox: their events as they come; None in between where there is another reason to look.
+        names: their ids in the engine.
+        left: choices that have not ended.
+        gone: whether the client has left; stopped: whether the server ended it.
+    """
+
+    def __init__(self, model: ServedModel, order: Order):
+        self.model, self.order = model, order
+        self.inbox: Inbox[Arrival] = Inbox()
+        self.names: list[str] = []
+        self.left = len(order.prompts) * order.choices
+        self.gone = self.stopped = False
+        self._cancelled = threading.Event()
+
+    async def begin(self) -> None:
+        """Give all choices to the engine, or none.
+
+        Raises:
+            Refusal: it takes none.
+        """
+        mailbox = self.model.engine.mailbox()
+        sinks = [mailbox.to(self._putting(index)) for index in range(self.left)]
+        try:
+            # In a thread: the first request of its kind compiles, and a long prompt takes its time.
+            await asyncio.to_thread(self._submit, sinks)
+        except EngineBusy as busy:
+            raise unavailable(f"the server is busy: {busy}", "busy", busy.retry_after) from None
+        except EngineClosed:
+            raise unavailable("the engine has stopped; this server takes no requests any more.", "closed") from None
+        except (InputError, UnknownName) as error:
+            raise refused(error) from None
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def _submit(self, sinks: list[Callable[[Event], None]]) -> None:
+        engine, order = self.model.engine, self.order
+        for decoding in dict.fromkeys(order.decodings):
+            engine.prepare(decoding)
+        with engine.together():
+            try:
+                for index, sink in enumerate(sinks):
+                    prompt = index // order.choices
+                    decoding = order.decodings[prompt]
+                    self.names.append(
+                        engine.submit(order.prompts[prompt], decoding, sink=sink, index=index, draft=order.draft)
+                    )
+            except BaseException:
+                self.cancel()
+                raise
+            if self._cancelled.is_set():  # while this thread was on its way
+                self.cancel()
+
+    def _putting(self, index: int) -> Callable[[Event], None]:
+        def put(event: Event) -> None:
+            self.inbox.put((index, event))
+
+        return put
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.gone = True
+        self.cancel()
+        self.inbox.put(None)
+
+    def stop(self) -> None:
+        """The server does not wait for it any longer."""
+        self.stopped = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what has not ended, before the engine's next step."""
+        self._cancelled.set()
+        for name in self.names:
+            self.model.engine.cancel(name)
+
+
+def failed(event: Event) -> Refusal | None:
+    """What a client is told of a choice that ended as none should; None for one that is well."""
+    if event.finish_reason == "cancelled":
+        return unavailable("the server is shutting down, and ended this request.", "cancelled")
+    if event.finish_reason != "error":
+        return None
+    if isinstance(event.error, EngineClosed):
+        return unavailable("the engine has stopped, and ended this request.", "closed")
+    if isinstance(event.error, (InputError, UnknownName)):
+        return refused(event.error)
+    return Refusal(500, "the request failed in the engine; the server's log says why.", code="failed")

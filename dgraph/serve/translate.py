@@ -1,0 +1,184 @@
+"""From a request as a client sent it to what an engine is asked, or to a refusal that names the field."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dgraph.errors import DgraphError, InputError, UnknownName
+from dgraph.runtime.decoding import Decoding
+from dgraph.serve.protocol import NEUTRAL, Asked, ChatRequest, CompletionRequest, Message
+from dgraph.serve.refusal import Refusal, bad_field
+from dgraph.serve.served_model import ServedModel
+from dgraph.serve.settings import ServeSettings
+
+COMPLETION_TOKENS = 16
+"""New tokens of a completion that does not say, as OpenAI has it."""
+CHAT_TOKENS = 128
+"""New tokens of a chat that does not say, where every step forwards all of them."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an engine is asked for one request of a client: every prompt `choices` times.
+
+    Attributes:
+        prompts: ids of each.
+        decodings: how each prompt is continued.
+        texts: what `echo` puts before the responses of each prompt; "" without.
+        choices: responses per prompt.
+        stream, usage_at_end, usage_always: how it is answered.
+        draft: whether it brings the block that is being decoded.
+        step_map: whether it brings ids, their texts, steps and confidences.
+        logprobs: whether it brings the logarithms of confidences.
+    """
+
+    prompts: list[list[int]]
+    decodings: list[Decoding]
+    texts: list[str]
+    choices: int
+    stream: bool
+    usage_at_end: bool
+    usage_always: bool
+    draft: bool
+    step_map: bool
+    logprobs: bool
+
+
+def completion_order(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> Order:
+    """What a completion asks for; raises `Refusal`."""
+    prompts, texts = _prompts(body, model, settings)
+    if body.logprobs is not None:
+        if body.logprobs > 1:
+            raise bad_field("logprobs", f"only the chosen token's is known: logprobs is 0 or 1, got {body.logprobs}.")
+        if body.echo:
+            raise bad_field("logprobs", "a diffusion model gives no probabilities of a prompt: leave echo or it out.")
+    wanted = body.max_tokens or COMPLETION_TOKENS
+    return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs is not None)
+
+
+def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> Order:
+    """What a chat asks for; raises `Refusal`."""
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
+    if body.top_logprobs and body.top_logprobs > 1:
+        raise bad_field("top_logprobs", f"only the chosen token's is known: at most 1, got {body.top_logprobs}.")
+    messages = [{"role": message.role, "content": _content(message)} for message in body.messages]
+    try:
+        ids = model.encode_chat(messages)
+    except InputError as error:
+        raise bad_field("messages", str(error)) from None
+    wanted = body.max_completion_tokens or body.max_tokens or settings.default_max_tokens
+    if wanted is None:
+        room = model.engine.max_tokens - len(ids)
+        wanted = max(1, room if model.engine.spec.attention == "block_causal" else min(room, CHAT_TOKENS))
+    return _order(body, model, settings, [ids], None, wanted, bool(body.logprobs))
+
+
+def _content(message: Message) -> str:
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise bad_field("messages", f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def _prompts(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> tuple[list[list[int]], list[str]]:
+    """Ids and text of every prompt."""
+    given: Any = body.prompt
+    several = list(given) if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
+    if not 0 < len(several) <= settings.max_prompts:
+        raise bad_field("prompt", f"a request has 1 to {settings.max_prompts} prompts, got {len(several)}.")
+    try:
+        ids = [model.encode_text(one) if isinstance(one, str) else list(one) for one in several]
+    except InputError as error:
+        raise bad_field("prompt", str(error)) from None
+    if not body.echo:
+        return ids, []
+    return ids, [one if isinstance(one, str) else model.decode(one) for one in several]
+
+
+def _order(
+    body: Asked,
+    model: ServedModel,
+    settings: ServeSettings,
+    prompts: list[list[int]],
+    texts: list[str] | None,
+    wanted: int,
+    logprobs: bool,
+) -> Order:
+    _check_neutral(body)
+    choices = body.n or 1
+    if choices > settings.max_n:
+        raise bad_field("n", f"n is at most {settings.max_n} here, got {choices}.")
+    if body.top_k is not None and body.top_k < 0:
+        body.top_k = 0
+    where = "messages" if isinstance(body, ChatRequest) else "prompt"
+    for ids in prompts:
+        _check_length(ids, wanted, where, model, settings)
+    decoding = _decoding(body, settings, wanted)
+    options = body.stream_options
+    return Order(
+        prompts=prompts,
+        decodings=[decoding] * len(prompts),
+        texts=texts or [""] * len(prompts),
+        choices=choices,
+        stream=bool(body.stream),
+        usage_at_end=options is not None and bool(options.include_usage),
+        usage_always=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+        draft=body.stream_mode == "draft",
+        step_map=bool(body.return_step_map),
+        logprobs=logprobs,
+    )
+
+
+def _check_neutral(body: Asked) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            ways = " or ".join(repr(v) for v in NEUTRAL[name] if v is not None)
+            advice = f"leave it out{f', or say {ways}' if ways else ''}"
+            raise bad_field(name, f"{name} cannot be served by this server; {advice}.")
+
+
+def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedModel, settings: ServeSettings) -> None:
+    room, most = model.engine.max_tokens, settings.max_prompt_tokens
+    if not ids:
+        raise bad_field(where, "a prompt has at least one token, got an empty one.")
+    if most is not None and len(ids) > most:
+        raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
+    if len(ids) + wanted > room:
+        raise bad_field(
+            where if len(ids) >= room else "max_tokens",
+            f"a prompt of {len(ids)} tokens and {wanted} new ones are more than the {room} that this model has room "
+            f"for; shorten the prompt, or ask for fewer.",
+            "context_length_exceeded",
+        )
+
+
+def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > settings.max_stops:
+        raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
+    if not all(stops):
+        raise bad_field("stop", "a stop text has at least one character, got an empty one.")
+    said: dict[str, Any] = {
+        name: value
+        for name in ("threshold", "steps", "policy", "block_length", "temperature", "top_p", "top_k")
+        if (value := getattr(body, name)) is not None
+    }
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    try:
+        return Decoding(max_new_tokens=wanted, stop=tuple(stops), ignore_eos=bool(body.ignore_eos), seed=seed, **said)
+    except (InputError, UnknownName) as error:
+        raise refused(error, list(said)) from None
+
+
+def refused(error: DgraphError, fields: Sequence[str] = ()) -> Refusal:
+    """The refusal for what dgraph says of a request: the first of these fields that the message names is at fault."""
+    message = str(error)
+    named = [name for name in (*fields, "policy") if re.search(rf"\b{name}\b", message)]
+    return Refusal(400, message, param=named[0] if named else None)

@@ -1,0 +1,86 @@
+"""A server in this process: over trained models, or over a fake one whose steps can be held up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from dgraph.engine.engine import Engine
+from dgraph.serve.host import Host, bind
+from dgraph.serve.settings import ServeSettings
+from tests.engine.driven import PIECES, Letters
+from tests.engine.test_engine import Served
+
+WAIT = 20.0
+"""Seconds after which a test gives up."""
+
+
+class Live:
+    """A server in a thread, on a free port.
+
+    Attributes:
+        url: where it answers.
+        engines: what it serves.
+        host: it.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], shutdown_timeout: float = WAIT, **settings: Any):
+        self.engines = dict(engines)
+        self.host = Host(bind("127.0.0.1", 0), ServeSettings(**settings), shutdown_timeout)
+        self._ready = threading.Event()
+        self._addresses: list[str] = []
+        self._thread = threading.Thread(target=self._serve, args=(engines,))
+        self._thread.start()
+        assert self._ready.wait(WAIT)
+        self.url = self._addresses[0]
+
+    def _serve(self, engines: Mapping[str, Engine]) -> None:
+        def ready(address: str) -> None:
+            self._addresses.append(address)
+            self._ready.set()
+
+        self.host.serve_with(lambda tell: engines, lambda what: None, ready)
+
+    def signal(self) -> None:
+        """What SIGTERM does."""
+        self.host.handle_exit(15, None)
+
+    def join(self) -> bool:
+        """Wait for the end; whether it came."""
+        self._thread.join(WAIT)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.signal()
+        if not self.join():
+            self.signal()
+            assert self.join()
+
+
+class Alphabet(Letters):
+    """Texts of the letters a to p, whose ids are 0 to 15."""
+
+    def encode_text(self, text: str) -> list[int]:
+        return [PIECES.index(letter.encode()) for letter in text]
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode_text("".join(message["content"] for message in messages))
+
+
+class Held(Served):
+    """A fake engine whose steps can be held up, and a server over it."""
+
+    def __init__(self, server: Mapping[str, Any] | None = None, **settings: Any):
+        super().__init__(tokenizer=Alphabet(), **settings)
+        self.live = Live({"fake": self.engine}, **(server or {}))
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.gate.open.set()
+        self.live.__exit__(*error)

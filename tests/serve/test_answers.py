@@ -1,0 +1,164 @@
+"""What both endpoints answer, as a whole and as a stream."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+import dgraph
+from tests.serve.asking import SORTED, WORDS, chat, chunks_of, complete, refused
+from tests.serve.live import Live
+
+
+def test_a_chat_is_what_generate_says(http: httpx.Client) -> None:
+    found = chat(http, max_tokens=64).json()
+    assert found["object"] == "chat.completion"
+    assert found["id"].startswith("chatcmpl-")
+    assert found["model"] == "tiny_sdar"
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": SORTED, "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    usage = found["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["steps"] > 0
+
+
+def test_a_chat_of_several_turns(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Sort these words: "}, {"type": "text", "text": "b a"}]
+    turns = [("user", "hello"), ("assistant", None), ("user", parts)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 5, "max_tokens": 9})
+    assert answer.json()["usage"]["completion_tokens"] <= 5, "max_completion_tokens is what counts"
+    system = [{"role": "system", "content": "be short"}, *messages]
+    error = refused(http.post("/v1/chat/completions", json={"messages": system}))
+    assert (error["param"], "roles are user and assistant" in error["message"]) == ("messages", True)
+
+
+def test_a_stream_is_the_same_in_pieces(http: httpx.Client) -> None:
+    options = {"include_usage": True}
+    chunks = chunks_of(chat(http, max_tokens=64, stream=True, stream_options=options, return_step_map=True).text)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    *parts, last = chunks
+    assert last["choices"] == []
+    whole = chat(http, max_tokens=64, return_step_map=True).json()
+    assert last["usage"] == {**whole["usage"], "prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    choices = [chunk["choices"][0] for chunk in parts]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == SORTED
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert all("usage" not in chunk for chunk in parts)
+    (choice,) = whole["choices"]
+    for name in ("step_map", "token_ids", "tokens", "confidence"):
+        assert [value for part in choices for value in part.get(name, [])] == choice[name]
+    assert "".join(choice["tokens"]) == SORTED
+    assert choice["step_map"] == sorted(choice["step_map"])
+    assert max(choice["step_map"]) == whole["usage"]["steps"]
+    assert len(choices) > 2, "text comes with the steps that committed it"
+
+
+def test_plain_clients_see_nothing_of_ours(http: httpx.Client) -> None:
+    for chunk in chunks_of(chat(http, max_tokens=64, stream=True).text):
+        assert set(chunk) == {"id", "object", "created", "model", "choices"}
+        assert set(chunk["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
+    assert set(chat(http).json()["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
+
+
+def test_usage_in_every_chunk(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(complete(http, max_tokens=40, ignore_eos=True, stream=True, stream_options=options).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], chunks[-1]["choices"]) == (40, [])
+
+
+def test_a_completion_continues_texts_and_ids_without_a_frame(http: httpx.Client, live: Live) -> None:
+    engine: Any = live.engines["tiny_sdar"]
+    ids = engine.tokenizer.encode_text(WORDS)
+    expected = [response.text for response in engine.generate([ids], max_new_tokens=24, ignore_eos=True)]
+    for prompt in (WORDS, ids):
+        found = complete(http, prompt, max_tokens=24, ignore_eos=True).json()
+        assert found["object"] == "text_completion"
+        assert found["choices"] == [{"index": 0, "text": expected[0], "logprobs": None, "finish_reason": "length"}]
+    assert complete(http).json()["usage"]["completion_tokens"] <= 16, "as OpenAI has it"
+    echoed = complete(http, ids, max_tokens=24, ignore_eos=True, echo=True).json()
+    assert echoed["choices"][0]["text"] == WORDS + expected[0]
+
+
+def test_several_prompts_and_choices(http: httpx.Client) -> None:
+    prompts = ["Sort these words: b a", "Sort these words: zoo ant"]
+    settings = {"max_tokens": 12, "temperature": 4.0, "seed": 7, "n": 2, "ignore_eos": True}
+    found = complete(http, prompts, echo=True, **settings).json()
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in found["choices"]]
+    assert [text.startswith(prompts[place // 2]) for place, text in enumerate(texts)] == [True] * 4
+    assert texts[0] != texts[1], "draws differ among choices"
+    assert complete(http, prompts, echo=True, **settings).json()["choices"] == found["choices"]
+    streamed = [""] * 4
+    for chunk in chunks_of(complete(http, prompts, echo=True, stream=True, **settings).text):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
+    assert found["usage"]["prompt_tokens"] < 40, "a prompt counts once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_texts_end_a_response_before_them(http: httpx.Client, stream: bool) -> None:
+    answer = chat(http, max_tokens=64, stop=["####", "never"], stream=stream)
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    else:
+        choices = [chunk["choices"][0] for chunk in chunks_of(answer.text)]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        reason = choices[-1]["finish_reason"]
+    assert (text, reason) == (SORTED.partition("####")[0], "stop")
+
+
+def test_logprobs_are_those_of_commits(http: httpx.Client) -> None:
+    found = chat(http, max_tokens=64, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]
+    assert "".join(one["token"] for one in found["content"]) == SORTED
+    assert bytes(found["content"][0]["bytes"]).decode() == found["content"][0]["token"]
+    whole = complete(http, max_tokens=24, ignore_eos=True, logprobs=1, return_step_map=True).json()["choices"][0]
+    logs = whole["logprobs"]
+    assert logs["tokens"] == whole["tokens"]
+    assert logs["text_offset"][1] == len(whole["tokens"][0])
+    assert [math.exp(log) for log in logs["token_logprobs"]] == pytest.approx(whole["confidence"])
+    assert all(0 <= sure <= 1 for sure in whole["confidence"])
+    assert logs["top_logprobs"][0] == {logs["tokens"][0]: logs["token_logprobs"][0]}
+    offsets = []
+    for chunk in chunks_of(complete(http, max_tokens=24, ignore_eos=True, logprobs=1, stream=True).text):
+        offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == logs["text_offset"]
+
+
+def test_a_bidirectional_model_and_settings_of_its_own(http: httpx.Client, live: Live) -> None:
+    engine = live.engines["tiny_llada"]
+    for settings in ({"threshold": 0.6}, {"steps": 8}, {"policy": "llada2.0"}, {"top_p": 0.9, "top_k": 50}):
+        (expected,) = engine.generate(WORDS, max_new_tokens=32, **settings)
+        found = chat(http, model="tiny_llada", max_tokens=32, block_length=engine.block_length, **settings).json()
+        assert found["choices"][0]["message"]["content"] == expected.text
+
+
+def test_special_tokens_in_a_prompt_are_text(http: httpx.Client) -> None:
+    assert chat(http, "<|mask|> and <|eos|>", max_tokens=4).status_code == 200
+    assert complete(http, "<|mask|>", max_tokens=4, echo=True).json()["choices"][0]["text"].startswith("<|mask|>")
+    error = refused(complete(http, [5, 2], max_tokens=4))
+    assert "the mask token" in error["message"]
+
+
+def test_what_is_served(http: httpx.Client) -> None:
+    found = http.get("/v1/models").json()
+    assert found["object"] == "list"
+    first = found["data"][0]
+    assert (first["id"], first["object"], first["owned_by"]) == ("tiny_sdar", "model", "dgraph")
+    assert (first["recipe"], first["model"], first["block_length"]) == ("focus", "tiny_sdar", 32)
+    assert (first["max_model_len"], first["attention"]) == (512, "block_causal")
+    assert http.get("/v1/models/tiny_llada").json() == found["data"][1]
+    assert refused(http.get("/v1/models/gpt"), 404)["code"] == "model_not_found"
+    assert http.get("/version").json() == {"version": dgraph.__version__}
+    assert [http.get(path).status_code for path in ("/health", "/ready", "/ping", "/")] == [200] * 4
