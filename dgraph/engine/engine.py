@@ -156,10 +156,7 @@ class Engine:
                 name, number, Request(ids, chosen, index), self._telling(sink), draft, priority
             )
             self._driver.fits(ticket)
-            waiting = self._driver.scheduler.waiting + len(self._inbox)
-            if self._queue_limit is not None and waiting >= self._queue_limit:
-                after = self._driver.scheduler.drained()
-                raise EngineBusy(f"{waiting} requests wait, as many as may; try again in about {after:.1f} s.", after)
+            self._check_queue(1)
             self._ids[name] = number
             self._inbox.append(ticket)
             self._wake.notify()
@@ -187,12 +184,32 @@ class Engine:
         return tell
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, count: int = 0) -> Iterator[None]:
         """What is submitted within is there at once: no step is planned with some of it before the rest has come. The
         engine waits meanwhile, so nothing else belongs here.
+
+        Args:
+            count: requests that must find a place in the queue, so that either all of them are taken or none.
+
+        Raises:
+            EngineBusy: it has not as many places now; InputError: it never has.
         """
         with self._wake:
+            if self._queue_limit is not None and count > self._queue_limit:
+                raise InputError(
+                    f"{count} requests at once are more than the {self._queue_limit} that may wait here; ask for fewer."
+                )
+            self._check_queue(count)
             yield
+
+    def _check_queue(self, count: int) -> None:
+        """Raises `EngineBusy` where so many more may not wait."""
+        waiting = self._driver.scheduler.waiting + len(self._inbox)
+        if self._queue_limit is not None and waiting + count > self._queue_limit:
+            after = self._driver.scheduler.drained()
+            raise EngineBusy(
+                f"{waiting} requests wait, of {self._queue_limit} that may; try again in about {after:.1f} s.", after
+            )
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason

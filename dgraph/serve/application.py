@@ -14,12 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from dgraph.engine.events import Event
 from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
-from dgraph.serve.metrics import Metrics
+from dgraph.serve.metrics import Metrics, Pace
 from dgraph.serve.protocol import ChatRequest, CompletionRequest
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import Running
@@ -28,6 +27,7 @@ from dgraph.serve.settings import ServeSettings
 from dgraph.serve.streams import StreamResponse, WholeResponse, refusal_response
 from dgraph.serve.translate import Order, chat_order, completion_order
 
+NO_JSON = Refusal(400, "the body is not JSON.", code="json_invalid")
 PAGE = Path(__file__).parent / "page"
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
@@ -93,24 +93,24 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
     async def answer(request: Request, model: ServedModel, order: Order, answer: Answer) -> Response:
         running, record = Running(model, order), request.scope["record"]
+        meter = metrics.of(model.id)
+        pace = meter.follow(running.left)
         _note(record, model, order, settings)
         try:
             await running.begin()
         except Refusal as refusal:
-            metrics.refused(model, refusal)
+            if refusal.status == 503:
+                meter.refuse(refusal.code or "")
             raise
         lifetime.enter(running)
-
-        def seen(index: int, event: Event) -> None:
-            metrics.seen(model, order, running, index, event)
+        meter.began(order)
 
         def ended() -> None:
             lifetime.leave(running)
-            metrics.ended(model, order)
-            _note_end(record, answer)
+            _note_end(record, answer, pace)
 
         kind = StreamResponse if order.stream else WholeResponse
-        return kind(running, answer, seen, ended, settings.keep_alive)
+        return kind(running, answer, pace.seen, ended, settings.keep_alive)
 
     @app.post("/v1/completions", response_class=JSONResponse)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -134,8 +134,10 @@ def _note(record: Record, model: ServedModel, order: Order, settings: ServeSetti
         record.facts["prompts"] = [model.decode(ids) for ids in order.prompts]
 
 
-def _note_end(record: Record, answer: Answer) -> None:
+def _note_end(record: Record, answer: Answer, pace: Pace) -> None:
     """Add to a line of the log what came of a request."""
+    times = {"queue_seconds": pace.queued, "first_seconds": pace.first}
+    record.facts |= {name: round(took, 6) for name, took in times.items() if took is not None}
     record.facts["completion_tokens"] = sum(c.usage.completion_tokens for c in answer.choices if c.usage is not None)
     record.facts["finish"] = [choice.finish for choice in answer.choices]
 
@@ -154,6 +156,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # what is too deep or too large for a reader of JSON
+            return refusal_response(NO_JSON)
         found = Refusal(error.status_code, str(error.detail), code={404: "not_found"}.get(error.status_code))
         return JSONResponse(found.body, found.status, {**found.headers, **(error.headers or {})})
 
@@ -163,7 +167,7 @@ def _described(errors: Sequence[Any]) -> Refusal:
     first = errors[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return Refusal(400, "the body is not JSON.", code="json_invalid")
+        return NO_JSON
     if not where:
         return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
     return Refusal(400, f"{'.'.join(where)}: {first['msg']}.", param=where[0])

@@ -133,7 +133,7 @@ class Host(uvicorn.Server):
         """What a signal does."""
         if self._loop is None:
             self.should_exit = True
-        else:
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+
+def _whole(text: str) -> str:
+    """A text without halves of characters, which JSON can have and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "a text has no half of a character (a lone surrogate)") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -64,10 +76,10 @@ class Asked(Lenient):
     text that is fixed or a number of positions that are free.
     """
 
-    model: str | None = None
+    model: Text | None = None
     max_tokens: Positive | None = None
     n: Positive | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
@@ -78,17 +90,17 @@ class Asked(Lenient):
     min_tokens: Count | None = None
     threshold: Share | None = None
     steps: Positive | None = None
-    policy: str | None = None
+    policy: Text | None = None
     block_length: Positive | None = None
     stream_mode: Literal["committed", "draft"] | None = None
     return_step_map: bool | None = None
-    canvas: Annotated[list[str | Positive], Field(min_length=1)] | None = None
+    canvas: Annotated[list[Text | Positive], Field(min_length=1)] | None = None
 
 
 class CompletionRequest(Asked):
     """POST /v1/completions. A prompt is a text as it is, without a chat frame, or ids."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: Text | list[Text] | list[Id] | list[list[Id]]
     echo: bool | None = None
     logprobs: Count | None = None
 
@@ -96,15 +108,15 @@ class CompletionRequest(Asked):
 class Part(Lenient):
     """A part of a message."""
 
-    type: str
-    text: str | None = None
+    type: Text
+    text: Text | None = None
 
 
 class Message(Lenient):
     """A turn of a conversation."""
 
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[Part] | None = None
+    role: Annotated[Text, Field(min_length=1)]
+    content: Text | list[Part] | None = None
 
 
 class ChatRequest(Asked):

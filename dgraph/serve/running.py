@@ -61,7 +61,7 @@ class Running:
         engine, order = self.model.engine, self.order
         for decoding in dict.fromkeys(order.decodings):
             engine.prepare(decoding)
-        with engine.together():
+        with engine.together(len(sinks)):
             try:
                 for index, sink in enumerate(sinks):
                     prompt = index // order.choices

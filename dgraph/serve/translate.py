@@ -19,6 +19,8 @@ COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say, as OpenAI has it."""
 CHAT_TOKENS = 128
 """New tokens of a chat that does not say, where every step forwards all of them."""
+DECODING = ("threshold", "steps", "policy", "block_length", "temperature", "top_p", "top_k")
+"""Fields that are those of a `Decoding`."""
 
 
 @dataclass(frozen=True)
@@ -165,20 +167,17 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
     if not all(stops):
         raise bad_field("stop", "a stop text has at least one character, got an empty one.")
-    said: dict[str, Any] = {
-        name: value
-        for name in ("threshold", "steps", "policy", "block_length", "temperature", "top_p", "top_k")
-        if (value := getattr(body, name)) is not None
-    }
+    said: dict[str, Any] = {name: value for name in DECODING if (value := getattr(body, name)) is not None}
     seed = secrets.randbits(62) if body.seed is None else body.seed
     try:
         return Decoding(max_new_tokens=wanted, stop=tuple(stops), ignore_eos=bool(body.ignore_eos), seed=seed, **said)
     except (InputError, UnknownName) as error:
-        raise refused(error, list(said)) from None
+        raise refused(error) from None
 
 
-def refused(error: DgraphError, fields: Sequence[str] = ()) -> Refusal:
-    """The refusal for what dgraph says of a request: the first of these fields that the message names is at fault."""
+def refused(error: DgraphError) -> Refusal:
+    """The refusal for what dgraph says of a request: the first field that its message names is at fault."""
     message = str(error)
-    named = [name for name in (*fields, "policy") if re.search(rf"\b{name}\b", message)]
+    found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else DECODING
+    named = [name for name in found if re.search(rf"\b{name}\b", message)]
     return Refusal(400, message, param=named[0] if named else None)

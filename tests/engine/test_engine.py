@@ -246,7 +246,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert served.gate.begun.wait(WAIT)
     others = [served.submit() for _ in range(2)]
     for _ in range(3):
-        with pytest.raises(EngineBusy, match="2 requests wait, as many as may; try again in about") as raised:
+        with pytest.raises(EngineBusy, match="2 requests wait, of 2 that may; try again in about") as raised:
             served.submit(request_id="refused")
         assert raised.value.retry_after >= 0
     assert not served.engine.cancel("refused"), "what was refused left nothing"

@@ -33,11 +33,7 @@ def live(sdar: dgraph.Optimized, llada: dgraph.Optimized) -> Iterator[Live]:
     }
     with Live(engines) as server:
         yield server
-        for engine in engines.values():
-            stats = engine.stats
-            assert (stats.running, stats.waiting) == (0, 0)
-            assert stats.free_pages == stats.pages
-        assert server.host.lifetime.running == 0
+        assert server.settled()
     gc.collect()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dgraph.engine.engine import Engine
@@ -42,6 +43,10 @@ class Live:
 
         self.host.serve_with(lambda tell: engines, lambda what: None, ready)
 
+    def settled(self) -> bool:
+        """Whether, soon, no request is left, and every page has come back."""
+        return until(lambda: not self.host.lifetime.running and all(map(_idle, self.engines.values())))
+
     def signal(self) -> None:
         """What SIGTERM does."""
         self.host.handle_exit(15, None)
@@ -59,6 +64,27 @@ class Live:
         if not self.join():
             self.signal()
             assert self.join()
+
+
+def _idle(engine: Engine) -> bool:
+    stats = engine.stats
+    return (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Whether something comes to hold."""
+    end = time.monotonic() + WAIT
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def taken(engine: Engine) -> int:
+    """Requests that an engine has, in slots or not."""
+    stats = engine.stats
+    return stats.running + stats.waiting
 
 
 class Alphabet(Letters):

@@ -1,0 +1,217 @@
+"""What is refused, and what a client is told: the field, and nothing of its prompt or of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dgraph.serve.guard import any_equal
+from tests.serve.asking import chat, complete, refused
+from tests.serve.live import WAIT, Held
+
+LIMITS: dict[str, Any] = {
+    "max_n": 3,
+    "max_stops": 2,
+    "max_prompts": 2,
+    "max_body_bytes": 4000,
+    "max_prompt_tokens": 12,
+    "body_timeout": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def held() -> Iterator[Held]:
+    with Held(LIMITS, max_tokens=64) as server:
+        yield server
+        assert server.live.settled()
+
+
+@pytest.fixture(scope="module")
+def http(held: Held) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=held.live.url, timeout=WAIT) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "many"),
+        ("max_tokens", True),
+        ("max_tokens", 10**30),
+        ("max_tokens", 63),
+        ("n", 4),
+        ("stop", ["a", "b", "c"]),
+        ("stop", [""]),
+        ("stop", 7),
+        ("seed", 2**63),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("stream", "yes"),
+        ("threshold", 1.5),
+        ("steps", 0),
+        ("policy", "no such policy"),
+        ("block_length", 32),
+        ("stream_mode", "loud"),
+        ("return_step_map", 1),
+        ("echo", {}),
+        ("logprobs", 5),
+        ("model", ["fake"]),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", ["a", "b", "c"]),
+        ("prompt", "a" * 13),
+        ("prompt", [-1]),
+        ("prompt", [3, "a"]),
+        ("prompt", {"text": "a"}),
+        ("presence_penalty", 0.5),
+        ("logit_bias", {"5": 1}),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("best_of", 2),
+        ("suffix", "b"),
+        ("stop_token_ids", [3]),
+    ],
+)
+def test_a_field_that_cannot_be_served_is_named(http: httpx.Client, field: str, value: Any) -> None:
+    error = refused(http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, field: value}))
+    assert error["param"] == field, error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"threshold": 0.5, "steps": 4}, "threshold"),
+        ({"policy": "confidence_threshold", "steps": 4}, "steps"),
+    ],
+)
+def test_a_chat_that_cannot_be_served(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "abc"}], **fields}
+    assert refused(http.post("/v1/chat/completions", json=body))["param"] == param
+
+
+def test_known_fields_that_ask_for_nothing_and_unknown_ones_are_passed_over(http: httpx.Client) -> None:
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "tools": [], "best_of": 1, "logit_bias": None}
+    unknown = {"user": "me", "metadata": {"a": 1}, "no_such_field": [1, {}], "response_format": {"type": "text"}}
+    nothing = {"stop": None, "seed": None, "n": None, "stream": None, "stream_options": None, "top_k": -1}
+    assert complete(http, "abc", max_tokens=4, **neutral, **unknown, **nothing).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"prompt": "abc"', b"[]", b"null", b'"abc"', b"\xff\xfe{}", b"[" * 3000, b"1" * 3990, b"NaN"],
+    ids=["empty", "brace", "cut", "list", "null", "text", "bytes", "deep", "digits", "nan"],
+)
+def test_a_body_that_is_no_object(http: httpx.Client, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    assert refused(http.post("/v1/completions", content=body, headers=headers))["code"] == "json_invalid"
+
+
+def test_numbers_that_json_does_not_have(http: httpx.Client) -> None:
+    for text in ("NaN", "Infinity", "1e999"):
+        body = f'{{"prompt": "abc", "temperature": {text}}}'
+        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert refused(answer)["param"] == "temperature"
+
+
+def test_half_a_character_is_refused(http: httpx.Client) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+    answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert refused(answer)["param"] == "messages"
+
+
+def test_a_form_is_told_to_be_json(http: httpx.Client) -> None:
+    error = refused(http.post("/v1/completions", data={"prompt": "abc"}))
+    assert "application/json" in error["message"]
+
+
+def test_a_body_that_is_too_large(http: httpx.Client, held: Held) -> None:
+    assert refused(complete(http, "a" * 4000), 413)["code"] == "too_large"
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(1000):
+            yield b"a" * 1000
+
+    # The server may hang up before all was sent.
+    with httpx.Client(base_url=held.live.url, timeout=WAIT) as client, contextlib.suppress(httpx.TransportError):
+        assert client.post("/v1/completions", content=endless()).status_code == 413
+
+
+def test_a_body_that_does_not_come(http: httpx.Client, held: Held) -> None:
+    host, port = held.live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert line.recv(4096).startswith(b"HTTP/1.1 408")
+    with socket.create_connection((host, int(port)), timeout=WAIT) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert http.get("/health").status_code == 200, "who hangs up in the middle harms nobody"
+
+
+def test_paths_methods_and_models_that_are_not_there(http: httpx.Client) -> None:
+    assert refused(http.get("/v1/embeddings"), 404)["type"] == "not_found_error"
+    assert refused(http.get("/v1/completions"), 405)
+    assert refused(complete(http, "abc", model="gpt"), 404)["param"] == "model"
+    assert refused(http.get("/../../etc/passwd"), 404)
+
+
+def test_request_ids(http: httpx.Client) -> None:
+    assert http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = {
+        http.get("/version", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 200)
+    }
+    assert len(made) == 3
+    assert all(len(one) == 32 for one in made)
+
+
+def test_keys() -> None:
+    with Held({"api_keys": ("first", "second")}) as server, httpx.Client(base_url=server.live.url) as http:
+        for key in (
+            {},
+            {"authorization": "Bearer third"},
+            {"authorization": "first"},
+            {"authorization": "Basic first"},
+        ):
+            answer = http.get("/v1/models", headers=key)
+            assert refused(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for name in ("first", "second"):
+            assert http.get("/v1/models", headers={"authorization": f"bearer {name}"}).status_code == 200
+        assert refused(http.post("/v1/completions", content=b"{"), 401)
+        assert [http.get(path).status_code for path in ("/health", "/ready", "/metrics", "/version", "/")] == [200] * 5
+
+
+def test_digests_are_compared_one_and_all() -> None:
+    assert any_equal(b"b", [b"a", b"b", b"c"])
+    assert not any_equal(b"", [b"a"])
+    assert not any_equal(b"", [])
+
+
+def test_pages_of_other_hosts() -> None:
+    origin = {"origin": "https://example.org"}
+    with Held() as server, httpx.Client(base_url=server.live.url) as http:
+        assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers
+    asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with Held({"allowed_origins": ["https://example.org"], "api_keys": ["k"]}) as server:
+        answer = httpx.options(f"{server.live.url}/v1/completions", headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin["origin"])
+
+
+def test_chats_of_a_model_that_reads_no_texts() -> None:
+    with Held() as server, httpx.Client(base_url=server.live.url) as http:
+        server.engine.tokenizer = None
+        assert refused(chat(http, "abc"))["param"] == "messages"
+        assert complete(http, [1, 2], max_tokens=4).status_code == 200
