@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"cache", "errors", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime", "settings"}
     | {"shapes", "spec"},
     "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
-    "serve": {"engine", "errors", "runtime", "settings"},
+    "serve": {"engine", "errors", "runtime", "settings", "viewer"},
     "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},

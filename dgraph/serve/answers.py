@@ -97,7 +97,7 @@ class Answer:
         asked = self.order.step_map or self.order.logprobs
         if text or choice.finish is not None or draft is not None or (asked and event.token_ids):
             said = self.part(choice, text)
-            said |= self._marks(choice, event.token_ids, event.step_map, confidence_of(event), text)
+            said |= self._marks(choice, event.token_ids, event.step_map, event.confidence, text)
             if draft is not None:
                 said["draft"] = self._draft(draft)
             found.append(self._chunk(said))
@@ -113,7 +113,7 @@ class Answer:
         choice.text.append(event.text)
         choice.ids += event.token_ids
         choice.steps += event.step_map
-        choice.confidence += confidence_of(event)
+        choice.confidence += event.confidence
 
     def whole(self) -> str:
         """The answer in one piece, in JSON."""
@@ -137,6 +137,7 @@ class Answer:
             "total_tokens": prompts + made,
             "prompt_tokens_details": {"cached_tokens": cached},
             "steps": sum(usage.steps for usage in known),
+            "rows": sum(usage.rows for usage in known),
         }
 
     def _envelope(self, kind: str) -> str:
@@ -224,7 +225,3 @@ class Chat(Answer):
 def logarithm(confidence: float) -> float:
     """Of a confidence, as a number that JSON has."""
     return math.log(confidence) if confidence > 0 else LEAST
-
-
-def confidence_of(event: Event) -> tuple[float, ...]:
-    return getattr(event, "confidence", (1.0,) * len(event.token_ids))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from dgraph.serve.access_log import Record
@@ -26,9 +25,9 @@ from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.streams import StreamResponse, WholeResponse, refusal_response
 from dgraph.serve.translate import Order, chat_order, completion_order
+from dgraph.viewer import FILES
 
 NO_JSON = Refusal(400, "the body is not JSON.", code="json_invalid")
-PAGE = Path(__file__).parent / "page"
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -174,18 +173,10 @@ def _described(errors: Sequence[Any]) -> Refusal:
 
 
 def _add_page(app: FastAPI) -> None:
-    if not (PAGE / "index.html").is_file():
-
-        @app.get("/", include_in_schema=False)
-        async def nothing() -> Response:
-            return PlainTextResponse("dgraph serves the OpenAI API under /v1.\n", headers=SECURE)
-
-        return
-
-    class Files(StaticFiles):
+    class Page(StaticFiles):
         def file_response(self, *args: Any, **more: Any) -> Response:
             response = super().file_response(*args, **more)
             response.headers.update(SECURE)
             return response
 
-    app.mount("/", Files(directory=PAGE, html=True), name="page")
+    app.mount("/", Page(directory=FILES, html=True), name="page")

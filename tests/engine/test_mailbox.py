@@ -11,7 +11,7 @@ from dgraph.engine.mailbox import Mailbox
 
 
 def event(name: str) -> Event:
-    return Event(name, "", (), (), Usage(1, 0))
+    return Event(name, "", (), (), (), Usage(1, 0))
 
 
 def test_events_of_many_requests_arrive_in_order_and_wake_the_loop_once() -> None:

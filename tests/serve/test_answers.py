@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import httpx
@@ -161,4 +162,33 @@ def test_what_is_served(http: httpx.Client) -> None:
     assert http.get("/v1/models/tiny_llada").json() == found["data"][1]
     assert refused(http.get("/v1/models/gpt"), 404)["code"] == "model_not_found"
     assert http.get("/version").json() == {"version": dgraph.__version__}
-    assert [http.get(path).status_code for path in ("/health", "/ready", "/ping", "/")] == [200] * 4
+    assert [http.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200] * 3
+
+
+def test_the_page_and_its_parts(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    parts = re.findall(r'(?:src|href)="([\w.]+)"', page.text)
+    assert {"app.js", "viewer.css"} <= set(parts)
+    for path in ("", *parts):
+        answer = http.get(f"/{path}")
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'; ")
+    assert http.get("/app.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_a_stream_shows_drafts_to_who_asks_and_text_as_ever(http: httpx.Client) -> None:
+    asked = {"stream_mode": "draft", "return_step_map": True, "stream": True, "max_tokens": 40}
+    choices = [chunk["choices"][0] for chunk in chunks_of(chat(http, **asked).text) if chunk["choices"]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == SORTED
+    drafts = [choice["draft"] for choice in choices if "draft" in choice]
+    assert [draft["step"] for draft in drafts] == list(range(1, len(drafts) + 1))
+    final = {}
+    for draft in drafts:
+        assert {len(draft[name]) for name in ("token_ids", "tokens", "confidence", "kept")} == {len(draft["kept"])}
+        for place, token in enumerate(draft["token_ids"]):
+            assert (draft["tokens"][place] is None) == (token < 0)
+            final[draft["offset"] + place] = token
+    ids = [token for choice in choices for token in choice.get("token_ids", ())]
+    assert [final[place] for place in range(len(ids))] == ids
+    assert any(not all(draft["kept"]) for draft in drafts), "FOCUS evicts rows"
