@@ -10,8 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
@@ -173,10 +172,14 @@ def _described(errors: Sequence[Any]) -> Refusal:
 
 
 def _add_page(app: FastAPI) -> None:
-    class Page(StaticFiles):
-        def file_response(self, *args: Any, **more: Any) -> Response:
-            response = super().file_response(*args, **more)
-            response.headers.update(SECURE)
-            return response
+    files = {path.name for path in FILES.iterdir()}
 
-    app.mount("/", Page(directory=FILES, html=True), name="page")
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return await part("index.html")
+
+    @app.get("/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        if name not in files:
+            raise Refusal(404, "there is nothing of that name.", code="not_found")
+        return FileResponse(FILES / name, headers=SECURE)

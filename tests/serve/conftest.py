@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 import dgraph
-from tests.serve.live import WAIT, Live
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.serve.live import Live
+
+NEEDS = ("fastapi", "httpx", "prometheus_client", "uvicorn")
+"""Packages without which nothing here can be tested."""
+if any(find_spec(name) is None for name in NEEDS):
+    collect_ignore_glob = ["test_[!i]*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +37,8 @@ def llada() -> dgraph.Optimized:
 @pytest.fixture(scope="module")
 def live(sdar: dgraph.Optimized, llada: dgraph.Optimized) -> Iterator[Live]:
     """A server over both; every page has come back when a module is over."""
+    from tests.serve.live import Live
+
     engines = {
         "tiny_sdar": sdar.engine(max_sequences=8, max_tokens=512),
         "tiny_llada": llada.engine(max_sequences=4, max_tokens=512),
@@ -39,5 +51,9 @@ def live(sdar: dgraph.Optimized, llada: dgraph.Optimized) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def http(live: Live) -> Iterator[httpx.Client]:
+    import httpx
+
+    from tests.serve.live import WAIT
+
     with httpx.Client(base_url=live.url, timeout=WAIT) as client:
         yield client
