@@ -50,6 +50,11 @@ function explain(error) {
 
 // -- models -------------------------------------------------------------------------------------------------------------
 
+function title({ id, recipe, model }) {
+  if (!recipe) return id;
+  return id === recipe ? `${recipe} on ${model}` : `${id}: ${recipe} on ${model}`;
+}
+
 async function load() {
   try {
     served = await models(form.elements.key.value);
@@ -58,7 +63,7 @@ async function load() {
     return;
   }
   tell("");
-  const named = served.map((model) => [model.id, model.recipe ? `${model.id} (${model.recipe} on ${model.model})` : model.id]);
+  const named = served.map((model) => [model.id, title(model)]);
   form.elements.model.replaceChildren(...choices(named));
   form.elements.beside.replaceChildren(...choices([["", "nothing"], ...named]));
   find("beside-field").hidden = served.length < 2;
@@ -142,6 +147,9 @@ async function submit() {
   find("stop").hidden = true;
   const wrong = ended.find((one) => one.status === "rejected" && one.reason.name !== "AbortError");
   if (wrong) explain(wrong.reason);
+  const seen = runs.filter((run) => run.steps.length || run.tokens.length);
+  if (seen.length < runs.length) viewer.show(seen);
+  find("viewer").hidden = seen.length === 0;
   const tokens = runs.map((run) => `${run.tokens.length} tokens from ${run.recipe}`).join(", ");
   find("said").textContent = mine.signal.aborted ? `Stopped: ${tokens}.` : `Done: ${tokens}.`;
 }

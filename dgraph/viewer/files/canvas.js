@@ -119,8 +119,8 @@ export class Canvas {
     }
     const held = this.#film.cell(position, this.#index);
     if (held && held.token >= 0) {
-      const about = `  position ${position + 1}, token ${held.token}, ${this.#origin(position, held)}`;
-      this.told.replaceChildren(element("b", {}, parts(held.text).join("").trimEnd()), about);
+      const about = `position ${position + 1}, token ${held.token}, ${this.#origin(position, held)}`;
+      this.told.replaceChildren(element("b", {}, parts(held.text)[1]), about);
     } else {
       this.told.replaceChildren(this.#cells[position].getAttribute("aria-label"));
     }

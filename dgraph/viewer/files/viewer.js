@@ -113,8 +113,8 @@ export class Viewer {
         this.#play,
         this.#slider,
         this.#place,
-        element("label", {}, "speed", this.#speed),
-        element("label", {}, "colour", this.#by),
+        element("label", {}, element("span", {}, "speed"), this.#speed),
+        element("label", {}, element("span", {}, "colour"), this.#by),
       ),
       this.#legend,
       shortcuts(),
@@ -147,6 +147,7 @@ export class Viewer {
   #take() {
     const follows = this.#index === this.#last;
     this.#panels.forEach((panel, place) => (panel.run = this.runs[place]));
+    if (!this.#panels.length) return;
     const films = this.#panels.map((panel) => panel.film);
     const most = (name) => Math.max(...films.map((film) => film.scale[name]));
     const scale = { block: most("block"), run: most("run") };
