@@ -77,7 +77,7 @@ def test_tokens_appear_when_they_are_committed(alone: FakeServer, open_page: Ope
     shows(page, ".replay output", f"step {held} of {held}")
     shown = FOCUS.steps[held - 1]
     known = [text.strip() for text in shown.tokens if text is not None]
-    assert cells(page) == [text or "\N{OPEN BOX}" for text in known]
+    assert cells(page) == [text or "\N{NO-BREAK SPACE}" for text in known]
     masks = sum(token < 0 for token in shown.token_ids)
     assert len(cells(page, "mask")) + len(cells(page, "evicted")) == masks > 0
     assert len(cells(page, "ahead")) == 40 - len(shown.token_ids), "all positions that were asked for are there"

@@ -147,6 +147,7 @@ async function submit() {
   find("stop").hidden = true;
   const wrong = ended.find((one) => one.status === "rejected" && one.reason.name !== "AbortError");
   if (wrong) explain(wrong.reason);
+  viewer.refresh();
   const seen = runs.filter((run) => run.steps.length || run.tokens.length);
   if (seen.length < runs.length) viewer.show(seen);
   find("viewer").hidden = seen.length === 0;

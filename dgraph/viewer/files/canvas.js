@@ -5,15 +5,14 @@ import { element } from "./dom.js";
 const UNKNOWN = "\u00a0\u00a0\u00a0"; // as wide as a mask is while nobody knows what it hides
 
 /**
- * A token's text in three: spaces before its cell, what the cell shows, and line breaks after it, so that the text of all
- * of them flows and wraps as it would without cells.
+ * A token's text in three: spaces before its cell, what the cell shows, and line breaks after it with the indentation of
+ * the next line, so that the text of all of them flows and wraps as it would without cells.
  */
 function parts(text) {
-  const [, before, word] = /^( *)(.*)$/s.exec(text);
-  const inner = word.replaceAll("\n", "\u21b5").replaceAll("\t", "\u2192   ");
-  const after = "\n".repeat(text.split("\n").length - 1);
+  const [, before, word, after] = /^( *)(.*?)((?:\n *)*)$/s.exec(text);
+  const inner = (word + after.replaceAll(" ", "")).replaceAll("\n", "\u21b5").replaceAll("\t", "\u2192   ");
   if (inner) return [before, inner, after];
-  return before ? ["", "\u2423".repeat(before.length), ""] : ["", "\u00b7", ""];
+  return before ? ["", "\u00a0".repeat(before.length), ""] : ["", "\u00b7", ""];
 }
 
 export class Canvas {
@@ -66,7 +65,7 @@ export class Canvas {
     const final = film.over ? film.final(position)?.text ?? "" : null;
     const [before, text, after] = token ? parts(held.text) : final === null ? ["", UNKNOWN, ""] : parts(final);
     const shade = state === "token" ? film.shade(position, held, by) : null;
-    const fresh = token && this.#index > 0 && held.index === this.#index;
+    const fresh = state === "token" && this.#index > 0 && held.index === this.#index;
     const begins = position > 0 && film.block(position) === position;
     const label = this.#label(position, held, state, token);
     const key = [state, before, text, after, shade, fresh, begins, label].join("\u0000");
@@ -96,7 +95,7 @@ export class Canvas {
     if (held.step === 0) return "given";
     const turn = this.#film.turn(position, held);
     const sure = held.confidence === null ? "" : `, confidence ${Number(held.confidence).toFixed(3)}`;
-    return `committed in step ${held.step}, ${turn === 1 ? "the first" : `number ${turn}`} of its block${sure}`;
+    return `step ${held.step} (number ${turn} of its block)${sure}`;
   }
 
   // -- pointing at a cell ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import { SHADES } from "./film.js";
 
 const LINE = 3; // pixels of a position, where there is room
 const LEAST = 40;
-const MOST = 160;
+const MOST = 120;
 
 export class Strip {
   /** @param {function(number)} pick called with the index of the frame that was clicked */

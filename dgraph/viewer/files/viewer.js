@@ -131,7 +131,7 @@ export class Viewer {
     this.#panels = runs.map(() => new Panel((index) => this.seek(index), this.prompts));
     this.#host.replaceChildren(...this.#panels.map((panel) => panel.element));
     this.#last = this.#index = 0;
-    this.#take();
+    this.refresh();
   }
 
   /** Some of the runs have grown: look at them again before the next frame of the screen. */
@@ -140,11 +140,12 @@ export class Viewer {
     this.#pending = true;
     requestAnimationFrame(() => {
       this.#pending = false;
-      this.#take();
+      this.refresh();
     });
   }
 
-  #take() {
+  /** Look at the runs again now. */
+  refresh() {
     const follows = this.#index === this.#last;
     this.#panels.forEach((panel, place) => (panel.run = this.runs[place]));
     if (!this.#panels.length) return;
