@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from dgraph.cache.store import Store
 from dgraph.errors import LoweringError, warn
 from dgraph.lowering.inductor import RegionFunction, Source, compiled, known
-from dgraph.private.torch import copy_all
+from dgraph.private.torch import copy_all, tracing
 from dgraph.shapes import DTYPES, Symbols
 
 Update = tuple[int, Tensor]
@@ -70,7 +70,7 @@ def trace(function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor]) -
         # An input that moves to another place must be read before it is updated.
         return [value.clone() if any(value is tensor for tensor in tensors) else value for _, value in updates]
 
-    with torch.no_grad():
+    with tracing():
         traced = make_fx(values)(*inputs)
     return _region(traced, inputs, updated)
 

@@ -35,6 +35,28 @@ def test_inputs_become_what_the_function_says() -> None:
     assert torch.equal(held[1], torch.arange(6.0))
 
 
+def test_every_value_of_a_trace_is_of_one_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each value would take more time than all else."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made: list[FakeTensorMode] = []
+    init = FakeTensorMode.__init__
+
+    def counted(self: FakeTensorMode, *args: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *args, **options)
+
+    traces = []
+    for count in (1, 9):
+        held = [torch.arange(6.0)]
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeTensorMode, "__init__", counted)
+            traces.append(trace(lambda x, count=count: [(0, sum([x] * count, x))], held))
+        made, found = [], len(made)
+        assert found <= 2, "of the trace, and of its result"
+    assert len(traces[1].source.text) > len(traces[0].source.text)
+
+
 def test_tensors_that_a_function_holds_are_inputs_and_not_part_of_the_code() -> None:
     texts = set()
     for value in (1.0, 2.0):
