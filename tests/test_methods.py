@@ -38,6 +38,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+@pytest.mark.long
 def test_its_tests_pass(installed: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, cwd=METHODS, env=installed, capture_output=True, text=True, timeout=900)
