@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tests.oracle.canvas import dream_count
-from tests.oracle.dyllm import cosine
+from tests.oracle.dyllm import cosines
 from tests.oracle.focus import choose, stopped
 from tests.oracle.qwen3 import Config, FeedForward, Weights, attention, gated, project, rms_norm, rope
 
@@ -88,7 +88,7 @@ def forward(
             chosen = list(rows)
         else:
             adaptive = [i for i in rows if not full[i] and (adapt is None or adapt[i])]
-            similar = {i: cosine(v[i], memory.v[layer][positions[i]]) for i in adaptive}
+            similar = dict(zip(adaptive, cosines(v[adaptive], memory.v[layer][at[adaptive]]), strict=True))
             least = sorted(adaptive, key=lambda i: (similar[i], i))[: int(rho * len(adaptive))]
             chosen = [i for i in rows if full[i] or i in least]
         where = at[chosen]

@@ -69,12 +69,12 @@ class Layer:
     salient: list[int]
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Of two contexts [H, D]; 1 if both are zero, 0 if one is."""
-    x, y = a.flatten().double(), b.flatten().double()
-    if not x.any() or not y.any():
-        return float(x.any() == y.any())
-    return float(x @ y / (x @ x).sqrt() / (y @ y).sqrt())
+def cosines(a: Tensor, b: Tensor) -> list[float]:
+    """Of each row of one [n, ...] with that of another; 1 if both are zero, 0 if one is."""
+    x, y = a.flatten(1).double(), b.flatten(1).double()
+    there, other = x.any(1), y.any(1)
+    found = (x * y).sum(1) / (x.square().sum(1).sqrt() * y.square().sum(1).sqrt())
+    return torch.where(there & other, found, (there == other).double()).tolist()
 
 
 def forward(
@@ -152,7 +152,8 @@ def hidden(
             share = scores.masked_fill(unseen, -torch.inf).softmax(-1)[:, :, where[inside]]
             change = torch.einsum("nhl,lhd->nhd", share, dv[inside].repeat_interleave(group, 1))
             context[others] = cached[others] + change
-        salient = [i for i in rows if full or cosine(context[i], cached[i]) < tau or tau > 1]
+        similar = cosines(context, cached)
+        salient = [i for i in rows if full or similar[i] < tau or tau > 1]
         memory.c[layer][at] = context
         layers.append(Layer(where.tolist(), at[salient].tolist()))
 

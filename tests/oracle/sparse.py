@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.oracle.dyllm import cosine
+from tests.oracle.dyllm import cosines
 from tests.oracle.focus import choose, stopped
 from tests.oracle.qwen3 import Config, Weights, gated, project, rms_norm, rope
 
@@ -182,7 +182,7 @@ def forward(
             others = [i for i in rows if not plan.full[i]]
             least: list[int] = []
             if plan.phase == "reuse":
-                similar = {i: float(cosine(v[i], memory.v[layer][plan.positions[i]])) for i in others}
+                similar = dict(zip(others, cosines(v[others], memory.v[layer][at[others]]), strict=True))
                 least = sorted(others, key=lambda i: (similar[i], i))[: int(method.rho * len(others))]
             chosen = [i for i in rows if plan.full[i] or i in least]
         where = at[chosen]

@@ -54,7 +54,9 @@ def setup_of(family: str) -> Setup:
     return Setup(other.SIZES, weights, model, dgraph.capture(model))
 
 
+@functools.cache
 def oracle_of(family: str, method: Method) -> Blocks:
+    """It follows one sequence at a time; what it does with one does not depend on those before."""
     if family == "llada2":
         return Blocks(method, BLOCK, *llada2_parts(llada2.SIZES))
     return Blocks(method, BLOCK, sdar_moe.feed_forward if family == "sdar_moe" else qwen3.gated)
@@ -112,8 +114,12 @@ class Watched:
         return Seen(at.tolist(), limits, places(found.salient), places(found.projected), caches)
 
 
-def watched_by_oracle(setup: Setup, blocks: Blocks, prompt: list[int], block_cache: str, recommit: bool) -> list[Seen]:
-    seen: list[Seen] = []
+@functools.cache
+def watched_by_oracle(
+    family: str, method: Method, prompt: tuple[int, ...], block_cache: str, recommit: bool
+) -> tuple[list[Seen], list[bool]]:
+    """What the oracle does with a prompt in each step, and which of them are full."""
+    setup, blocks, seen = setup_of(family), oracle_of(family, method), list[Seen]()
 
     def watch(step: Pass, memory: Memory) -> None:
         at, caches = torch.tensor(step.positions), {}
@@ -126,8 +132,13 @@ def watched_by_oracle(setup: Setup, blocks: Blocks, prompt: list[int], block_cac
         seen.append(Seen(step.positions, step.limits, salient, projected, caches))
 
     blocks.watch = watch
-    trace = focus.generate(
-        setup.weights, setup.config, prompt, max_new_tokens=NEW, block_length=BLOCK, mask_id=setup.model.spec.mask_id,
-        eos_ids=(EOS,), threshold=0.7, evict=False, block_cache=block_cache, recommit=recommit, forward=blocks,
-    )  # fmt: skip
-    return seen[-len(trace.steps) :]
+    try:
+        trace = focus.generate(
+            setup.weights, setup.config, prompt, max_new_tokens=NEW, block_length=BLOCK,
+            mask_id=setup.model.spec.mask_id, eos_ids=(EOS,), threshold=0.7, evict=False, block_cache=block_cache,
+            recommit=recommit, forward=blocks,
+        )  # fmt: skip
+    finally:
+        blocks.watch = lambda step, memory: None
+    count = len(trace.steps)
+    return seen[-count:], [step.full for step in blocks.passes][-count:]

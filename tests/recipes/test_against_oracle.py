@@ -19,6 +19,7 @@ from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import focus as oracle
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
+from tests.oracle.scoring import Noise
 
 LAYERS, EOS = 3, 5
 
@@ -31,6 +32,7 @@ class Setup:
     graph: dgraph.Graph
 
 
+@functools.cache
 def setup_for(block: int) -> Setup:
     """The same model for blocks of any length; what is captured of it does not say of which."""
     setup = _captured()
@@ -99,31 +101,41 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
     return found
 
 
+@functools.cache
+def noise_of(prompt: int) -> Noise:
+    """What a prompt's rows are drawn by at seed 0."""
+    key = sequence_keys(0, torch.tensor([prompt]))
+
+    def noise(step: int, positions: list[int]) -> torch.Tensor:
+        where, when = torch.as_tensor(positions), torch.full((len(positions),), step)
+        return uniform(row_seeds(key.expand(2, len(positions)), where, when))
+
+    return noise
+
+
+@functools.lru_cache(maxsize=512)
+def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, new: int, **words: Any) -> oracle.Trace:
+    """What the oracle does with one prompt; shared by tests that run the same in other ways."""
+    return oracle.generate(
+        setup.weights,
+        setup.config,
+        prompt,
+        max_new_tokens=new,
+        block_length=block,
+        mask_id=setup.model.spec.mask_id,
+        eos_ids=(EOS,),
+        **words,
+    )
+
+
 def check(setup: Setup, block: int, run: Optimized, policy: dict[str, Any], expected: dict[str, Any]) -> None:
     prompts, records = prompts_for(block), []
     new = 2 * block + block // 2
     result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **policy)
     compared = 0
     for i, prompt in enumerate(prompts):
-        if expected.get("select") == "random":
-            key = sequence_keys(0, torch.tensor([i]))
-
-            def noise(step: int, positions: list[int], key: torch.Tensor = key) -> torch.Tensor:
-                where, when = torch.as_tensor(positions), torch.full((len(positions),), step)
-                return uniform(row_seeds(key.expand(2, len(positions)), where, when))
-
-            expected = {**expected, "noise": noise}
-        trace = oracle.generate(
-            setup.weights,
-            setup.config,
-            prompt,
-            max_new_tokens=new,
-            block_length=block,
-            mask_id=setup.model.spec.mask_id,
-            eos_ids=(EOS,),
-            **policy,
-            **expected,
-        )
+        noise = {"noise": noise_of(i)} if expected.get("select") == "random" else {}
+        trace = trace_of(setup, tuple(prompt), block, new, **policy, **expected, **noise)
         assert result.token_ids[i] == trace.tokens
         mine = steps_of(records, i)
         assert len(mine) == len(trace.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -61,13 +62,19 @@ def trace_of(setup: Setup, prompt: list[int], block: int, method: Method, rule: 
     )
 
 
+@functools.lru_cache(maxsize=256)
+def traces_of(setup: Setup, block: int, method: Method, rule: str) -> list[dyllm.Trace]:
+    """What the oracle does with each prompt; shared by tests that run the same in other ways."""
+    return [trace_of(setup, prompt, block, method, rule) for prompt in prompts_for(block)]
+
+
 def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -> list[dyllm.Trace]:
     """Every step of a generation of a ragged batch, and its keys and values at the end, are the oracle's."""
     prompts, records = prompts_for(block), []
     result = run.generate(
         input_ids=prompts, max_new_tokens=new_tokens(block), keep_kv=True, observer=records.append, **RULES[rule][0]
     )
-    wanted = [trace_of(setup, prompt, block, method, rule) for prompt in prompts]
+    wanted = traces_of(setup, block, method, rule)
     assert result.kv is not None
     for i, trace in enumerate(wanted):
         assert result.token_ids[i] == trace.tokens
@@ -137,7 +144,7 @@ def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, cas
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cases_differ(setups: dict[str, Setup], family: str) -> None:
-    traces = [trace_of(setups[family], prompts_for(16)[1], 16, method, "threshold") for _, method in CASES.values()]
+    traces = [traces_of(setups[family], 16, method, "threshold")[1] for _, method in CASES.values()]
     assert len({float(t.memory.c[LAYERS - 1].double().nan_to_num().sum()) for t in traces}) == len(CASES)
 
 
@@ -149,8 +156,8 @@ def test_its_lossless_limit_is_the_dense_model(setups: dict[str, Setup], family:
     settings = {"max_new_tokens": new_tokens(16), **RULES[rule][0]}
     dense = setup.optimized("dense", 16).generate(input_ids=prompts, **settings)
     assert run.generate(input_ids=prompts, **settings).token_ids == dense.token_ids
-    for prompt, tokens in zip(prompts, dense.token_ids, strict=True):
-        mine = trace_of(setup, prompt, 16, Method(1.01, full_steps=1, period=1), rule)
+    traces = traces_of(setup, 16, Method(1.01, full_steps=1, period=1), rule)
+    for prompt, tokens, mine in zip(prompts, dense.token_ids, traces, strict=True):
         theirs = canvas.generate(
             setup.weights, setup.config, prompt, canvas.vanilla, max_new_tokens=new_tokens(16), block_length=16,
             mask_id=MASK, eos_ids=setup.model.spec.eos_ids, shift=setup.shift, **RULES[rule][1],

@@ -79,7 +79,7 @@ def test_compiled_by_inductor(family: str, buckets: Any) -> None:
 def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, recommit: bool) -> None:
     """Of each step of a ragged batch: rows, limits, salient rows of each layer, and what all caches hold."""
     options, method = CASES[case]
-    setup, prompts, blocks = setup_of(family), prompts_for(BLOCK), oracle_of(family, method)
+    setup, prompts = setup_of(family), prompts_for(BLOCK)
     recipe = build(RECIPES, "dyllm", setup.model.spec, {**options, "block_cache": block_cache, "recommit": recommit})
     graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, recipe).items()}
     step = Watched(graphs["step"])
@@ -92,7 +92,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
     sparse = skipped = 0
     counts: list[list[list[int]]] = []
     for s, prompt in enumerate(prompts):
-        wanted = watched_by_oracle(setup, blocks, prompt, block_cache, recommit)
+        wanted, full = watched_by_oracle(family, method, tuple(prompt), block_cache, recommit)
         assert len(step.seen[s]) == len(wanted)
         for got, want in zip(step.seen[s], wanted, strict=True):
             assert (got.positions, got.limits, got.salient) == (want.positions, want.limits, want.salient)
@@ -101,7 +101,6 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
             for name, values in got.caches.items():
                 torch.testing.assert_close(values, want.caches[name], rtol=1e-3, atol=1e-3)
         counts.append([[len(layer) for layer in seen.salient] for seen in wanted])
-        full = [p.full for p in blocks.passes][-len(wanted) :]
         sparse += sum(not f for f in full)
         skipped += sum(
             len(seen.positions) * LAYERS - sum(map(len, seen.salient))
@@ -117,9 +116,8 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cases_differ(family: str) -> None:
     """By what the contexts of all steps are."""
-    setup, found = setup_of(family), set()
+    found = set()
     for _, method in CASES.values():
-        blocks = oracle_of(family, method)
-        seen = [s for p in prompts_for(BLOCK) for s in watched_by_oracle(setup, blocks, p, "off", True)]
+        seen = [s for p in prompts_for(BLOCK) for s in watched_by_oracle(family, method, tuple(p), *CACHES[5])[0]]
         found.add(sum(float(step.caches[f"c_cache_{LAYERS - 1}"].double().abs().sum()) for step in seen))
     assert len(found) == len(CASES)
