@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,22 +49,30 @@ def served(model: str, recipe: str, more: Sequence[str]) -> Iterator[tuple[str, 
         server.wait()
 
 
-def run(command: Sequence[str | Path]) -> None:
+def run(program: Path, verb: str, options: Mapping[str, object], *flags: str) -> None:
     """Run a client to its end."""
-    environment = {**os.environ, "NO_COLOR": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    command = [str(program), verb, *(str(part) for option in options.items() for part in option), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
     if done.returncode:
-        raise RuntimeError(f"{Path(command[0]).name} failed:\n{done.stdout[-LAST:]}\n{done.stderr[-LAST:]}")
+        raise RuntimeError(f"{program.name} failed:\n{done.stdout[-LAST:]}\n{done.stderr[-LAST:]}")
 
 
 def aiperf(program: Path, url: str, model: str, args: argparse.Namespace, folder: Path) -> list[Cell]:
     """One load by aiperf."""
-    run(
-        [program, "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming"]
-        + ["--tokenizer", str(TOKENIZER), "--isl", str(args.prompt), "--osl", str(args.tokens)]
-        + ["--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--request-count", str(args.requests)]
-        + ["--concurrency", str(args.clients), "--artifact-dir", str(folder), "--ui", "none"]
-    )
+    options = {
+        "--model": model,
+        "--url": url,
+        "--endpoint-type": "chat",
+        "--tokenizer": TOKENIZER,
+        "--isl": args.prompt,
+        "--osl": args.tokens,
+        "--extra-inputs": "ignore_eos:true",
+        "--request-count": args.requests,
+        "--concurrency": args.clients,
+        "--artifact-dir": folder,
+        "--ui": "none",
+    }
+    run(program, "profile", options, "--streaming", "--use-server-token-count")
     found = json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
     errors = sum(each["count"] for each in found.get("error_summary") or ())
     of = {name: found[name] for name in ("time_to_first_token", "request_latency")}
@@ -77,14 +85,15 @@ def aiperf(program: Path, url: str, model: str, args: argparse.Namespace, folder
 def guidellm(program: Path, url: str, model: str, args: argparse.Namespace, folder: Path) -> list[Cell]:
     """One load by guidellm."""
     out = folder / "guidellm.json"
-    run(
-        [program, "run", "--backend", f"kind=openai_http,target={url},model={model}"]
-        + ["--profile", f"kind=concurrent,streams={args.clients}"]
-        + ["--constraint", f"kind=max_requests,count={args.requests}"]
-        + ["--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"]
-        + ["--data", f"kind=synthetic_text,prompt_tokens={args.prompt},output_tokens={args.tokens}"]
-        + ["--output", f"kind=json,path={out}", "--disable-console"]
-    )
+    options = {
+        "--backend": f"kind=openai_http,target={url},model={model}",
+        "--profile": f"kind=concurrent,streams={args.clients}",
+        "--constraint": f"kind=max_requests,count={args.requests}",
+        "--tokenizer": f"kind=huggingface_auto,model={TOKENIZER}",
+        "--data": f"kind=synthetic_text,prompt_tokens={args.prompt},output_tokens={args.tokens}",
+        "--output": f"kind=json,path={out}",
+    }
+    run(program, "run", options, "--disable-console")
     (benchmark,) = json.loads(out.read_text())["benchmarks"]
     metrics = benchmark["metrics"]
 
