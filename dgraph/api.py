@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, statistics_of
 from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
-from dgraph.runtime.stops import Decoder, first_stop, trim
+from dgraph.runtime.stops import says_stop, trim
 from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
 
@@ -234,7 +233,7 @@ class Optimized:
             observer: called with a record of every step; slows decoding.
             progress: called after every step.
             settings: instead of a `Decoding`, its fields by keyword: max_new_tokens, threshold, steps, policy,
-                block_length, temperature, top_p, top_k, sampler, stop, seed.
+                block_length, temperature, top_p, top_k, sampler, ignore_eos, min_tokens, stop, seed.
 
         Raises:
             UnknownName: an unknown setting, policy, or option that the policy has not.
@@ -249,6 +248,11 @@ class Optimized:
             )
         ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
         tokenizer = self.model.tokenizer
+
+        def stopped(final: Sequence[int]) -> bool:
+            assert tokenizer is not None
+            return says_stop(tokenizer, final, chosen.stop, chosen.min_tokens)
+
         self._prepare([chosen])
         with self._used_by("generate"), self.kernels.remembered():
             generation = self._session.generate(
@@ -258,11 +262,11 @@ class Optimized:
                 keep_kv=keep_kv,
                 observer=observer,
                 progress=progress,
-                stopped=partial(_says, tokenizer, chosen.stop) if tokenizer is not None and chosen.stop else None,
+                stopped=stopped if tokenizer is not None and chosen.stop else None,
             )
         if tokenizer is None:
             return Result(None, generation.token_ids, generation.stats, generation.kv)
-        cut = [trim(tokenizer, ids, chosen.stop) for ids in generation.token_ids]
+        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
     def engine(self, settings: EngineSettings | None = None, **keywords: Any) -> Engine:
@@ -386,11 +390,6 @@ class Optimized:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
         return [self.model.tokenizer.encode(text) for text in texts]
-
-
-def _says(tokenizer: Decoder, stops: Sequence[str], token_ids: Sequence[int]) -> bool:
-    """Whether one of the texts is in what the tokens say."""
-    return first_stop(tokenizer.decode(token_ids), stops) is not None
 
 
 def _page_size(block: int, device: torch.device) -> int:

@@ -141,7 +141,7 @@ class Driver:
 
     def ticket(self, name: str, number: int, request: Request, sink: Sink, draft: bool, priority: int) -> Ticket:
         """A request as a ticket."""
-        writer = Writer(self._tokenizer, request.decoding.stop)
+        writer = Writer(self._tokenizer, request.decoding.stop, request.decoding.min_tokens)
         times = Served(self.clock(), math.nan, math.nan, math.nan, 0)
         return Ticket(name, number, request, sink, writer, draft, priority, request, times)
 
@@ -285,7 +285,8 @@ class Driver:
             done = one.start - len(request.ids)
             if done > 0:
                 ids = [*request.ids, *ticket.said[:done]]
-                left = replace(request.decoding, max_new_tokens=request.decoding.max_new_tokens - done)
+                new, least = request.decoding.max_new_tokens - done, max(0, request.decoding.min_tokens - done)
+                left = replace(request.decoding, max_new_tokens=new, min_tokens=least)
                 again = replace(request, ids=ids, decoding=left, steps=one.began)
         batch.retire([slot])
         ticket.going_on, ticket.slot = again, -1
@@ -372,9 +373,9 @@ class Driver:
         ended = not report.active[slot]
         reach = request.end if ended else settled_end(request, int(report.start[slot]))
         known = len(request.ids) + len(ticket.said)
-        stops = request.stops(self.session.spec)
-        ids = self._script.response(slot, known, reach, stops)
-        stop = any(token in stops for token in self._script.tokens(slot, known + len(ids), reach)[:1])
+        ids = self._script.response(slot, known, reach, self.session.spec.eos_ids, request.stops_from)
+        # What comes after them is a stop token, a mask, or nothing.
+        stop = any(token >= 0 for token in self._script.tokens(slot, known + len(ids), reach)[:1])
         ticket.said += ids
         ticket.steps += self._script.steps(slot, known, known + len(ids))
         ticket.confidence += self._script.confidence(slot, known, known + len(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dgraph.runtime.stops import Decoder, first_stop, trim
+from dgraph.runtime.stops import Decoder, first_stop, stops_from, trim
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -18,14 +18,15 @@ class Writer:
     Args:
         tokenizer: decodes ids; None for no text at all.
         stops: texts that end the response.
+        least: tokens that are left of it at least; see `trim`.
 
     Attributes:
         final: how many tokens stay, whatever follows.
         stopped: whether a stop text has been found.
     """
 
-    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str]):
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str], least: int = 0):
+        self._tokenizer, self._stops, self._least = tokenizer, tuple(stops), least
         self._ids: list[int] = []
         self._text = ""  # decoded so far
         self._context = 0  # tokens from here on are decoded anew, since neighbours may join
@@ -73,12 +74,19 @@ class Writer:
 
     def _stops_in(self, text: str) -> bool:
         """Whether a stop text lies in a text, of which what was given out has none."""
-        return first_stop(text[max(0, self._given - self._longest) :], self._stops) is not None
+        begin = self._begin
+        return begin is not None and first_stop(text, self._stops, max(begin, self._given - self._longest)) is not None
+
+    @property
+    def _begin(self) -> int | None:
+        """The character from which on a stop text ends the response; None as long as it is too short."""
+        assert self._tokenizer is not None
+        return stops_from(self._tokenizer, self._ids, self._least)
 
     def _cut(self) -> str:
         """Make the text that of the whole response, up to its first stop text; the rest of it."""
         assert self._tokenizer is not None
-        trimmed = trim(self._tokenizer, self._ids, self._stops)
+        trimmed = trim(self._tokenizer, self._ids, self._stops, self._least)
         # What was given out stays: decoding in pieces gives the same text for every tokenizer whose characters do not
         # depend on what follows them.
         self._text = self._text[: self._given] + trimmed.text[self._given :]
@@ -96,7 +104,10 @@ class Writer:
 
     def _held(self) -> int:
         """Characters at the end that may begin a stop text."""
-        most = min(self._longest - 1, len(self._text) - self._given)
+        begin = self._begin
+        if begin is None:
+            return 0
+        most = min(self._longest - 1, len(self._text) - max(self._given, begin))
         for count in range(most, 0, -1):
             tail = self._text[len(self._text) - count :]
             if any(stop.startswith(tail) for stop in self._stops):

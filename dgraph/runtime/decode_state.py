@@ -73,9 +73,9 @@ class DecodeState(ABC):
 
     What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; prompt_end
     i64[b]; end i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
-    temperature f32[b]; stopping bool[b]: whether a stop token ends it; kind i64[b] and settings, by name [b]: which
-    policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted, the lowest
-    first, `OUT` for none.
+    temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
+    name [b]: which policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted,
+    the lowest first, `OUT` for none.
 
     Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
     """
@@ -103,7 +103,7 @@ class DecodeState(ABC):
     end: Tensor
     keys: Tensor
     temperature: Tensor
-    stopping: Tensor
+    stops_from: Tensor
     kind: Tensor
     settings: dict[str, Tensor]
     place: Tensor
@@ -130,7 +130,7 @@ class DecodeState(ABC):
             "carried": {},
             "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
             "temperature": torch.zeros(b, device=device),
-            "stopping": torch.ones_like(active),
+            "stops_from": torch.zeros_like(start),
             "settings": {},
             "place": torch.arange(b, device=device),
             "most_rows": sys.maxsize if most_rows is None else most_rows,
@@ -401,8 +401,9 @@ class DecodeState(ABC):
         """End sequences that are done; bool[b]: those of the others whose block is done."""
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
-        generated = ~masked & (self.columns >= self.prompt_end[:, None])  # a stop token of the prompt is none
-        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & generated & self.stopping[:, None]
+        # A stop token of the prompt is none.
+        counts = ~masked & (self.columns >= torch.maximum(self.prompt_end, self.stops_from)[:, None])
+        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & counts
         first_stop = torch.where(stop, column, block + 1).amin(dim=1)
         first_mask = torch.where(masked, column, block).amin(dim=1)
         complete = first_mask == block if settled is None else settled

@@ -35,6 +35,8 @@ class Decoding:
         sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits:
             suppressed ids, penalties, your own logits processors.
         ignore_eos: go on after a stop token, up to max_new_tokens.
+        min_tokens: no stop token and no text of stop ends a response that has fewer tokens before it. A stop token that
+            comes earlier is one of the response's tokens; its text is none, as that of other special tokens.
         stop: texts that end a response where they first occur; they are left out.
         seed: of the draws.
 
@@ -53,6 +55,7 @@ class Decoding:
     top_k: int | None = None
     sampler: Sampler | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
     stop: Sequence[str] = ()
     seed: int = 0
 
@@ -63,6 +66,11 @@ class Decoding:
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= 1):
                 raise InputError(f"{name} must be at least 1, got {value!r}.")
+        if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_new_tokens):
+            raise InputError(
+                f"min_tokens must be from 0 to max_new_tokens ({self.max_new_tokens}), got {self.min_tokens!r}; lower "
+                f"it, or ask for more tokens."
+            )
         if not _is_int(self.seed):
             raise InputError(f"seed must be a whole number, got {self.seed!r}.")
         _ = self.rule, self.sampling  # so that wrong values are refused here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, edits, row_of, settings_spec
 from dgraph.runtime.seeds import sequence_keys
-from dgraph.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,10 @@ class Request:
         """Positions of its prompt and of its whole response."""
         return len(self.ids) + self.decoding.max_new_tokens
 
-    def stops(self, spec: ModelSpec) -> tuple[int, ...]:
-        """The tokens that end it."""
-        return () if self.decoding.ignore_eos else spec.eos_ids
+    @property
+    def stops_from(self) -> int:
+        """The position from which on a stop token ends it."""
+        return sys.maxsize if self.decoding.ignore_eos else len(self.ids) + self.decoding.min_tokens
 
 
 @dataclass
@@ -113,4 +114,4 @@ def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> No
     state.kind = torch.tensor([kind for kind, _ in given], device=device)
     heat = [float(r.decoding.sampling.temperature) for r in requests]
     state.temperature = torch.tensor(heat, dtype=torch.float32, device=device)
-    state.stopping = torch.tensor([not r.decoding.ignore_eos for r in requests], device=device)
+    state.stops_from = torch.tensor([request.stops_from for request in requests], device=device)

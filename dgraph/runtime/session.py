@@ -443,7 +443,7 @@ class BlockSession:
     def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> _Ended:
         """What is left of a request that ended."""
         request = batch.running[slot].request
-        said = script.response(slot, len(request.ids), request.end, request.stops(self.spec))
+        said = script.response(slot, len(request.ids), request.end, self.spec.eos_ids, request.stops_from)
         steps, decoded, rows, commits = (
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )

@@ -27,17 +27,36 @@ class Trimmed:
     stop: str | None = None
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Index and string of the first stop string in a text; of those at one index the longest. None: there is none."""
-    found = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
+def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> tuple[int, str] | None:
+    """Index and string of the first stop string in a text, from index `begin` on; of those at one index the longest.
+    None: there is none.
+    """
+    places = ((text.find(stop, begin), stop) for stop in stops)
+    found = [(index, -len(stop), stop) for index, stop in places if index >= 0]
     if not found:
         return None
     index, _, stop = min(found)
     return index, stop
 
 
-def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> Trimmed:
-    """Cut a response at the first of the stop strings, which is left out.
+def stops_from(tokenizer: Decoder, token_ids: Sequence[int], least: int) -> int | None:
+    """The index of the text of a response from which on a stop string ends it, so that `least` tokens are left of it;
+    None if it has fewer.
+    """
+    if len(token_ids) < least:
+        return None
+    return len(tokenizer.decode(token_ids[:least])) if least else 0
+
+
+def says_stop(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], least: int = 0) -> bool:
+    """Whether a stop string ends a response that begins with these tokens."""
+    begin = stops_from(tokenizer, token_ids, least)
+    return begin is not None and first_stop(tokenizer.decode(token_ids), stops, begin) is not None
+
+
+def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], least: int = 0) -> Trimmed:
+    """Cut a response at the first of the stop strings, which is left out. least: tokens that are left at least; a stop
+    string that begins in their text does not count.
 
     Blocks are decoded in any order, so that a stop string is known for certain only in a finished response; it may also
     lie across tokens. A token that reaches over the cut is left out of the ids, while its text before the cut
@@ -47,8 +66,8 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> 
     """
     check_stops(stops)
     ids = list(token_ids)
-    text = tokenizer.decode(ids)
-    found = first_stop(text, stops)
+    text, begin = tokenizer.decode(ids), stops_from(tokenizer, ids, least)
+    found = None if begin is None else first_stop(text, stops, begin)
     if found is None:
         return Trimmed(text, ids)
     index, stop = found

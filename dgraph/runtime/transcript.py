@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import takewhile
 
 import numpy as np
 
@@ -51,6 +50,10 @@ class Transcripts:
         found: list[float] = self._confidence[slot, begin:end].tolist()
         return found
 
-    def response(self, slot: int, begin: int, end: int, stops: Collection[int] = ()) -> list[int]:
-        """What a sequence says from position `begin` on: up to a stop token (left out), a mask, or `end`."""
-        return list(takewhile(lambda token: token >= 0 and token not in stops, self.tokens(slot, begin, end)))
+    def response(self, slot: int, begin: int, end: int, stops: Collection[int] = (), stops_from: int = 0) -> list[int]:
+        """What a sequence says from position `begin` on: up to a mask, `end`, or a stop token (left out) that is not
+        before the position `stops_from`.
+        """
+        tokens = self.tokens(slot, begin, end)
+        cuts = (at for at, token in enumerate(tokens) if token < 0 or (token in stops and begin + at >= stops_from))
+        return tokens[: next(cuts, len(tokens))]

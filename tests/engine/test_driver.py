@@ -19,7 +19,8 @@ from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.sampling import RowContext, Sampler
 from dgraph.runtime.stats import StepRecord
-from tests.engine.driven import Asked, Turns, alone
+from dgraph.runtime.stops import trim
+from tests.engine.driven import Asked, Letters, Turns, alone
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 
 BLOCK = 4
@@ -49,6 +50,7 @@ HEAT: dict[str, list[dict[str, Any]]] = {
     "sample": [{}, {"temperature": 0.7}],
     "logits": [{}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.9}, {"top_k": 4, "temperature": 1.0}],
 }
+STOP = 3
 STOPS = [(), (), ("a",), ("ab", "\n"), ("€", "c ")]
 KINDS = {"step": {}, "evict": {"block_cache": "dc+"}, "sample": {}, "logits": {}}
 POLICIES = ["look_ahead", "fcfs", "prefill_first", "static", LookAhead(delay=9, patience=1)]
@@ -56,8 +58,10 @@ POLICIES = ["look_ahead", "fcfs", "prefill_first", "static", LookAhead(delay=9, 
 
 @st.composite
 def decodings(draw: st.DrawFn, kind: str) -> Decoding:
+    new = draw(st.sampled_from([1, 3, 4, 7, 12]))
     return Decoding(
-        max_new_tokens=draw(st.sampled_from([1, 3, 4, 7, 12])),
+        max_new_tokens=new,
+        min_tokens=min(new, draw(st.sampled_from([0, 0, 2, 6]))),
         ignore_eos=draw(st.booleans()),
         seed=draw(st.integers(0, 1)),
         stop=draw(st.sampled_from(STOPS)),
@@ -154,6 +158,25 @@ def test_events_say_what_an_observer_sees(kind: str) -> None:
             place for place in evicted if 0 <= place < len(draft.kept)
         )
     assert (kind == "evict") == any(not all(draft.kept) for draft in told.drafts)
+
+
+@pytest.mark.parametrize("text", [False, True])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(prompt=st.sampled_from(PROMPTS), new=st.integers(1, 12), least=st.integers(0, 12), rule=st.sampled_from(RULES))
+def test_nothing_ends_a_response_that_is_too_short(
+    text: bool, prompt: tuple[int, ...], new: int, least: int, rule: dict[str, Any]
+) -> None:
+    least = min(least, new)
+    stops = {"stop": ("a", "k", "€"), "ignore_eos": True} if text else {}
+    whole = made("step").generate([prompt], max_new_tokens=new, ignore_eos=True, **rule).token_ids[0]
+    decoding = Decoding(max_new_tokens=new, min_tokens=least, **stops, **rule)
+    (told,) = Turns(made("step"), [Asked(prompt, decoding)], max_sequences=1, max_tokens=64).run()
+    ends = (at for at, token in enumerate(whole) if at >= least and token == STOP)
+    wanted = trim(Letters(), whole, stops["stop"], least).token_ids if text else whole[: next(ends, new)]
+    assert told.token_ids == wanted
+    assert told.finish == ("length" if len(wanted) == new else "stop")
+    if not text:
+        assert made("step").generate([prompt], decoding).token_ids[0] == wanted
 
 
 # -- requests that fail -----------------------------------------------------------------------------------------------

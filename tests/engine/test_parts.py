@@ -37,13 +37,17 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "bab", "é", "€a", " c", "\n", BR
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=8), STOPS)
-@example([[21], [22], [23, 0]], ["€a"])
-@example([[0], [1], [0]], ["ab", "bab"])
-def test_text_and_tokens_of_events_are_those_of_the_response(pieces: list[list[int]], stops: list[str]) -> None:
-    writer, text, final = Writer(Letters(), stops), "", 0
+@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=8), STOPS, st.sampled_from([0, 0, 1, 2, 5]))
+@example([[21], [22], [23, 0]], ["€a"], 0)
+@example([[0], [1], [0]], ["ab", "bab"], 0)
+@example([[0], [1], [0, 1]], ["ab"], 1)
+def test_text_and_tokens_of_events_are_those_of_the_response(
+    pieces: list[list[int]], stops: list[str], least: int
+) -> None:
+    writer, text, final = Writer(Letters(), stops, least), "", 0
     ids = [token for piece in pieces for token in piece]
-    whole = trim(Letters(), ids, stops)
+    whole = trim(Letters(), ids, stops, least)
+    assert len(whole.token_ids) >= min(least, len(ids))
     said: list[int] = []
     for piece in pieces:
         said += piece
@@ -52,7 +56,7 @@ def test_text_and_tokens_of_events_are_those_of_the_response(pieces: list[list[i
         final = writer.final
         assert whole.token_ids[:final] == said[:final]
         assert whole.text.startswith(text)
-        found = trim(Letters(), said, [stop for stop in stops if BROKEN not in stop]).stop
+        found = trim(Letters(), said, [stop for stop in stops if BROKEN not in stop], least).stop
         assert writer.stopped or found is None, "it ends as soon as the stop text is there"
         if writer.stopped:
             break

@@ -43,6 +43,12 @@ def test_what_is_the_default_is_not_written() -> None:
         ({"max_new_tokens": 1.5}, InputError, "max_new_tokens must be at least 1, got 1.5"),
         ({"block_length": 0}, InputError, "block_length must be at least 1, got 0"),
         ({"seed": "x"}, InputError, "seed must be a whole number, got 'x'"),
+        (
+            {"max_new_tokens": 4, "min_tokens": 5},
+            InputError,
+            r"min_tokens must be from 0 to max_new_tokens \(4\), got 5",
+        ),
+        ({"min_tokens": True}, InputError, r"min_tokens must be from 0 to max_new_tokens \(128\), got True"),
         ({"stop": "end"}, InputError, "stop strings are a list"),
         ({"stop": [""]}, InputError, "at least one character"),
         ({"threshold": 0.5, "steps": 3}, InputError, "either threshold"),
