@@ -37,6 +37,7 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite
 from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
+from dgraph.runtime.checks import canvases_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, statistics_of
@@ -213,6 +214,7 @@ class Optimized:
         decoding: Decoding | None = None,
         *,
         input_ids: Sequence[Sequence[int]] | Tensor | None = None,
+        canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None = None,
         max_batch: int | None = None,
         keep_kv: bool = False,
         observer: Callable[[StepRecord], None] | None = None,
@@ -228,6 +230,9 @@ class Optimized:
             prompts: one text or several, framed by the model's chat template.
             decoding: how; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
+            canvas: of one text, the beginning of its response as far as it is fixed (infilling): ids, and None where it
+                is free, as is all after it. Of several prompts, or of ids, such a list for each, or None. Fixed tokens
+                are there from the first step on and never change; a stop token among them ends the response.
             max_batch: prompts at a time; None for all at once.
             keep_kv: return each sequence's keys and values.
             observer: called with a record of every step; slows decoding.
@@ -258,6 +263,7 @@ class Optimized:
             generation = self._session.generate(
                 ids,
                 chosen,
+                canvases=canvases_of(prompts, canvas),
                 max_batch=max_batch,
                 keep_kv=keep_kv,
                 observer=observer,

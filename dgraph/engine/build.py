@@ -99,7 +99,7 @@ def build_engine(
 ) -> Engine:
     """An engine over a session's programs and memory; see `build_driver` and `Engine`."""
     driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
-    return Engine(driver, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer, queue_limit=settings.queue)
+    return Engine(driver, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
 
 
 def build_driver(
@@ -137,7 +137,7 @@ def build_driver(
         found = profiled(rows, slots)
         kv_bytes, costs = found.kv, CostModel.fit(found.steps) if found.steps else None
     limit = _pool_pages(session, slots, tokens + block, kv_bytes or CPU_BYTES)
-    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, costs=costs)
+    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
     causal = spec.attention == "block_causal"
     columns = -(-(tokens + (0 if causal else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)

@@ -49,7 +49,7 @@ def job_of(
         "steps_per_block": rule.steps if isinstance(rule, FixedSteps) else None,
     }
     if spec.attention == "block_causal":
-        return Job(**common, refresh_rows=prompt // block * block, reuse_rows=2 * block, chunk=block)  # type: ignore[arg-type]
+        return Job(**common, refresh_rows=len(request.known) // block * block, reuse_rows=2 * block, chunk=block)  # type: ignore[arg-type]
     assert plan is not None
     everything = prompt + new
     reuse = min(everything, _region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift)

@@ -189,7 +189,7 @@ class Driver:
                 self._end(ticket, "error", error=failed[slot])
             elif report.broken[slot]:
                 if self.prefix is not None:
-                    self.prefix.forget(ticket.going_on.ids)
+                    self.prefix.forget(ticket.going_on.known)
                 self._end(ticket, "error", error=broken(ticket.request.index, int(report.start[slot])))
             else:
                 self._hear(ticket, report)
@@ -214,7 +214,7 @@ class Driver:
             return
         batch = self._ready_for([ticket.request.decoding for ticket in tickets])
         for ticket in tickets:
-            shared = self.prefix.look_up(ticket.going_on.ids) if self.prefix is not None else ()
+            shared = self.prefix.look_up(ticket.going_on.known) if self.prefix is not None else ()
             ticket.going_on = replace(ticket.going_on, shared=shared)
         slots = [self.scheduler.running[ticket.number].slot for ticket in tickets]
         try:
@@ -225,7 +225,7 @@ class Driver:
                 self.scheduler.requeue(ticket.number)
             return
         now = self.clock()
-        self._script.begin(slots)
+        self._script.begin(slots, [ticket.going_on for ticket in tickets])
         self.session.keep_graphs()
         for slot, ticket in zip(slots, tickets, strict=True):
             ticket.slot = slot
@@ -277,17 +277,13 @@ class Driver:
         """Take a request's pages; it comes back later, and says the same."""
         self.totals.preempted += 1
         ticket.times.requeued += 1
-        request, slot = ticket.request, ticket.slot
-        again = request
+        now, slot = ticket.going_on, ticket.slot
+        again = ticket.request
         if self._resumes:
             # It goes on at the block that it is in: all before that is a prompt now.
             one = batch.running[slot]
-            done = one.start - len(request.ids)
-            if done > 0:
-                ids = [*request.ids, *ticket.said[:done]]
-                new, least = request.decoding.max_new_tokens - done, max(0, request.decoding.min_tokens - done)
-                left = replace(request.decoding, max_new_tokens=new, min_tokens=least)
-                again = replace(request, ids=ids, decoding=left, steps=one.began)
+            if one.start > len(now.ids):
+                again = now.after(self._script.tokens(slot, len(now.ids), one.start), one.began)
         batch.retire([slot])
         ticket.going_on, ticket.slot = again, -1
         ticket.rows_before, ticket.rows = ticket.rows_before + ticket.rows, 0
@@ -304,7 +300,7 @@ class Driver:
         for ticket in waiting:
             one = batch.running[ticket.slot]
             if self.prefix is not None and one.prefilled == one.prompt:
-                self.prefix.add(ticket.going_on.ids, self.session.kv.owned(one.handles[0]))
+                self.prefix.add(ticket.going_on.known, self.session.kv.owned(one.handles[0]))
         return {slot: batch.running[slot].prefilled - rows for slot, rows in before.items()}
 
     # -- what the scheduler is told ------------------------------------------------------------------------------------

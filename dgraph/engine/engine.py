@@ -10,16 +10,16 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from dgraph.engine.driver import Driver, Sink, Ticket
-from dgraph.engine.events import Event, Usage
+from dgraph.engine.events import Event, Response
 from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.stats import EngineStats
 from dgraph.errors import DgraphError, EngineBusy, InputError
-from dgraph.runtime.checks import check_request
+from dgraph.runtime.checks import canvases_of, check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
 from dgraph.runtime.stops import Decoder
@@ -27,23 +27,6 @@ from dgraph.runtime.stops import Decoder
 
 class EngineClosed(DgraphError):
     """An engine that takes no requests any more."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """A finished request.
-
-    Attributes:
-        text: None without a tokenizer.
-        token_ids, step_map, confidence, finish_reason, usage: see `Event`.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    step_map: list[int]
-    confidence: list[float]
-    finish_reason: str
-    usage: Usage
 
 
 class Engine:
@@ -64,7 +47,6 @@ class Engine:
         tokenizer: as the model has it; None for no text.
         encode: ids of a text; raises `InputError` without a tokenizer.
         occupied: entered while the driver runs, so that nobody else uses the model meanwhile.
-        queue_limit: requests that may wait.
     """
 
     def __init__(
@@ -76,11 +58,9 @@ class Engine:
         model: str,
         recipe: str,
         tokenizer: Decoder | None,
-        queue_limit: int | None,
     ):
         self._driver, self._encode, self._occupied = driver, encode, occupied
         self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
-        self._queue_limit = queue_limit
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._wake = threading.Condition()
         self._inbox: list[Ticket] = []
@@ -100,6 +80,7 @@ class Engine:
         decoding: Decoding | None = None,
         *,
         sink: Sink,
+        canvas: Sequence[int | None] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         draft: bool = False,
@@ -111,6 +92,9 @@ class Engine:
         Args:
             prompt: a text, framed by the model's chat template, or ids as they are.
             decoding: how; settings: instead, its fields by keyword.
+            canvas: the beginning of the response as far as it is fixed (infilling): ids, and None where it is free, as
+                is all after it. Fixed tokens are there from the first step on and never change; a stop token among
+                them ends the response.
             request_id: unique among requests that have not ended; None to make one.
             priority: higher goes first.
             draft: whether an event tells of every step what it made of the block that is being decoded.
@@ -138,6 +122,7 @@ class Engine:
             )
         given = self._encode(prompt) if isinstance(prompt, str) else prompt
         (ids,) = check_request(self.spec, [given], replace(chosen, block_length=block), None)
+        (fixed,) = check_canvases(self.spec, [canvas], 1, chosen)
         room = self.max_tokens
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(
@@ -152,11 +137,10 @@ class Engine:
             name = self._name(number) if request_id is None else request_id
             if name in self._ids:
                 raise InputError(f"request id {name!r} is in use by a request that has not ended; choose another.")
-            ticket = self._driver.ticket(
-                name, number, Request(ids, chosen, index), self._telling(sink), draft, priority
-            )
+            request = Request.of(ids, chosen, index, fixed, self.spec)
+            ticket = self._driver.ticket(name, number, request, self._telling(sink), draft, priority)
             self._driver.fits(ticket)
-            self._check_queue(1)
+            self._driver.scheduler.check_queue(1, len(self._inbox))
             self._ids[name] = number
             self._inbox.append(ticket)
             self._wake.notify()
@@ -195,21 +179,8 @@ class Engine:
             EngineBusy: it has not as many places now; InputError: it never has.
         """
         with self._wake:
-            if self._queue_limit is not None and count > self._queue_limit:
-                raise InputError(
-                    f"{count} requests at once are more than the {self._queue_limit} that may wait here; ask for fewer."
-                )
-            self._check_queue(count)
+            self._driver.scheduler.check_queue(count, len(self._inbox))
             yield
-
-    def _check_queue(self, count: int) -> None:
-        """Raises `EngineBusy` where so many more may not wait."""
-        waiting = self._driver.scheduler.waiting + len(self._inbox)
-        if self._queue_limit is not None and waiting + count > self._queue_limit:
-            after = self._driver.scheduler.drained()
-            raise EngineBusy(
-                f"{waiting} requests wait, of {self._queue_limit} that may; try again in about {after:.1f} s.", after
-            )
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
@@ -243,19 +214,27 @@ class Engine:
         prompt: str | Sequence[int],
         decoding: Decoding | None = None,
         *,
+        canvas: Sequence[int | None] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         draft: bool = False,
         **settings: Any,
     ) -> AsyncIterator[Event]:
-        """Events of one request, as they come. Leaving the loop cancels it.
+        """Events of one request, as they come; see `submit`. Leaving the loop cancels it.
 
         Raises what `submit` does before the first event, and the request's own error in the place of the last one.
         """
         events = asyncio.Queue[Event]()
         sink = self.mailbox().to(events.put_nowait)
         name = self.submit(
-            prompt, decoding, sink=sink, request_id=request_id, priority=priority, draft=draft, **settings
+            prompt,
+            decoding,
+            sink=sink,
+            canvas=canvas,
+            request_id=request_id,
+            priority=priority,
+            draft=draft,
+            **settings,
         )
         ended = False
         try:
@@ -274,6 +253,7 @@ class Engine:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         decoding: Decoding | Sequence[Decoding] | None = None,
         *,
+        canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> list[Response]:
@@ -282,6 +262,7 @@ class Engine:
         Args:
             prompts: one text or several, or ids of each.
             decoding: how, for all or for each; settings: instead, its fields by keyword.
+            canvas: of one text, what is fixed of its response; of several prompts, of each (see `submit`).
             progress: called with (requests that ended, requests in all).
 
         Raises what `submit` does, and the first error of a request; the others are cancelled then.
@@ -290,14 +271,18 @@ class Engine:
         each = list(decoding) if isinstance(decoding, Sequence) else [decoding] * len(several)
         if len(each) != len(several):
             raise InputError(f"give one decoding, or one for each of {len(several)} prompts, got {len(each)}.")
+        canvases = canvases_of(prompts, canvas) or [None] * len(several)
+        if len(canvases) != len(several):
+            raise InputError(f"give one canvas for each of {len(several)} prompts, got {len(canvases)}.")
         arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         names: list[str] = []
         pieces: list[list[Event]] = [[] for _ in several]
         try:
-            for index, (prompt, chosen) in enumerate(zip(several, each, strict=True)):
+            for index, (prompt, chosen, fixed) in enumerate(zip(several, each, canvases, strict=True)):
+                sink = _to(arrived, index)
                 while True:
                     try:
-                        names.append(self.submit(prompt, chosen, sink=_to(arrived, index), index=index, **settings))
+                        names.append(self.submit(prompt, chosen, sink=sink, canvas=fixed, index=index, **settings))
                         break
                     except EngineBusy as busy:
                         time.sleep(min(busy.retry_after, 0.1))
@@ -460,19 +445,3 @@ def _next_end(arrived: queue.SimpleQueue[tuple[int, Event]], pieces: list[list[E
         pieces[index].append(event)
         if event.finish_reason is not None:
             return index, event
-
-
-def iterate(engine: Engine, prompt: str | Sequence[int], **options: Any) -> Iterator[Event]:
-    """Events of one request for callers without an event loop; see `Engine.stream`."""
-    arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-    name, ended = engine.submit(prompt, sink=_to(arrived, 0), **options), False
-    try:
-        while not ended:
-            _, event = arrived.get()
-            ended = event.finish_reason is not None
-            if event.error is not None:
-                raise event.error
-            yield event
-    finally:
-        if not ended:
-            engine.cancel(name)

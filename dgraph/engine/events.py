@@ -76,3 +76,20 @@ class Event:
     finish_reason: str | None = None
     served: Served | None = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished request.
+
+    Attributes:
+        text: None without a tokenizer.
+        token_ids, step_map, confidence, finish_reason, usage: see `Event`.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    step_map: list[int]
+    confidence: list[float]
+    finish_reason: str
+    usage: Usage

@@ -101,11 +101,10 @@ class Scheduler:
         return self.counters.rows / max(1, self.counters.iterations * self.budgets.rows)
 
     def submit(self, job: Job, now: float) -> None:
-        """Queue a request.
+        """Queue a request; `check_queue` says before whether there is room for it.
 
         Raises:
             InputError: one that would never fit, or whose id is in use.
-            EngineBusy: the queue is full.
         """
         self._now = max(self._now, now)
         try:
@@ -113,15 +112,27 @@ class Scheduler:
         except InputError:
             self.counters.refused += 1
             raise
-        if self.queue is not None and len(self._waiting) >= self.queue:
-            self.counters.refused += 1
-            after = self.drained()
-            raise EngineBusy(
-                f"{len(self._waiting)} requests wait, as many as the queue holds; try again in about {after:.1f} s.",
-                after,
-            )
         self.counters.submitted += 1
         self._enqueue(job)
+
+    def check_queue(self, count: int = 1, coming: int = 0) -> None:
+        """Whether so many more may wait; coming: others that are about to be queued.
+
+        Raises:
+            InputError: more than may ever wait.
+            EngineBusy: too many wait now.
+        """
+        if self.queue is None or not count:
+            return
+        if count > self.queue:
+            raise InputError(f"{count} requests at once are more than the {self.queue} that may wait; ask for fewer.")
+        waiting = len(self._waiting) + coming
+        if waiting + count > self.queue:
+            self.counters.refused += count
+            after = self.drained()
+            raise EngineBusy(
+                f"{waiting} requests wait, of {self.queue} that may; try again in about {after:.1f} s.", after
+            )
 
     def check(self, job: Job) -> None:
         """Raises `InputError` for a request that would never fit, or whose id is in use."""

@@ -125,7 +125,7 @@ class Batch:
         if self.packed is not None:
             self.packed.open(slots, [self._candidates(request) for request in requests])
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
-            prompt = len(request.ids) // self.shape.block * self.shape.block if self.causal else 0
+            prompt = len(request.known) // self.shape.block * self.shape.block if self.causal else 0
             mine = handles[place :: len(requests)]
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
@@ -328,7 +328,7 @@ class Batch:
         rows = 0 if found is None else int(found.sum())
         if not rows or rows > (self.shape.most_rows or rows):
             return None
-        left = max(one.request.decoding.max_new_tokens - int(last.total[slot]) for slot, one in self.running.items())
+        left = max(one.request.free - int(last.total[slot]) for slot, one in self.running.items())
         pace = max(1.0, float((last.total[slots] / last.counter[slots].clip(min=1)).max()))
         if not bool(last.active[slots].all()) or left <= FEW_STEPS * pace:
             return None
@@ -381,7 +381,8 @@ class Batch:
         count = len(requests) or shape.slots
         canvas = torch.full((count, shape.columns), spec.mask_id)
         for row, request in zip(canvas, requests, strict=False):
-            row[: len(request.ids)] = torch.tensor(request.ids)
+            fixed = [spec.mask_id if token is None else token for token in request.canvas]
+            row[: len(request.ids) + len(fixed)] = torch.tensor([*request.ids, *fixed])
         numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
         index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
         settings: dict[str, Any] = {

@@ -58,22 +58,27 @@ class BlockCausalState(DecodeState):
         kv: KVPlan | None = None,
         most_rows: int | None = None,
     ) -> BlockCausalState:
-        """Before the first step: full prompt blocks are prefilled, the rest of the prompt begins the first
-        block.
+        """Before the first step: blocks without a mask at the beginning are prefilled, and the first block may begin
+        with the rest of the prompt.
 
         prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
-        canvas i64[b, T]: prompts, then mask tokens, at least to the end of the longest sequence's last block.
-        sequences: only the first so many take part, default all; the others have no rows.
+        canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's last
+        block. sequences: only the first so many take part, default all; the others have no rows.
         """
         b, device = len(canvas), canvas.device
-        start = prompt_end // block * block
+        end = prompt_end + max_new_tokens
+        given = cls.given_of(canvas, prompt_end, end, mask_id)
+        positions = torch.arange(canvas.shape[1], device=device)
+        first_mask = torch.where(given, end[:, None], positions).amin(dim=1)
+        start = torch.minimum(first_mask, end - 1) // block * block
         columns = start[:, None] + torch.arange(-block, block, device=device)
         pending = torch.zeros(b, 2 * block, dtype=torch.bool, device=device)
         pending[:, block:] = True
-        masked = columns[:, block:] >= prompt_end[:, None]
+        tokens, masked = canvas.gather(1, columns.clamp(min=0)), ~given.gather(1, columns[:, block:])
         return cls(
-            **cls.counters(start, sequences, block, most_rows),
-            tokens=canvas.gather(1, columns.clamp(min=0)),
+            **cls.counters(start, tokens[:, block:], masked, first_mask < end, sequences, most_rows),
+            given=given,
+            tokens=tokens,
             pending=pending,
             masked=masked,
             changed=None if plan is None else torch.zeros_like(masked),
@@ -82,7 +87,7 @@ class BlockCausalState(DecodeState):
             canvas=canvas,
             prompt=prompt,
             prompt_end=prompt_end,
-            end=prompt_end + max_new_tokens,
+            end=end,
             stop_ids=stop_ids,
             mask_id=mask_id,
         )
@@ -166,6 +171,9 @@ class BlockCausalState(DecodeState):
             changed=changed,
         )
 
+    def _undecided(self) -> Tensor:
+        return ~self.given
+
     def _own_rows(self) -> Tensor:
         return self.live()[:, : self.block].sum(dim=1)
 
@@ -185,13 +193,15 @@ class BlockCausalState(DecodeState):
         block = self.block
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
-        moved = self._finish(policy, settled)
+        moved, _ = self._finish(policy, settled)
         shift = moved[:, None]
-        committing = torch.ones_like(pending) if recommit else pending
+        # The keys of a block that began without a mask are final with its first step.
+        final = (self.forwards == 1) & ~masked.any(dim=1)
+        committing = (torch.ones_like(pending) if recommit else pending) & ~final[:, None]
         previous = torch.where(shift, committing, False)  # else cleared: this step has committed it
         self.pending = torch.cat([previous, pending | shift], dim=1)
-        current = self.tokens[:, block:]
-        shifted = torch.cat([current, torch.full_like(current, self.mask_id)], dim=1)
+        coming = self.columns + block
+        shifted = torch.cat([self.tokens[:, block:], self._at(coming, self.canvas)], dim=1)
         self.tokens = torch.where(shift, shifted, self.tokens)
-        self.masked = self.masked | shift
-        self._next_block(moved)
+        self.masked = torch.where(shift, ~self._at(coming, self.given), self.masked)
+        self._next_block(moved, self.start + block)

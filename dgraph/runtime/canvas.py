@@ -66,17 +66,24 @@ class CanvasState(DecodeState):
     ) -> CanvasState:
         """Before the first step, which is a full one.
 
-        prompt i64[b]: indices among all prompts. canvas i64[b, T]: prompts, then mask tokens, at least one block more
-        than the longest sequence needs. max_new_tokens, for all or i64[b]. sequences: only the first so many take part,
-        default all.
+        prompt i64[b]: indices among all prompts. canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least
+        one block more than the longest sequence needs. max_new_tokens, for all or i64[b]. sequences: only the first so
+        many take part, default all.
         """
         positions = torch.arange(canvas.shape[1], device=canvas.device)
         end = prompt_end + max_new_tokens
+        given = cls.given_of(canvas, prompt_end, end, mask_id)
         inside = positions < end[:, None]
+        masked = inside & ~given
+        first_mask = torch.where(masked, positions, end[:, None]).amin(dim=1)
+        start = prompt_end + (first_mask - prompt_end) // block * block
+        columns = start[:, None] + torch.arange(block, device=canvas.device)
+        first_block = cls._at(columns, canvas), cls._at(columns, masked)
         first = torch.ones_like(prompt_end, dtype=torch.bool)
         state = cls(
-            **cls.counters(prompt_end.clone(), sequences, block, most_rows),
-            masked=inside & (positions >= prompt_end[:, None]),
+            **cls.counters(start, *first_block, first_mask < end, sequences, most_rows),
+            given=given,
+            masked=masked,
             pending=inside,
             full=first,
             whole=first.clone(),
@@ -206,9 +213,12 @@ class CanvasState(DecodeState):
         overruled = per_sequence("overrules", policy, self.kind)
         if self.plan.first == "policy" or overruled is True:
             return chosen
-        first = torch.arange(self.size, device=chosen.device) == 0
+        first = candidates.masked & (candidates.masked.cumsum(dim=1) == 1)
         opened = torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
         return choose(overruled, chosen, opened)
+
+    def _undecided(self) -> Tensor:
+        return self.masked
 
     def _own_rows(self) -> Tensor:
         live = self.live()
@@ -233,8 +243,9 @@ class CanvasState(DecodeState):
         waiting = before & (positions < (self.start + self.size)[:, None])
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
-        moved = self._finish(policy, settled)
-        self._next_block(moved)
+        moved, following = self._finish(policy, settled)
+        # Blocks that have no mask are passed over.
+        self._next_block(moved, self.prompt_end + (following - self.prompt_end) // self.size * self.size)
         region, schedule = self.plan.region, self.plan.schedule
         more = {"coming": self._coming(policy)} if region.foresees else {}
         view = self.view(**more)

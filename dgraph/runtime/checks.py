@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dgraph.errors import InputError, LoweringError, UnknownName, warn
 from dgraph.lowering.program import Program
@@ -16,6 +17,7 @@ from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.offers import OFFERS, declared
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees, statistics_of
+from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
 
@@ -171,28 +173,66 @@ def check_request(
     ]
 
 
+def canvases_of(
+    prompts: object, canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None
+) -> Sequence[Any] | None:
+    """One canvas for each prompt; of one text it is given as it is. None: nothing is fixed."""
+    return [canvas] if isinstance(prompts, str) else canvas
+
+
+def check_canvases(
+    spec: ModelSpec, canvases: Sequence[Sequence[int | None] | None] | None, prompts: int, decoding: Decoding
+) -> list[Canvas]:
+    """What is fixed of the responses to so many prompts, or an `InputError`; None for nothing."""
+    if canvases is None:
+        return [()] * prompts
+    if len(canvases) != prompts:
+        raise InputError(
+            f"give one canvas for each of {prompts} prompts, None for one of which nothing is fixed; got "
+            f"{len(canvases)}."
+        )
+    return [_check_canvas(spec, index, canvas, decoding) for index, canvas in enumerate(canvases)]
+
+
+def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | None, decoding: Decoding) -> Canvas:
+    if canvas is None:
+        return ()
+    what = f"canvas {index}"
+    if isinstance(canvas, str) or not isinstance(canvas, Sequence):
+        raise InputError(f"{what} is {canvas!r}, expected a list with an id or None for each position.")
+    if len(canvas) > decoding.max_new_tokens:
+        raise InputError(
+            f"{what} has {len(canvas)} positions, more than max_new_tokens={decoding.max_new_tokens}; shorten it, or "
+            f"ask for more tokens."
+        )
+    return tuple(None if each is None else _check_token(spec, what, at, each) for at, each in enumerate(canvas))
+
+
+def _check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
+    """An id of the vocabulary other than the mask."""
+    try:
+        value = operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"{what}: token {place} is {token!r}, expected an integer id.") from None
+    if not 0 <= value < spec.vocab:
+        raise InputError(
+            f"{what}: token {place} is {value}, outside the vocabulary of {spec.vocab} ids; "
+            f"was it encoded with the tokenizer of {spec.family}?"
+        )
+    if value == spec.mask_id:
+        free = "write None where it is free" if what.startswith("canvas") else "remove it from the prompt"
+        raise InputError(
+            f"{what}: token {place} is the mask token (id {value}), which stands for what is to be decoded; {free}."
+        )
+    return value
+
+
 def _check_prompt(
     spec: ModelSpec, index: int, prompt: Sequence[int], max_new_tokens: int, block_length: int
 ) -> list[int]:
     if len(prompt) == 0:
         raise InputError(f"prompt {index} is empty; give at least one token.")
-    ids = []
-    for place, token in enumerate(prompt):
-        try:
-            value = operator.index(token)
-        except TypeError:
-            raise InputError(f"prompt {index}: token {place} is {token!r}, expected an integer id.") from None
-        if not 0 <= value < spec.vocab:
-            raise InputError(
-                f"prompt {index}: token {place} is {value}, outside the vocabulary of {spec.vocab} ids; "
-                f"was it encoded with the tokenizer of {spec.family}?"
-            )
-        if value == spec.mask_id:
-            raise InputError(
-                f"prompt {index}: token {place} is the mask token (id {value}), which stands for what is to "
-                f"be decoded; remove it from the prompt."
-            )
-        ids.append(value)
+    ids = [_check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]
     step = block_length if spec.attention == "block_causal" else 1
     needed = -(-(len(ids) + max_new_tokens) // step) * step
     if needed > spec.max_positions:

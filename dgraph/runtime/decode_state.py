@@ -69,9 +69,10 @@ class DecodeState(ABC):
     mask; shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
     where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
     shown_start i64[b]: where that block begins; carried: by name, what the policy keeps from step to step (see
-    `carry`); canvas i64[b, T]: prompts and what is decoded so far, mask tokens elsewhere.
+    `carry`); canvas i64[b, T]: prompts, fixed tokens and what is decoded so far, mask tokens elsewhere.
 
-    What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; prompt_end
+    What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
+    bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
     i64[b]; end i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
     temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
     name [b]: which policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted,
@@ -99,6 +100,7 @@ class DecodeState(ABC):
     carried: dict[str, Tensor]
     canvas: Tensor
     prompt: Tensor
+    given: Tensor
     prompt_end: Tensor
     end: Tensor
     keys: Tensor
@@ -112,10 +114,23 @@ class DecodeState(ABC):
     most_rows: int
 
     @staticmethod
-    def counters(start: Tensor, sequences: int | None, block: int, most_rows: int | None) -> dict[str, Any]:
-        """The fields that begin alike in every state. Only the first `sequences` take part, default all."""
+    def given_of(canvas: Tensor, prompt_end: Tensor, end: Tensor, mask_id: int) -> Tensor:
+        """bool[b, T]: of canvases before their first step, see the attribute `given`."""
+        positions = torch.arange(canvas.shape[1], device=canvas.device)
+        fixed = (canvas != mask_id) & (positions < end[:, None])
+        return fixed | (positions < prompt_end[:, None])
+
+    @staticmethod
+    def counters(
+        start: Tensor, block: Tensor, masked: Tensor, going: Tensor, sequences: int | None, most_rows: int | None
+    ) -> dict[str, Any]:
+        """The fields that begin alike in every state.
+
+        start i64[b]: where the first block begins that has a mask; block i64[b, B]: its tokens; masked bool[b, B]: its
+        masks; going bool[b]: whether there is anything to decode. Only the first `sequences` take part, default all.
+        """
         b, device = len(start), start.device
-        active = torch.arange(b, device=device) < (b if sequences is None else sequences)
+        active = going & (torch.arange(b, device=device) < (b if sequences is None else sequences))
         counts = ("decoded", "steps", "counter", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
         return {
             "start": start,
@@ -123,9 +138,9 @@ class DecodeState(ABC):
             "active": active,
             "broken": torch.zeros_like(active),
             "granted": active.clone(),
-            "shown": torch.full((b, block), -1, device=device),
-            "shown_confidence": torch.ones(b, block, device=device),
-            "shown_kept": torch.ones((b, block), dtype=torch.bool, device=device),
+            "shown": torch.where(masked, -1, block),
+            "shown_confidence": (~masked).float(),
+            "shown_kept": torch.ones_like(masked),
             "shown_start": start.clone(),
             "carried": {},
             "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
@@ -206,10 +221,17 @@ class DecodeState(ABC):
 
     @property
     def average(self) -> Tensor:
-        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded)."""
+        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded).
+
+        inf before the first step of a block with a given token after a mask, which thus evicts nothing: the rows of
+        such tokens stay, and see all before them, so the keys of all of these must have been written.
+        """
         # In float64, which compiled code divides in as the op does. It rounds to the same number: both are small ints.
         mean = self.decoded.double() / self.steps.clamp(min=1)
-        return torch.where(self.steps > 0, mean.float(), 1.0)
+        masked = self.block_masked
+        scattered = (~masked & (masked.cumsum(dim=1) > 0)).any(dim=1)
+        first = torch.where(scattered & (self.forwards == 0), math.inf, 1.0)
+        return torch.where(self.steps > 0, mean.float(), first)
 
     @property
     def window(self) -> Tensor | None:
@@ -258,10 +280,10 @@ class DecodeState(ABC):
 
     @property
     def editable(self) -> Tensor:
-        """bool[b, B]: decoded positions of the current block that are not part of the prompt. A last block that reaches
-        beyond the response is decoded, and so edited, as a whole.
+        """bool[b, B]: decoded positions of the current block, given ones aside. A last block that reaches beyond the
+        response is decoded, and so edited, as a whole.
         """
-        return ~self.block_masked & (self.columns >= self.prompt_end[:, None])
+        return ~self.block_masked & ~self._at(self.columns, self.given)
 
     def clone(self) -> Self:
         """A copy that shares no tensor."""
@@ -397,8 +419,19 @@ class DecodeState(ABC):
         inside = (column >= 0) & (column < self.block)
         return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.block - 1)), others)
 
-    def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
-        """End sequences that are done; bool[b]: those of the others whose block is done."""
+    @staticmethod
+    def _at(columns: Tensor, values: Tensor) -> Tensor:
+        """[b, n]: values [b, T] at positions i64[b, n]; of one that is beyond the canvas, anything."""
+        return values.gather(1, columns.clamp(max=values.shape[1] - 1))
+
+    @abstractmethod
+    def _undecided(self) -> Tensor:
+        """bool[b, T]: of the positions after the current block, those that are to be decoded."""
+
+    def _finish(self, policy: Policy, settled: Tensor | None) -> tuple[Tensor, Tensor]:
+        """End sequences that are done; bool[b]: those of the others whose block is done; i64[b]: the first position
+        after it that is to be decoded.
+        """
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
         # A stop token of the prompt is none.
@@ -413,12 +446,15 @@ class DecodeState(ABC):
         if settled is not None:
             edited = per_sequence("edits", policy, self.kind)
             stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
-        self.active = self.active & ~(stopped | (complete & (self.start + block >= self.end)))
-        return complete & self.active
+        positions = torch.arange(self.canvas.shape[1], device=masked.device)
+        later = self._undecided() & (positions >= (self.start + block)[:, None])
+        following = torch.where(later, positions, len(positions)).amin(dim=1)
+        self.active = self.active & ~(stopped | (complete & (following >= self.end)))
+        return complete & self.active, following
 
-    def _next_block(self, moved: Tensor) -> None:
-        """Move sequences bool[b] on by one block."""
-        self.start = torch.where(moved, self.start + self.block, self.start)
+    def _next_block(self, moved: Tensor, start: Tensor) -> None:
+        """Move sequences bool[b] on to the blocks that begin at start i64[b]."""
+        self.start = torch.where(moved, start, self.start)
         for name in ("decoded", "steps", "forwards", "passes"):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))
 

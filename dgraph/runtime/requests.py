@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 
@@ -13,6 +14,10 @@ from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, edits, row_of, settings_spec
 from dgraph.runtime.seeds import sequence_keys
+from dgraph.spec import ModelSpec
+
+Canvas = tuple[int | None, ...]
+"""The beginning of a response: ids where it is fixed, None where it is free."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,8 @@ class Request:
     """A prompt and how it is continued.
 
     index: of the prompt among all of a call; draws and scripts depend on it. shared: pages of KV that its prompt begins
-    with, which are there already. steps: that it has had before, where it goes on after it has given way.
+    with, which are there already. steps: that it has had before, where it goes on after it has given way. canvas: its
+    response where that is given, None where it is to be decoded, as is all after it.
     """
 
     ids: Sequence[int]
@@ -28,6 +34,34 @@ class Request:
     index: int = 0
     shared: tuple[int, ...] = ()
     steps: int = 0
+    canvas: Canvas = ()
+
+    @classmethod
+    def of(cls, ids: Sequence[int], decoding: Decoding, index: int, canvas: Canvas, spec: ModelSpec) -> Request:
+        """A request whose canvas may have a stop token: it ends the response, and the canvas with it."""
+        first = sys.maxsize if decoding.ignore_eos else decoding.min_tokens
+        end = next((at + 1 for at, token in enumerate(canvas) if at >= first and token in spec.eos_ids), None)
+        if end is not None:
+            decoding, canvas = replace(decoding, max_new_tokens=end), canvas[:end]
+        return cls(ids, decoding, index, canvas=canvas)
+
+    def after(self, tokens: Sequence[int], steps: int) -> Request:
+        """What is left of it once its response begins with these tokens, which are prompt now, after so many steps."""
+        done = len(tokens)
+        new, least = self.decoding.max_new_tokens - done, max(0, self.decoding.min_tokens - done)
+        decoding = replace(self.decoding, max_new_tokens=new, min_tokens=least)
+        return replace(self, ids=[*self.ids, *tokens], decoding=decoding, steps=steps, canvas=self.canvas[done:])
+
+    @property
+    def known(self) -> list[int]:
+        """Its prompt and the tokens that are fixed right after it; less than all of its positions."""
+        fixed = takewhile(lambda token: token is not None, self.canvas)
+        return [*self.ids, *(token for token in fixed if token is not None)][: self.end - 1]
+
+    @property
+    def free(self) -> int:
+        """Tokens of its response that are to be decoded, at most."""
+        return self.decoding.max_new_tokens - sum(token is not None for token in self.canvas)
 
     @property
     def end(self) -> int:
@@ -43,8 +77,9 @@ class Request:
 @dataclass
 class Running:
     """A request in its slot. handles: its pages, and those of its twin without the prompt under guidance. prompt:
-    positions of the prompt that are prefilled, a multiple of the block; prefilled: how many of them are. steps: that
-    were launched for it; start: where its block began when it was last heard of, and `began`: steps it had had then.
+    positions that are prefilled before its first step, a multiple of the block; prefilled: how many of them are. steps:
+    that were launched for it; start: where its block began when it was last heard of, and `began`: steps it had had
+    then.
     """
 
     request: Request
@@ -84,9 +119,11 @@ def positions(request: Request, block: int) -> int:
 
 
 def first_positions(request: Request, block: int, by_block: bool) -> int:
-    """Positions of KV that a request takes when it is admitted; by_block: its prompt's and two more blocks of them."""
+    """Positions of KV that a request takes when it is admitted; by_block: those of what is known of it and two more
+    blocks of them.
+    """
     whole = positions(request, block)
-    return min(whole, (len(request.ids) // block + 2) * block) if by_block else whole
+    return min(whole, (len(request.known) // block + 2) * block) if by_block else whole
 
 
 def settled_end(request: Request, start: int) -> int:

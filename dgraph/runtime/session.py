@@ -18,7 +18,7 @@ from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.batch import Batch
-from dgraph.runtime.checks import check_request, check_rule, check_session
+from dgraph.runtime.checks import check_canvases, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.decoding import Decoding
@@ -166,6 +166,7 @@ class BlockSession:
         prompts: Sequence[Sequence[int]],
         decoding: Decoding | None = None,
         *,
+        canvases: Sequence[Sequence[int | None] | None] | None = None,
         observer: Callable[[StepRecord], None] | None = None,
         keep_kv: bool = False,
         progress: Callable[[Progress], None] | None = None,
@@ -181,7 +182,8 @@ class BlockSession:
         > 0) depend on the seed, the prompt's index, the position and the step. `observer` gets every step at
         the price of copies to the host.
 
-        decoding: how; settings: instead, fields of a `Decoding` by keyword. Texts in its stop are the caller's to cut;
+        decoding: how; settings: instead, fields of a `Decoding` by keyword. canvases: of each response what is fixed of
+        it, None where it is free, as is all after it. Texts in its stop are the caller's to cut;
         stopped says of the tokens of a response that are final whether there is one in them, and it ends there.
 
         Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist.
@@ -195,7 +197,8 @@ class BlockSession:
             raise InputError(
                 f"keep_kv returns keys by position, but {self.plan} hides rows, whose keys do not exist; leave it out."
             )
-        requests = [Request(prompt, chosen, index) for index, prompt in enumerate(ids)]
+        given = check_canvases(self.spec, canvases, len(ids), chosen)
+        requests = [Request.of(ids[n], chosen, n, given[n], self.spec) for n in range(len(ids))]
         fixed = self.pool is not None and observer is None
         block = chosen.block_length or self.spec.block_length
         longest = max(map(len, ids)) + chosen.max_new_tokens
@@ -207,8 +210,9 @@ class BlockSession:
             while waiting or batch.running:
                 slots = batch.free[: len(waiting)]
                 if slots:
-                    batch.admit(slots, [waiting.popleft() for _ in slots])
-                    script.begin(slots)
+                    admitted = [waiting.popleft() for _ in slots]
+                    batch.admit(slots, admitted)
+                    script.begin(slots, admitted)
                     self.keep_graphs()
                 while batch.prefilling:
                     batch.prefill(PREFILL_ROWS)
@@ -324,20 +328,6 @@ class BlockSession:
         known = "token" in result.outputs and ("script" not in step.inputs or slots.rule.script is not None)
         if self._transitions.compiles and known:
             slots.advance.compile(result.outputs)
-
-    def reserve(self, sequences: int, tokens: int) -> None:
-        """Make KV pages now for so many sequences of so many positions, prompt and response together.
-
-        Caches grow where more are needed, which replaces them: CUDA graphs that read the old ones are captured again.
-
-        Raises `InputError` for a size out of range.
-        """
-        if sequences < 1 or not 1 <= tokens <= self.spec.max_positions:
-            raise InputError(
-                f"KV pages are made for at least 1 sequence of 1 to {self.spec.max_positions} tokens, got {sequences} "
-                f"of {tokens}."
-            )
-        self.kv.reserve(sequences * self.kv.pages_for(tokens))
 
     def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
         """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,

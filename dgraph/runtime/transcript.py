@@ -7,10 +7,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from dgraph.runtime.report import Report
+from dgraph.runtime.requests import Request
 
 
 class Transcripts:
-    """Tokens of every slot by position, the step that committed each and how probable it was, from a batch's reports.
+    """Tokens of every slot by position, the step that committed each and how probable it was: what is fixed of their
+    responses, and what a batch's reports say.
 
     Args:
         slots, columns: of the batch.
@@ -23,9 +25,13 @@ class Transcripts:
         self._confidence = np.zeros((slots, columns), dtype=np.float32)
         self._columns = np.arange(block)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """Forget what these slots held."""
+    def begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Forget what these slots held; of their responses only what is fixed is known, of step 0 and for certain."""
         self._tokens[list(slots)] = -1
+        for slot, request in zip(slots, requests, strict=True):
+            at = slice(len(request.ids), len(request.ids) + len(request.canvas))
+            self._tokens[slot, at] = [-1 if token is None else token for token in request.canvas]
+            self._steps[slot, at], self._confidence[slot, at] = 0, 1
 
     def write(self, report: Report, slots: Sequence[int]) -> None:
         """Take over what a report shows of these slots."""
@@ -41,7 +47,7 @@ class Transcripts:
         return found
 
     def steps(self, slot: int, begin: int, end: int) -> list[int]:
-        """In which of the slot's steps each of these positions was committed, from 1."""
+        """In which of the slot's steps each of these positions was committed, from 1; 0 where it was fixed."""
         found: list[int] = self._steps[slot, begin:end].tolist()
         return found
 

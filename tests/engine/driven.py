@@ -6,10 +6,12 @@ Time is the number of turns: a clock of its own, so that equal schedules are ser
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
 from dgraph.engine.build import EngineSettings, build_driver
 from dgraph.engine.driver import Driver
@@ -18,7 +20,8 @@ from dgraph.engine.policies import LookAhead
 from dgraph.engine.profile import Profile
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.requests import Request
+from dgraph.runtime.requests import Canvas, Request
+from dgraph.spec import ModelSpec
 
 PIECES = [
     *(chr(ord("a") + n).encode() for n in range(16)),
@@ -47,11 +50,15 @@ class Asked:
     priority: int = 0
     cancel: int | None = None
     draft: bool = False
+    canvas: Canvas = ()
 
     @property
     def alone(self) -> Asked:
         """The same request with nobody else."""
-        return Asked(self.ids, self.decoding, self.index)
+        return Asked(self.ids, self.decoding, self.index, canvas=self.canvas)
+
+    def request(self, spec: ModelSpec) -> Request:
+        return Request.of(list(self.ids), self.decoding, self.index, self.canvas, spec)
 
 
 @dataclass
@@ -111,8 +118,13 @@ class Told:
                 for token, sure in zip(event.draft.token_ids, event.draft.confidence, strict=True):
                     assert (sure > 0) == (token >= 0)
         assert said <= asked.decoding.max_new_tokens
-        assert all(step >= 1 for step in self.step_map)
         assert all(0 < each <= 1 for each in self.confidence)
+        fixed = dict(enumerate(asked.canvas))
+        for place, (token, step) in enumerate(zip(self.token_ids, self.step_map, strict=True)):
+            given = fixed.get(place)
+            assert given in (None, token)
+            assert (step == 0) == (given is not None)
+            assert given is None or self.confidence[place] == 1.0
         self.check_drafts(asked)
         assert (self.finish == "error") == (self.events[-1].error is not None)
 
@@ -174,8 +186,7 @@ class Turns:
                 number, one = next((n, a) for n, a in left if a.turn <= self.now)
                 left.remove((number, one))
                 driver.check(one.decoding)
-                request = Request(list(one.ids), one.decoding, one.index)
-                sink = self.told[number].events.append
+                request, sink = one.request(driver.session.spec), self.told[number].events.append
                 ticket = driver.ticket(f"r{number}", number, request, sink, one.draft, one.priority)
                 driver.fits(ticket)
                 driver.take(ticket)
@@ -234,8 +245,20 @@ _ALONE: dict[Any, Told] = {}
 def alone(key: Any, session: BlockSession, asked: Asked, **more: Any) -> Told:
     """What a request gets in an engine of one slot, where nothing else is; remembered under a key and the request."""
     one = asked.alone
-    at = key, one.ids, one.decoding, one.index
+    at = key, one
     if at not in _ALONE:
         settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life", **more}
         _ALONE[at] = Turns(session, [one], **settings).run()[0]
     return _ALONE[at]
+
+
+def filled(draw: DrawFn, asked: Asked, block: int, vocab: int) -> Asked:
+    """The same request with nothing fixed, some positions, or whole blocks of its response."""
+    kind, size = draw(st.sampled_from(["none", "some", "blocks"])), draw(st.integers(0, asked.decoding.max_new_tokens))
+    if kind == "none":
+        return asked
+    flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    if kind == "blocks":
+        flags = [flags[(len(asked.ids) + at) % len(flags) // block] for at in range(size)]
+    tokens = draw(st.lists(st.integers(0, vocab - 1), min_size=size, max_size=size))
+    return replace(asked, canvas=tuple(t if f else None for t, f in zip(tokens, flags, strict=True)))

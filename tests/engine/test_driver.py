@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.sampling import RowContext, Sampler
 from dgraph.runtime.stats import StepRecord
 from dgraph.runtime.stops import trim
-from tests.engine.driven import Asked, Letters, Turns, alone
+from tests.engine.driven import Asked, Letters, Turns, alone, filled
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 
 BLOCK = 4
@@ -82,7 +83,7 @@ def schedules(draw: st.DrawFn, kind: str) -> list[Asked]:
         cancel=st.none() | st.none() | st.integers(0, 12),
         draft=st.booleans(),
     )
-    return draw(st.lists(one, min_size=1, max_size=7))
+    return [filled(draw, each, BLOCK, MASK) for each in draw(st.lists(one, min_size=1, max_size=7))]
 
 
 def engines() -> st.SearchStrategy[dict[str, Any]]:
@@ -177,6 +178,66 @@ def test_nothing_ends_a_response_that_is_too_short(
     assert told.finish == ("length" if len(wanted) == new else "stop")
     if not text:
         assert made("step").generate([prompt], decoding).token_ids[0] == wanted
+
+
+# -- fixed tokens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["joint_threshold", "hierarchical_remask", "llada2.1"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: st.DataObject) -> None:
+    decoding = Decoding(max_new_tokens=11, policy=rule, ignore_eos=data.draw(st.booleans()))
+    one = st.builds(Asked, ids=st.sampled_from(PROMPTS), decoding=st.just(decoding), turn=st.integers(0, 3))
+    asked = [filled(data.draw, each, BLOCK, MASK) for each in data.draw(st.lists(one, min_size=1, max_size=4))]
+    served("step", asked, data.draw(engines()))
+
+
+@pytest.mark.parametrize(("kind", "cache"), [("step", "off"), ("step", "dc"), ("evict", "dc+"), ("evict", "off")])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    prompt=st.sampled_from(PROMPTS),
+    decoding=st.builds(lambda rule: Decoding(max_new_tokens=17, ignore_eos=True, **rule), st.sampled_from(RULES)),
+    fixed=st.lists(st.integers(0, MASK - 1), min_size=2 * BLOCK, max_size=2 * BLOCK),
+    begin=st.integers(0, 6),
+)
+def test_what_comes_after_fixed_tokens_is_as_after_a_prompt(
+    kind: str, cache: str, prompt: tuple[int, ...], decoding: Decoding, fixed: list[int], begin: int
+) -> None:
+    """The keys of what was passed over have been written: blocks that follow it decode as if all before were prompt."""
+    canvas = [*[None] * begin, *fixed]
+    (found,) = made(kind, block_cache=cache).generate([prompt], decoding, canvases=[canvas]).token_ids
+    assert found[begin : begin + len(fixed)] == fixed
+    assume(MASK not in found)  # which the fake model may answer
+    end = (len(prompt) + begin + len(fixed)) // BLOCK * BLOCK - len(prompt)
+    rest = replace(decoding, max_new_tokens=len(found) - end)
+    assert made(kind, block_cache=cache).generate(
+        [[*prompt, *found[:end]]], rest, canvases=[canvas[end:]]
+    ).token_ids == [found[end:]]
+
+
+@pytest.mark.parametrize("place", [3, 5, 6])
+def test_rows_that_are_evicted_before_a_fixed_token_have_keys(place: int) -> None:
+    """A fixed token is never evicted and sees all that is before it; what lay in the pages before is none of it."""
+    found = []
+    for before in (0, 7):
+        session = make_session(8, "evict", block_cache="dc+")
+        session.kv.reserve(4)
+        for cache in session.kv.tensors().values():
+            cache.fill_(before)
+        canvas = [*[None] * place, 5]
+        found.append(session.generate([[1]], max_new_tokens=16, ignore_eos=True, canvases=[canvas]).token_ids)
+    assert found[0] == found[1]
+
+
+def test_a_response_without_a_free_position_takes_no_step() -> None:
+    decoding, prompt = Decoding(max_new_tokens=6), [1, 2]
+    for canvas, wanted in (([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10]), ([5, STOP, 7, None], [5])):
+        found = made("step").generate([prompt], decoding, canvases=[canvas])
+        assert (found.token_ids, found.stats.steps) == ([wanted], 0)
+        (told,) = Turns(made("step"), [Asked((1, 2), decoding, canvas=tuple(canvas))], max_sequences=1).run()
+        assert (told.token_ids, told.finish) == (wanted, "stop" if STOP in canvas else "length")
+        assert told.step_map == [0] * len(wanted)
 
 
 # -- requests that fail -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from dgraph.engine.build import EngineSettings, build_engine
-from dgraph.engine.engine import Engine, EngineClosed, iterate
+from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.events import Event
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
@@ -318,10 +318,8 @@ def test_leaving_a_stream_cancels_it(served: Served) -> None:
                 break
 
     asyncio.run(leave())
-    for _ in iterate(served.engine, [1, 2], max_new_tokens=60, threshold=1.0, ignore_eos=True):
-        break
     served.engine.close(drain=True)
-    assert served.engine.stats.finished == {"cancelled": 2}
+    assert served.engine.stats.finished == {"cancelled": 1}
 
 
 def test_a_stream_raises_the_error_of_its_request() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dgraph.api import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import TinyModel, models, prompts
-from tests.engine.driven import Asked, Turns, alone
+from tests.engine.driven import Asked, Turns, alone, filled
 
 Named = tuple[str, dict[str, Any]]
 BOTH: list[Named] = [("focus", {}), ("dyllm", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})]
@@ -92,7 +92,8 @@ def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]
         cancel=st.none() | st.none() | st.integers(0, 9),
         draft=st.booleans(),
     )
-    return draw(st.lists(one, min_size=3, max_size=5))
+    vocab = min(tiny.model.spec.vocab, tiny.model.spec.mask_id)
+    return [filled(draw, each, block, vocab) for each in draw(st.lists(one, min_size=3, max_size=5))]
 
 
 @st.composite

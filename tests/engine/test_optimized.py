@@ -48,6 +48,50 @@ def test_an_engine_says_what_generate_says(made: Optimized, settings: dict[str, 
     assert stats.pages == stats.free_pages
 
 
+def test_fixed_tokens_come_back_in_their_places(made: Optimized) -> None:
+    decoding = Decoding(max_new_tokens=24, threshold=0.8, min_tokens=24)
+    fixed = dict(zip((0, 1, 9, 17, 20), made.generate(PROMPTS[0], decoding).token_ids[0], strict=False))
+    canvas = [fixed.get(place) for place in range(22)]
+    wanted = made.generate(PROMPTS[0], decoding, canvas=canvas)
+    assert {place: wanted.token_ids[0][place] for place in fixed} == fixed
+    both = made.generate(PROMPTS[:2], decoding, canvas=[canvas, None]).token_ids
+    assert both == [wanted.token_ids[0], made.generate(PROMPTS[1], decoding).token_ids[0]]
+
+    async def streamed() -> list[int]:
+        events = engine.stream(PROMPTS[0], decoding, canvas=canvas)
+        return [token async for event in events for token in event.token_ids]
+
+    with made.engine(max_sequences=2, max_tokens=160) as engine:
+        assert [one.token_ids for one in engine.generate(PROMPTS[:2], decoding, canvas=[canvas, None])] == both
+        (one,) = engine.generate(PROMPTS[0], decoding, canvas=canvas)
+        assert (one.text, [one.step_map[place] for place in fixed]) == (wanted.texts[0], [0] * len(fixed))
+        assert asyncio.run(streamed()) == both[0]
+
+
+@pytest.mark.parametrize(
+    ("canvas", "message"),
+    [
+        ([None] * 9, "canvas 0 has 9 positions, more than max_new_tokens=8; shorten it"),
+        ([None, "a"], "canvas 0: token 1 is 'a', expected an integer id"),
+        ([1 << 20], "canvas 0: token 0 is 1048576, outside the vocabulary of"),
+        ("ab", "canvas 0 is 'ab', expected a list with an id or None for each position"),
+        (3, "canvas 0 is 3, expected a list with an id or None for each position"),
+    ],
+)
+def test_a_canvas_that_cannot_be_used_is_refused(made: Optimized, canvas: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        made.generate(PROMPTS[0], max_new_tokens=8, canvas=canvas)
+    with pytest.raises(InputError, match=r"canvas 0: token 0 is the mask token .* write None where it is free"):
+        made.generate(PROMPTS[0], canvas=[made.spec.mask_id])
+    with pytest.raises(InputError, match="one canvas for each of 3 prompts"):
+        made.generate(PROMPTS, canvas=[canvas])
+    with made.engine(max_sequences=2, max_tokens=160) as engine:
+        with pytest.raises(InputError, match=message):
+            engine.submit(PROMPTS[0], sink=lambda event: None, max_new_tokens=8, canvas=canvas)
+        with pytest.raises(InputError, match="one canvas for each of 3 prompts"):
+            engine.generate(PROMPTS, canvas=[canvas])
+
+
 def test_each_request_has_settings_of_its_own(made: Optimized) -> None:
     decodings = [
         Decoding(max_new_tokens=20, steps=4, temperature=1.0),

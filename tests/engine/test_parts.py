@@ -181,7 +181,7 @@ def report(**numbers: Any) -> Report:
 
 def test_a_transcript_knows_when_each_token_came() -> None:
     script = Transcripts(2, 12, 4)
-    script.begin([0, 1])
+    script.begin([0, 1], [Request([1], Decoding())] * 2)
     sure = [[0.0, 0.25, 0.0, 0.1], [1.0] * 4]
     first = report(counter=[1, 1], shown_start=[0, 4], shown=[[-1, 5, -1, 6], [7, 7, 7, 7]], confidence=sure)
     script.write(first, [0, 1])
@@ -193,7 +193,7 @@ def test_a_transcript_knows_when_each_token_came() -> None:
     script.write(report(counter=[3, 0], shown_start=[0, 0], shown=[[4, 9, 3, 6], [0] * 4]), [0])
     assert script.steps(0, 0, 4) == [2, 3, 3, 1], "a token that was replaced is of the step that replaced it"
     assert script.response(0, 0, 4, {3}) == [4, 9]
-    script.begin([0])
+    script.begin([0], [Request([1], Decoding())])
     assert script.tokens(0, 0, 12) == [-1] * 12
 
 
@@ -298,13 +298,13 @@ def test_a_rule_that_joins_loses_no_step() -> None:
         batch = session.batch([decoding], session.shape(2, 24, 4, False))
         script = Transcripts(2, 24, 4)
         batch.admit([0], [Request(prompts[0], decoding)])
-        script.begin([0])
+        script.begin([0], [Request([1], Decoding())])
         batch.prefill(100)
         for _ in range(turns):
             script.write(batch.turn(), [0])
         batch.decode_as(*session.rule([decoding, late], 4))
         batch.admit([1], [Request(prompts[1], late)])
-        script.begin([1])
+        script.begin([1], [Request([1], Decoding())])
         active = True
         while active:
             found = batch.turn()

@@ -164,14 +164,15 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     scheduler = Scheduler(Budgets(rows=20, sequences=1, pages=8), "fcfs", queue=2)
     for id in range(2):
         scheduler.submit(job(id), 0.0)
-    with pytest.raises(EngineBusy, match=r"2 requests wait, as many as the queue holds; try again in about 1\.0 s"):
-        scheduler.submit(job(2), 0.0)
+    with pytest.raises(EngineBusy, match=r"2 requests wait, of 2 that may; try again in about 1\.0 s"):
+        scheduler.check_queue()
     for id in range(3, 6):  # one ends every two seconds
         scheduler.plan(2.0 * id, 8)
         scheduler.finish(next(iter(scheduler.running)))
+        scheduler.check_queue()
         scheduler.submit(job(id), 2.0 * id)
-    with pytest.raises(EngineBusy) as busy:
-        scheduler.submit(job(9), 12.0)
+    with pytest.raises(EngineBusy, match="3 requests wait") as busy:
+        scheduler.check_queue(coming=1)
     assert busy.value.retry_after == pytest.approx(4.0), "two wait, one ends every two seconds"
 
 

@@ -214,11 +214,12 @@ def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tupl
         if not len(rows):
             continue
         candidates = rows[masked[rows]]
-        budget = min(len(candidates), int(torch.ceil(torch.tensor(ALPHA * average)).item()))
-        best = candidates[score[candidates].argsort(descending=True, stable=True)[:budget]]
-        kept[best] = True
-        span = (positions > reached[s]) & (positions < positions[best].max()) & (sequence == s)
-        kept |= masked & span
+        if len(candidates):
+            budget = int(min(len(candidates), torch.ceil(torch.tensor(ALPHA * average)).item()))
+            best = candidates[score[candidates].argsort(descending=True, stable=True)[:budget]]
+            kept[best] = True
+            span = (positions > reached[s]) & (positions < positions[best].max()) & (sequence == s)
+            kept |= masked & span
         rightmost = positions[rows[kept[rows]]].max()
         limit[rows] = limit[rows].clamp(max=rightmost.item() + 1)
         reached[s] = max(reached[s].item(), rightmost.item())

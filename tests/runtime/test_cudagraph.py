@@ -155,21 +155,12 @@ def test_a_session_lets_graphs_go_when_its_caches_grow(phases: tuple[dgraph.Mode
         assert stages
         assert pool.live == len(stages) + 1, "the transition stays, graphs of caches that are gone do not"
     reserved = recorded_session(phases, GraphPool(recorder=Recorder))
-    reserved.reserve(1, 96)
+    reserved.kv.reserve(reserved.kv.pages_for(96))
     for length in (10, 40, 70):
         reserved.generate([list(range(6, 6 + length))], **options)
     assert reserved.pool is not None
     names = [name for name, _ in reserved.pool.recorded]
     assert reserved.pool.live == len(names), "caches of their final size: nothing is let go"
-
-
-def test_a_session_reserves_pages_within_the_models_positions(
-    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
-) -> None:
-    session = recorded_session(phases, GraphPool(recorder=Recorder))
-    for sequences, tokens in ((0, 16), (1, 0), (1, 10**6)):
-        with pytest.raises(InputError, match="KV pages are made for at least 1 sequence of 1 to"):
-            session.reserve(sequences, tokens)
 
 
 def test_a_full_pool_lets_an_idle_graph_go() -> None:
