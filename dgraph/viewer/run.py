@@ -131,12 +131,16 @@ class Run:
         return {"version": VERSION, **asdict(self)}
 
 
+_BODY = """<header class="masthead">
+<h1>dgraph</h1>
+<p class="quiet">A response comes about step by step: see which token is committed when.</p>
+</header>
+<main id="viewer"></main>
+<noscript>This page needs JavaScript; all of it is in this file.</noscript>
+"""
+
+
 def page_of(runs: Sequence[Run], title: str = "dgraph") -> str:
     """A self-contained page that replays runs, side by side."""
-    return page(
-        title,
-        '<main id="viewer"></main>\n<noscript>This page needs JavaScript; all of it is in this file.</noscript>\n',
-        styles=("look.css", "viewer.css"),
-        script="saved.js",
-        data={"runs": [run.to_json() for run in runs]},
-    )
+    values = [run.to_json() for run in runs]
+    return page(title, _BODY, styles=("look.css", "viewer.css"), script="saved.js", data={"runs": values})

@@ -23,7 +23,7 @@ class FakeServer:
     Attributes:
         runs: by model id.
         key: what a request must bring; "" for nothing.
-        busy: how many requests it refuses, as a full queue does.
+        busy, loading: how often it refuses a completion, and to name its models.
         refusal: a message to refuse a completion with.
         lost_after, broken_after: steps after which a stream ends without a word, or with an error.
         held_after: steps after which a stream waits for `go`.
@@ -33,6 +33,7 @@ class FakeServer:
     runs: dict[str, Run]
     key: str = ""
     busy: int = 0
+    loading: int = 0
     refusal: str = ""
     lost_after: int = -1
     broken_after: int = -1
@@ -85,7 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            if self._known():
+            if self.fake.loading:
+                self.fake.loading -= 1
+                self._refuse(503, "the server is loading its model.", Retry_After="1")
+            elif self._known():
                 listed = [
                     {"id": name, "recipe": run.recipe, "model": run.model, "block_length": run.block_length}
                     for name, run in self.fake.runs.items()

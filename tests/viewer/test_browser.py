@@ -319,6 +319,15 @@ def test_a_key_is_asked_for_and_kept_in_the_page(alone: FakeServer, open_page: O
     assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
+def test_a_page_waits_for_a_server_that_loads(alone: FakeServer, open_page: Open) -> None:
+    alone.loading = 1
+    page = open_page(alone.address, complains=REFUSED)
+    page.wait_for_selector("#message:visible")
+    assert page.inner_text("#message-text") == ("Not ready yet: the server is loading its model. Asking again in 1 s.")
+    page.wait_for_selector("#denoise:enabled")
+    assert page.locator("#message").is_hidden()
+
+
 def test_a_busy_server_is_told_of_and_asked_again(alone: FakeServer, open_page: Open) -> None:
     alone.busy = 1
     page = open_page(alone.address, complains=REFUSED)

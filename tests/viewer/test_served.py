@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     from tests.serve.live import Live
 
     model = dgraph.load(write_checkpoint(tmp_path_factory.mktemp("served") / "small"))

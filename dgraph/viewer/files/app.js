@@ -40,6 +40,10 @@ function explain(error) {
     find("key-field").hidden = false;
     form.elements.key.focus();
     tell("This server asks for an API key. Enter it below; it is kept in this page only.", load);
+  } else if (!served.length && error.status === 503) {
+    const seconds = error.retryAfter ?? 1;
+    tell(`Not ready yet: ${error.message} Asking again in ${Math.ceil(seconds)} s.`);
+    setTimeout(load, seconds * 1000);
   } else if (error.status === 503 || error.status === 429) {
     const when = error.retryAfter === null ? "in a moment" : `in ${Math.ceil(error.retryAfter)} s`;
     tell(`The server is busy: ${error.message} Try again ${when}.`, submit);

@@ -1,5 +1,7 @@
 /** Talks to a server: its models, and completions as they stream. */
 
+const LOST = "The connection was lost before the response was complete.";
+
 export class ServerError extends Error {
   constructor(message, { status = 0, retryAfter = null } = {}) {
     super(message);
@@ -54,27 +56,28 @@ export async function* complete(request, key, signal) {
     if (chunk.error) throw new ServerError(chunk.error.message, { status: Number(chunk.error.code) || 500 });
     yield chunk;
   }
-  throw new ServerError("The connection was lost before the response was complete.");
+  throw new ServerError(LOST);
 }
 
 /** The data of each event of a stream; comments are left out. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  while (true) {
-    let piece;
-    try {
-      piece = await reader.read();
-    } catch (error) {
-      if (error.name === "AbortError") throw error;
-      throw new ServerError("The connection was lost before the response was complete.");
+  try {
+    while (true) {
+      const piece = await reader.read();
+      if (piece.done) return;
+      const parts = (rest + piece.value).split(/\r?\n\r?\n/);
+      rest = parts.pop();
+      for (const part of parts) {
+        const lines = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
+      }
     }
-    if (piece.done) return;
-    const parts = (rest + piece.value).split(/\r?\n\r?\n/);
-    rest = parts.pop();
-    for (const part of parts) {
-      const lines = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));
-      if (lines.length) yield lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
-    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(LOST);
+  } finally {
+    reader.cancel().catch(() => {}); // or the server would go on for nobody
   }
 }
