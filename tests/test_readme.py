@@ -15,7 +15,8 @@ from dgraph.runtime import policies
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+BLOCKS = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "openai" not in code]
+"""Those that need no server; the others are run in tests/serve."""
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=["start", "decoding rules", "serve", "add a pass"])
