@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -40,11 +41,16 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise InputError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port (0 for any free one), "
+            f"cannot listen at {host}:{port}: {_reason(error)}. Choose another --port (0 for any free one), "
             f"or stop whatever listens there."
         ) from None
     found.setblocking(False)
     return found
+
+
+def _reason(error: OSError) -> str:
+    """As the system has it: sockets say the address once more."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def address(listener: socket.socket) -> str:

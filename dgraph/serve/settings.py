@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dgraph.errors import InputError
+from dgraph.runtime.decoding import Decoding
 
 COUNTS = {
     "max_body_bytes": 1,
@@ -25,6 +26,8 @@ class ServeSettings:
 
     Attributes:
         api_keys: of which clients send one as "Authorization: Bearer KEY" to everything under /v1; none: all may ask.
+        decoding: how responses are decoded as far as a request does not say; None for the defaults of `Decoding`. Its
+            length, stop texts, seed and samplers mean nothing here.
         max_body_bytes: of a request.
         max_prompt_tokens: of one prompt; None for what the engine has room for.
         max_prompts: prompts of one request to /v1/completions.
@@ -42,6 +45,7 @@ class ServeSettings:
     """
 
     api_keys: Sequence[str] = ()
+    decoding: Decoding | None = None
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int | None = None
     max_prompts: int = 64

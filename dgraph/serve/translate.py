@@ -19,8 +19,9 @@ COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say, as OpenAI has it."""
 CHAT_TOKENS = 128
 """New tokens of a chat that does not say, where every step forwards all of them."""
-DECODING = ("threshold", "steps", "policy", "block_length", "temperature", "top_p", "top_k")
-"""Fields that are those of a `Decoding`."""
+RULE = ("threshold", "steps", "policy")
+DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k")
+"""Fields that are those of a `Decoding`; the first ones say which tokens a step commits."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
     if not all(stops):
         raise bad_field("stop", "a stop text has at least one character, got an empty one.")
     said: dict[str, Any] = {name: value for name in DECODING if (value := getattr(body, name)) is not None}
+    usual = settings.decoding or Decoding()
+    chosen = RULE if said.keys() & set(RULE) else ()  # who chooses one of these leaves none of them to the server
+    for name in DECODING:
+        if name not in said and name not in chosen and (value := getattr(usual, name)) is not None:
+            said[name] = value
     seed = secrets.randbits(62) if body.seed is None else body.seed
     try:
         return Decoding(max_new_tokens=wanted, stop=tuple(stops), ignore_eos=bool(body.ignore_eos), seed=seed, **said)
