@@ -67,7 +67,14 @@ class Running:
                     prompt = index // order.choices
                     decoding = order.decodings[prompt]
                     self.names.append(
-                        engine.submit(order.prompts[prompt], decoding, sink=sink, index=index, draft=order.draft)
+                        engine.submit(
+                            order.prompts[prompt],
+                            decoding,
+                            sink=sink,
+                            canvas=order.canvas,
+                            index=index,
+                            draft=order.draft,
+                        )
                     )
             except BaseException:
                 self.cancel()

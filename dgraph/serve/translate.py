@@ -20,7 +20,7 @@ COMPLETION_TOKENS = 16
 CHAT_TOKENS = 128
 """New tokens of a chat that does not say, where every step forwards all of them."""
 RULE = ("threshold", "steps", "policy")
-DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k")
+DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k", "min_tokens")
 """Fields that are those of a `Decoding`; the first ones say which tokens a step commits."""
 
 
@@ -31,6 +31,7 @@ class Order:
     Attributes:
         prompts: ids of each.
         decodings: how each prompt is continued.
+        canvas: the response as far as it is fixed, None where it is free; None for nothing fixed.
         texts: what `echo` puts before the responses of each prompt; "" without.
         choices: responses per prompt.
         stream, usage_at_end, usage_always: how it is answered.
@@ -41,6 +42,7 @@ class Order:
 
     prompts: list[list[int]]
     decodings: list[Decoding]
+    canvas: list[int | None] | None
     texts: list[str]
     choices: int
     stream: bool
@@ -121,6 +123,8 @@ def _order(
     if body.top_k is not None and body.top_k < 0:
         body.top_k = 0
     where = "messages" if isinstance(body, ChatRequest) else "prompt"
+    canvas = _canvas(body, model)
+    wanted = len(canvas) if canvas is not None else wanted
     for ids in prompts:
         _check_length(ids, wanted, where, model, settings)
     decoding = _decoding(body, settings, wanted)
@@ -128,6 +132,7 @@ def _order(
     return Order(
         prompts=prompts,
         decodings=[decoding] * len(prompts),
+        canvas=canvas,
         texts=texts or [""] * len(prompts),
         choices=choices,
         stream=bool(body.stream),
@@ -137,6 +142,26 @@ def _order(
         step_map=bool(body.return_step_map),
         logprobs=logprobs,
     )
+
+
+def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
+    """The positions of a response whose segments a client gives."""
+    if body.canvas is None:
+        return None
+    positions: list[int | None] = []
+    for segment in body.canvas:
+        if isinstance(segment, int) and len(positions) + segment > model.engine.max_tokens:
+            raise bad_field("canvas", f"a canvas has at most {model.engine.max_tokens} positions here.")
+        try:
+            positions += [None] * segment if isinstance(segment, int) else model.encode_text(segment)
+        except InputError as error:
+            raise bad_field("canvas", str(error)) from None
+    said = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    if said not in (None, len(positions)):
+        raise bad_field("canvas", f"the canvas has {len(positions)} tokens, but max_tokens is {said}; leave that out.")
+    if None not in positions:
+        raise bad_field("canvas", "a canvas has a number of free positions, got texts alone.")
+    return positions
 
 
 def _check_neutral(body: Asked) -> None:
@@ -172,7 +197,8 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
     usual = settings.decoding or Decoding()
     chosen = RULE if said.keys() & set(RULE) else ()  # who chooses one of these leaves none of them to the server
     for name in DECODING:
-        if name not in said and name not in chosen and (value := getattr(usual, name)) is not None:
+        value = getattr(usual, name)
+        if name not in said and name not in chosen and value != getattr(Decoding, name):
             said[name] = value
     seed = secrets.randbits(62) if body.seed is None else body.seed
     try:
@@ -184,6 +210,6 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
 def refused(error: DgraphError) -> Refusal:
     """The refusal for what dgraph says of a request: the first field that its message names is at fault."""
     message = str(error)
-    found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else DECODING
+    found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else (*DECODING, "canvas")
     named = [name for name in found if re.search(rf"\b{name}\b", message)]
     return Refusal(400, message, param=named[0] if named else None)

@@ -10,6 +10,9 @@ import httpx
 import pytest
 
 import dgraph
+from dgraph.serve.protocol import CompletionRequest
+from dgraph.serve.settings import ServeSettings
+from dgraph.serve.translate import completion_order
 from tests.serve.asking import SORTED, WORDS, chat, chunks_of, complete, refused
 from tests.serve.live import Live
 
@@ -143,6 +146,36 @@ def test_a_bidirectional_model_and_settings_of_its_own(http: httpx.Client, live:
         (expected,) = engine.generate(WORDS, max_new_tokens=32, **settings)
         found = chat(http, model="tiny_llada", max_tokens=32, block_length=engine.block_length, **settings).json()
         assert found["choices"][0]["message"]["content"] == expected.text
+
+
+def test_a_response_with_fixed_positions(http: httpx.Client, live: Live) -> None:
+    engine: Any = live.engines["tiny_llada"]
+    fixed = engine.tokenizer.encode_text("Sorted:")
+    canvas = [*fixed, *[None] * 12, *engine.tokenizer.encode_text(" ####")]
+    (expected,) = engine.generate(WORDS, canvas=canvas, max_new_tokens=len(canvas))
+    asked = {"model": "tiny_llada", "canvas": ["Sorted:", 12, " ####"], "return_step_map": True}
+    (choice,) = chat(http, **asked).json()["choices"]
+    assert choice["message"]["content"] == expected.text
+    assert choice["token_ids"][: len(fixed)] == fixed
+    assert choice["step_map"] == expected.step_map
+    assert "max_tokens is 5" in refused(chat(http, max_tokens=5, **asked))["message"]
+
+
+def test_a_response_of_at_least_so_many_tokens(http: httpx.Client) -> None:
+    short, long = (complete(http, max_tokens=24, min_tokens=least).json()["usage"] for least in (0, 20))
+    assert short["completion_tokens"] < 20 <= long["completion_tokens"]
+
+
+def test_what_a_server_decodes_by_unless_a_request_says_otherwise(live: Live) -> None:
+    usual = ServeSettings(decoding=dgraph.Decoding(steps=4, top_k=5, temperature=0.0))
+    model = live.host.lifetime.models["tiny_sdar"]
+
+    def decoding(**fields: Any) -> dgraph.Decoding:
+        return completion_order(CompletionRequest(prompt="a", **fields), model, usual).decodings[0]
+
+    assert (decoding().steps, decoding().top_k, decoding().threshold) == (4, 5, None)
+    assert (decoding(threshold=0.5).steps, decoding(threshold=0.5).top_k) == (None, 5)
+    assert (decoding(policy="sequential").steps, decoding(top_k=0).top_k, decoding().temperature) == (None, 0, 0)
 
 
 def test_special_tokens_in_a_prompt_are_text(http: httpx.Client) -> None:
