@@ -2,6 +2,7 @@
 
 import { element } from "./dom.js";
 
+const MOST_MOVING = 600; // cells that fade from one look to the next; more of them would take the browser seconds
 const UNKNOWN = "\u00a0\u00a0\u00a0"; // as wide as a mask is while nobody knows what it hides
 
 /**
@@ -51,6 +52,7 @@ export class Canvas {
       this.#gaps.push(gaps);
       this.element.append(gaps[0], cell, gaps[1]);
     }
+    this.element.classList.toggle("still", film.positions > MOST_MOVING);
     this.#cells.forEach((cell, position) => this.#paint(cell, position, by));
     if (!this.element.querySelector('[tabindex="0"]')) this.#cells[0]?.setAttribute("tabindex", "0");
     this.#tell();
