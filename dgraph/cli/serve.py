@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -167,6 +168,8 @@ def serve(
     with status("loading") as tell:
 
         def ready(address: str) -> None:
+            gc.collect()
+            gc.freeze()  # what was loaded stays: looking through it again would hold every stream up
             tell("serving; Ctrl-C stops")
             models = ", ".join(found.lifetime.models)
             print_text(f"dgraph serves {models} at {address}")

@@ -130,7 +130,7 @@ class Answer:
         known = [choice.usage for choice in self.choices if choice.usage is not None]
         prompts = sum(map(len, self.order.prompts))
         made = sum(usage.completion_tokens for usage in known)
-        cached = sum(usage.cached_tokens for usage in known[:: self.order.choices])
+        cached = sum(c.usage.cached_tokens for c in self.choices[:: self.order.choices] if c.usage is not None)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": made,

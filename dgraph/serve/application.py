@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -89,40 +89,39 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
 
 def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
-    async def answer(request: Request, model: ServedModel, order: Order, answer: Answer) -> Response:
-        running, record = Running(model, order), request.scope["record"]
-        meter = metrics.of(model.id)
-        pace = meter.follow(running.left)
-        _note(record, model, order, settings)
+    async def answer(
+        request: Request, name: str | None, translate: Callable[[ServedModel], Order], kind: type[Answer]
+    ) -> Response:
+        model = lifetime.model(name)
+        running, record, meter = Running(model), request.scope["record"], metrics.of(model.id)
         try:
-            await running.begin()
+            await running.begin(translate)
         except Refusal as refusal:
             if refusal.status == 503:
                 meter.refuse(refusal.code or "")
             raise
+        order = running.order
         lifetime.enter(running)
         meter.began(order)
+        _note(record, model, order, settings)
+        pace, answer = meter.follow(running.left), kind(model, order)
 
         def ended() -> None:
             lifetime.leave(running)
             _note_end(record, answer, pace)
 
-        kind = StreamResponse if order.stream else WholeResponse
-        return kind(running, answer, pace.seen, ended, settings.keep_alive)
+        response = StreamResponse if order.stream else WholeResponse
+        return response(running, answer, pace.seen, ended, settings.keep_alive)
 
     @app.post("/v1/completions", response_class=JSONResponse)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue texts or ids as they are."""
-        model = lifetime.model(body.model)
-        order = completion_order(body, model, settings)
-        return await answer(request, model, order, Completion(model, order))
+        return await answer(request, body.model, lambda model: completion_order(body, model, settings), Completion)
 
     @app.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation."""
-        model = lifetime.model(body.model)
-        order = chat_order(body, model, settings)
-        return await answer(request, model, order, Chat(model, order))
+        return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:

@@ -83,7 +83,7 @@ class Lifetime:
         self.draining = True
         if self._running and not await self._rest(timeout):
             for running in list(self._running):
-                running.stop()
+                running.cancel()
             await self._rest(LAST_WORDS)
 
     async def _rest(self, timeout: float) -> bool:

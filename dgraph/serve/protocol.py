@@ -18,6 +18,8 @@ def _whole(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole)]
+Name = Annotated[Text, Field(max_length=100)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -79,7 +81,7 @@ class Asked(Lenient):
     model: Text | None = None
     max_tokens: Positive | None = None
     n: Positive | None = None
-    stop: Text | list[Text] | None = None
+    stop: Stop | list[Stop] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
@@ -90,7 +92,7 @@ class Asked(Lenient):
     min_tokens: Count | None = None
     threshold: Share | None = None
     steps: Positive | None = None
-    policy: Text | None = None
+    policy: Name | None = None
     block_length: Positive | None = None
     stream_mode: Literal["committed", "draft"] | None = None
     return_step_map: bool | None = None
@@ -115,7 +117,7 @@ class Part(Lenient):
 class Message(Lenient):
     """A turn of a conversation."""
 
-    role: Annotated[Text, Field(min_length=1)]
+    role: Annotated[Name, Field(min_length=1)]
     content: Text | list[Part] | None = None
 
 

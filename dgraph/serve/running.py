@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.events import Event
+from dgraph.engine.mailbox import Mailbox
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, unavailable
@@ -22,31 +23,33 @@ class Running:
     """The choices of a request in its engine.
 
     Attributes:
+        model: whose engine; order: what it is asked for, known when the request has begun.
         inbox: their events as they come; None in between where there is another reason to look.
         names: their ids in the engine.
         left: choices that have not ended.
-        gone: whether the client has left; stopped: whether the server ended it.
+        gone: whether the client has left.
     """
 
-    def __init__(self, model: ServedModel, order: Order):
-        self.model, self.order = model, order
+    order: Order
+
+    def __init__(self, model: ServedModel):
+        self.model = model
         self.inbox: Inbox[Arrival] = Inbox()
         self.names: list[str] = []
-        self.left = len(order.prompts) * order.choices
-        self.gone = self.stopped = False
+        self.left = 0
+        self.gone = False
         self._cancelled = threading.Event()
 
-    async def begin(self) -> None:
-        """Give all choices to the engine, or none.
+    async def begin(self, translate: Callable[[ServedModel], Order]) -> None:
+        """Read a request, and give all of its choices to the engine, or none.
+
+        Both happen in a thread: a long prompt takes its time to read, and the first request of its kind compiles.
 
         Raises:
-            Refusal: it takes none.
+            Refusal: it cannot be served, or not now.
         """
-        mailbox = self.model.engine.mailbox()
-        sinks = [mailbox.to(self._putting(index)) for index in range(self.left)]
         try:
-            # In a thread: the first request of its kind compiles, and a long prompt takes its time.
-            await asyncio.to_thread(self._submit, sinks)
+            await asyncio.to_thread(self._begin, translate, self.model.engine.mailbox())
         except EngineBusy as busy:
             raise unavailable(f"the server is busy: {busy}", "busy", busy.retry_after) from None
         except EngineClosed:
@@ -57,20 +60,21 @@ class Running:
             self.cancel()
             raise
 
-    def _submit(self, sinks: list[Callable[[Event], None]]) -> None:
-        engine, order = self.model.engine, self.order
+    def _begin(self, translate: Callable[[ServedModel], Order], mailbox: Mailbox) -> None:
+        engine = self.model.engine
+        self.order = order = translate(self.model)
         for decoding in dict.fromkeys(order.decodings):
             engine.prepare(decoding)
-        with engine.together(len(sinks)):
+        self.left = len(order.prompts) * order.choices
+        with engine.together(self.left):
             try:
-                for index, sink in enumerate(sinks):
+                for index in range(self.left):
                     prompt = index // order.choices
-                    decoding = order.decodings[prompt]
                     self.names.append(
                         engine.submit(
                             order.prompts[prompt],
-                            decoding,
-                            sink=sink,
+                            order.decodings[prompt],
+                            sink=mailbox.to(self._putting(index)),
                             canvas=order.canvas,
                             index=index,
                             draft=order.draft,
@@ -93,11 +97,6 @@ class Running:
         self.gone = True
         self.cancel()
         self.inbox.put(None)
-
-    def stop(self) -> None:
-        """The server does not wait for it any longer."""
-        self.stopped = True
-        self.cancel()
 
     def cancel(self) -> None:
         """End what has not ended, before the engine's next step."""

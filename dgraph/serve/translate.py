@@ -191,8 +191,6 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > settings.max_stops:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
-    if not all(stops):
-        raise bad_field("stop", "a stop text has at least one character, got an empty one.")
     said: dict[str, Any] = {name: value for name in DECODING if (value := getattr(body, name)) is not None}
     usual = settings.decoding or Decoding()
     chosen = RULE if said.keys() & set(RULE) else ()  # who chooses one of these leaves none of them to the server

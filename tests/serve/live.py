@@ -90,7 +90,11 @@ def taken(engine: Engine) -> int:
 class Alphabet(Letters):
     """Texts of the letters a to p, whose ids are 0 to 15; other letters are read as some of them."""
 
+    def __init__(self) -> None:
+        self.threads: set[str] = set()  # in which texts were read
+
     def encode_text(self, text: str) -> list[int]:
+        self.threads.add(threading.current_thread().name)
         return [(ord(letter) - ord("a")) % 16 for letter in text]
 
     def encode_chat(self, messages: Any) -> list[int]:

@@ -50,6 +50,8 @@ def http(held: Held) -> Iterator[httpx.Client]:
         ("stop", ["a", "b", "c"]),
         ("stop", [""]),
         ("stop", 7),
+        ("stop", "a" * 1001),
+        ("policy", "p" * 101),
         ("seed", 2**63),
         ("temperature", -1),
         ("top_p", 0),
@@ -139,6 +141,14 @@ def test_half_a_character_is_refused(http: httpx.Client) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
     answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert refused(answer)["param"] == "messages"
+
+
+def test_prompts_are_read_beside_the_event_loop(http: httpx.Client, held: Held) -> None:
+    """A long one takes its time, and streams go on meanwhile."""
+    tokenizer: Any = held.engine.tokenizer
+    assert complete(http, "abc", max_tokens=4).status_code == 200
+    assert tokenizer.threads
+    assert all(name.startswith("asyncio") for name in tokenizer.threads), "the threads of asyncio.to_thread"
 
 
 def test_a_form_is_told_to_be_json(http: httpx.Client) -> None:
