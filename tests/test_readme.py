@@ -50,6 +50,13 @@ def test_every_pass_has_a_row() -> None:
     assert set(own) <= set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
 
 
+def test_images_are_there_and_light() -> None:
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", README)
+    sizes = {name: (ROOT / name).stat().st_size for pair in images for name in filter(None, pair)}
+    assert sizes
+    assert all(size <= 150_000 for size in sizes.values())
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
