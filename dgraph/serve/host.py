@@ -17,6 +17,8 @@ from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServeSettings
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 GRACE = 3
 """Seconds for connections to close when nothing is left to say on them."""
 
@@ -37,8 +39,16 @@ def bind(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
         raise InputError(f"a port is a number from 0 to 65535, got {port}.")
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        found = socket.create_server((host, port), family=family, backlog=2048)
+        asked = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # With its protocol named: asyncio sends at once (TCP_NODELAY) on sockets alone that say they are TCP.
+        found = socket.socket(asked[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(asked[4])
+            found.listen(BACKLOG)
+        except OSError:
+            found.close()
+            raise
     except OSError as error:
         raise InputError(
             f"cannot listen at {host}:{port}: {_reason(error)}. Choose another --port (0 for any free one), "

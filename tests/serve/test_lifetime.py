@@ -194,6 +194,15 @@ def test_a_port_that_is_taken() -> None:
         bind("no.such.host.invalid", 0)
 
 
+def test_answers_are_sent_at_once(held: Held) -> None:
+    """Without waiting for the client to acknowledge their headers, which takes it 40 ms."""
+    with httpx.Client(base_url=held.live.url, timeout=WAIT) as http:
+        assert complete(http, "abc", max_tokens=4).status_code == 200
+        (one,) = held.live.host.server_state.connections
+        transport: Any = one.transport
+        assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_the_port_answers_while_the_model_loads() -> None:
     listener = bind("127.0.0.1", 0)
     url, go, told = address(listener), threading.Event(), []
