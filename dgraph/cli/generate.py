@@ -148,7 +148,10 @@ def _watched(
     model, tokenizer = optimized.model, optimized.model.tokenizer
     assert tokenizer is not None, "checked before anything was compiled"
     block = decoding.block_length or model.spec.block_length
-    with optimized.engine(max_sequences=max_batch or len(prompts), block_length=block) as engine:
+    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+    with optimized.engine(
+        max_sequences=max_batch or len(prompts), max_tokens=longest + decoding.max_new_tokens, block_length=block
+    ) as engine:
         with engine.together():
             for index, prompt in enumerate(prompts):
                 engine.submit(prompt, decoding, sink=sink_of(told[index]), draft=True, index=index)

@@ -368,3 +368,6 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     turns = served(kind, asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "policy": "fcfs"})
     assert turns.driver.totals.preempted > 0
     assert sum(told.events[-1].served.requeued for told in turns.told) == turns.driver.totals.preempted
+    # Of who gives way the step that runs is not heard of any more.
+    rows, heard = list(turns.driver.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
+    assert 0 <= rows - heard <= turns.driver.totals.preempted * 2 * BLOCK
