@@ -34,7 +34,7 @@ from dgraph.ops.statistics import Statistic
 from dgraph.passes.base import Report
 from dgraph.passes.manager import run_passes
 from dgraph.passes.measure_rows import MeasureRows
-from dgraph.phases import graph_of_phase, rewrite
+from dgraph.phases import graph_of_phase, rewrite, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.runtime.checks import canvases_of
@@ -309,6 +309,7 @@ class Optimized:
                 prepare=self._prepare,
                 occupied=lambda: occupied,
                 profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
+                scoring=lambda: LoweredProgram(scoring(self.captured), RegionCompiler("eager"), Buckets()),
             )
         except BaseException:
             occupied.close()

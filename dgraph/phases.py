@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dgraph.errors import UnknownName
+from dgraph.errors import PassError, UnknownName
 from dgraph.graph import Graph
+from dgraph.linears import head_of
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
-from dgraph.recipes import Recipe
+from dgraph.passes.pack_rows import PackRows
+from dgraph.recipes import Phase, Recipe
 
 # The passes that made a graph, in order, and whether each might apply nowhere: phases may differ in the latter.
 Steps = tuple[tuple[Pass, bool], ...]
@@ -67,6 +69,22 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
         snapshots = tuple(done[key][0] for key in keys)
         phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
     return phases
+
+
+def scoring(captured: Graph) -> Graph:
+    """One forward of packed sequences without a cache, with the outputs hidden [N, d], what the LM head reads, its
+    weight [vocabulary, d], and its bias if it has one.
+
+    Raises:
+        PassError: the logits come from something else than a linear layer.
+    """
+    graph = rewrite(captured, Recipe("scoring", 1, (Phase("scoring", (PackRows(),)),)))["scoring"].graph.copy()
+    head = head_of(graph)
+    if isinstance(head, str):
+        raise PassError(f"labels cannot be scored: {head}.")
+    graph.set_outputs({"hidden": head.x, "weight": head.weight} | ({} if head.bias is None else {"bias": head.bias}))
+    graph.sweep()
+    return graph
 
 
 def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | None) -> Graph:

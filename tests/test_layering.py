@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "compilation": {"errors", "lowering", "runtime"},
     "passes": {"errors", "graph", "layers", "linears", "nodes", "ops", "plans", "plugins", "shapes", "spec", "verify"},
     "recipes": {"errors", "passes", "plans", "plugins", "spec"},
-    "phases": {"errors", "graph", "passes", "recipes"},
+    "phases": {"errors", "graph", "linears", "passes", "recipes"},
     "cache": {"errors", "private"},
     "lowering": CORE | {"cache", "ops"},
     "viewer": {"engine"},

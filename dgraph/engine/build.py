@@ -14,10 +14,13 @@ from dgraph.engine.jobs import Budgets
 from dgraph.engine.policies import SchedulePolicy, policy_of
 from dgraph.engine.prefix import PrefixCache
 from dgraph.engine.profile import Profile
+from dgraph.engine.questions import Questions
 from dgraph.engine.scheduler import Scheduler
 from dgraph.errors import InputError, UnknownName
+from dgraph.lowering.program import Program
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Shape
+from dgraph.runtime.scoring import Scorer
 from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stops import Decoder
 
@@ -96,10 +99,12 @@ def build_engine(
     prepare: Callable[[Sequence[Decoding]], None],
     occupied: Callable[[], AbstractContextManager[object]],
     profiled: Callable[[int, int], Profile],
+    scoring: Callable[[], Program],
 ) -> Engine:
     """An engine over a session's programs and memory; see `build_driver` and `Engine`."""
     driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
-    return Engine(driver, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
+    questions = Questions(lambda: Scorer(session.spec, scoring(), driver.shape.block, session.device))
+    return Engine(driver, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
 
 
 def build_driver(

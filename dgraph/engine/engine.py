@@ -17,11 +17,13 @@ from typing import Any
 from dgraph.engine.driver import Driver, Sink, Ticket
 from dgraph.engine.events import Event, Response
 from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
 from dgraph.errors import DgraphError, EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
+from dgraph.runtime.scoring import Question
 from dgraph.runtime.stops import Decoder
 
 
@@ -43,6 +45,7 @@ class Engine:
 
     Args:
         driver: takes requests through their slots.
+        questions: answers those about labels.
         model: its name; recipe: the name of its recipe; spec: the facts of it.
         tokenizer: as the model has it; None for no text.
         encode: ids of a text; raises `InputError` without a tokenizer.
@@ -52,6 +55,7 @@ class Engine:
     def __init__(
         self,
         driver: Driver,
+        questions: Questions,
         encode: Callable[[str], list[int]],
         occupied: Callable[[], AbstractContextManager[object]],
         *,
@@ -59,7 +63,7 @@ class Engine:
         recipe: str,
         tokenizer: Decoder | None,
     ):
-        self._driver, self._encode, self._occupied = driver, encode, occupied
+        self._driver, self._questions, self._encode, self._occupied = driver, questions, encode, occupied
         self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._wake = threading.Condition()
@@ -140,7 +144,7 @@ class Engine:
             request = Request.of(ids, chosen, index, fixed, self.spec)
             ticket = self._driver.ticket(name, number, request, self._telling(sink), draft, priority)
             self._driver.fits(ticket)
-            self._driver.scheduler.check_queue(1, len(self._inbox))
+            self._check_queue(1)
             self._ids[name] = number
             self._inbox.append(ticket)
             self._wake.notify()
@@ -179,7 +183,7 @@ class Engine:
             EngineBusy: it has not as many places now; InputError: it never has.
         """
         with self._wake:
-            self._driver.scheduler.check_queue(count, len(self._inbox))
+            self._check_queue(count)
             yield
 
     def cancel(self, request_id: str) -> bool:
@@ -305,6 +309,41 @@ class Engine:
         sure = [each for event in events for each in event.confidence]
         return Response(text, ids, steps, sure, str(events[-1].finish_reason), events[-1].usage)
 
+    def decide(
+        self,
+        prompt: str | Sequence[int],
+        labels: Sequence[Sequence[int]],
+        *,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> Answer:
+        """The probability of each label in a slot after a prompt, in one forward of the model as published; see
+        `dgraph.runtime.scoring`. It is made between two steps and leaves nothing behind.
+
+            probabilities = engine.decide("Is the sky green?", [yes, no]).result()
+            probabilities = await engine.decide("Is the sky green?", [yes, no], after=full_stop)
+
+        Args:
+            prompt: a text, framed by the model's chat template, or ids as they are.
+            labels: ids of each.
+            before, after: ids between the prompt and the slot, and after it.
+
+        Raises:
+            InputError: what cannot be asked. EngineBusy: the queue is full. EngineClosed: the engine was closed.
+        """
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+        question = Question.of(self.spec, ids, labels, before, after, self.max_tokens)
+        with self._wake:
+            self._open()
+            self._check_queue(1)
+            answer = self._questions.ask(question)
+            self._wake.notify()
+        return answer
+
+    def _check_queue(self, count: int) -> None:
+        """Raises what `Scheduler.check_queue` does."""
+        self._driver.scheduler.check_queue(count, len(self._inbox) + len(self._questions))
+
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
     @property
@@ -408,16 +447,19 @@ class Engine:
         """One turn of the driver, as soon as there is something to do; False when it is over."""
         driver = self._driver
         with self._wake:
-            while not (self._inbox or self._cancelled or driver.tickets or self._closing):
+            while not (self._inbox or self._cancelled or driver.tickets or self._questions or self._closing):
                 self._wake.wait()
             for ticket in self._inbox:
                 driver.take(ticket)
             cancelled = list(driver.tickets) if self._aborting else self._cancelled
             self._inbox, self._cancelled = [], []
+        if self._aborting:
+            self._questions.fail(EngineClosed("the engine was closed before the question was answered."))
         report = driver.turn(driver.plan(cancelled))
         if report is not None:
             driver.follow(report)
-        return not (self._closing and not driver.tickets and not self._inbox)
+        self._questions.answer()
+        return not (self._closing and not driver.tickets and not self._inbox and not self._questions)
 
     def _die(self, error: BaseException) -> None:
         """Tell everybody who waits."""
@@ -430,6 +472,7 @@ class Engine:
             self._ids.clear()
         for ticket in inbox:
             self._driver.tickets[ticket.number] = ticket
+        self._questions.fail(cause)
         self._driver.fail(cause)
         self._driver.close()
 

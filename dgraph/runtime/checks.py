@@ -205,11 +205,11 @@ def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | No
             f"{what} has {len(canvas)} positions, more than max_new_tokens={decoding.max_new_tokens}; shorten it, or "
             f"ask for more tokens."
         )
-    return tuple(None if each is None else _check_token(spec, what, at, each) for at, each in enumerate(canvas))
+    return tuple(None if each is None else check_token(spec, what, at, each) for at, each in enumerate(canvas))
 
 
-def _check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
-    """An id of the vocabulary other than the mask."""
+def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
+    """A token as an id of the vocabulary other than the mask, or an `InputError`."""
     try:
         value = operator.index(token)  # type: ignore[arg-type]
     except TypeError:
@@ -232,7 +232,7 @@ def _check_prompt(
 ) -> list[int]:
     if len(prompt) == 0:
         raise InputError(f"prompt {index} is empty; give at least one token.")
-    ids = [_check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]
+    ids = [check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]
     step = block_length if spec.attention == "block_causal" else 1
     needed = -(-(len(ids) + max_new_tokens) // step) * step
     if needed > spec.max_positions:

@@ -65,6 +65,7 @@ class Served:
             prepare=no_preparation,
             occupied=self._occupied,
             profiled=no_profile,
+            scoring=lambda: self.gate,
         )
 
     @contextlib.contextmanager

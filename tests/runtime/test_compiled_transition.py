@@ -59,8 +59,8 @@ PLANS = {
 
 
 def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
-    """Two sequences of unequal lengths before their first step."""
-    canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 35]])
+    """Two sequences of unequal lengths before their first step; some of the second's response is fixed."""
+    canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 2, 9, *[MASK] * 9, 9, *[MASK] * 22]])
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
     plan = PLANS[kind]
@@ -138,7 +138,7 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     evicting = kind == "step" and name != "script"
     plain, other = advance_of(kind, policy), advance_of(kind, policy)
     check_steps(plain, other, 10, evicting)
-    assert summary(plain.state)[2] >= BLOCK, "nothing moved on"
+    assert summary(plain.state)[2] > BLOCK // 2, "hardly anything was decoded"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Questions that wait for an engine: each is answered between two steps, or fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+
+from dgraph.runtime.scoring import Question, Scorer
+
+Probabilities = list[float]
+
+
+class Answer(Future[Probabilities]):
+    """The probabilities of labels, when they are there: `result()` waits for them, and so does `await`."""
+
+    def __await__(self) -> Generator[object, None, Probabilities]:
+        return asyncio.wrap_future(self).__await__()
+
+
+class Questions:
+    """Those that nobody has answered yet.
+
+    Args:
+        scorer: makes what answers them, in the thread that asks for the first answer.
+    """
+
+    def __init__(self, scorer: Callable[[], Scorer]):
+        self._make = scorer
+        self._scorer: Scorer | None = None
+        self._waiting: deque[tuple[Question, Answer]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, question: Question) -> Answer:
+        """Queue a question."""
+        answer = Answer()
+        self._waiting.append((question, answer))
+        return answer
+
+    def answer(self) -> None:
+        """Answer the first one, if there is one and somebody waits for it."""
+        if not self._waiting:
+            return
+        question, answer = self._waiting.popleft()
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            if self._scorer is None:
+                self._scorer = self._make()
+            answer.set_result(self._scorer(question))
+        except Exception as error:
+            answer.set_exception(error)
+        except BaseException as error:
+            answer.set_exception(error)
+            raise
+
+    def fail(self, error: Exception) -> None:
+        """Tell everybody who waits."""
+        while self._waiting:
+            _, answer = self._waiting.popleft()
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)

@@ -1,0 +1,137 @@
+"""How probable labels are in a slot after a prompt, in one forward of the model itself: no cache, no recipe, no step.
+
+A mask model says of every masked position which tokens may stand there, given all that it sees. So a slot of masks
+between fixed tokens asks it to decide, and one forward answers: the decisions of vLLM's `/v1/decisions` are read in the
+same way, one denoising step over a canvas that is fixed but for the slot, at temperature 1. What it gives is not the
+likelihood of a text, for which no single forward of such a model suffices (see `dgraph.evaluate.harness`): tokens of
+one label are taken as independent of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.lowering.program import Program
+from dgraph.runtime.checks import check_token
+from dgraph.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which of some labels stands in a slot.
+
+    Attributes:
+        prompt, before, after: ids before the slot and after it, in this order.
+        labels: ids of each.
+    """
+
+    prompt: tuple[int, ...]
+    labels: tuple[tuple[int, ...], ...]
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        prompt: Sequence[int],
+        labels: Sequence[Sequence[int]],
+        before: Sequence[int],
+        after: Sequence[int],
+        most: int,
+    ) -> Question:
+        """A question that can be asked; most: positions that it may take.
+
+        Raises:
+            InputError: no prompt, no label or an empty one, something that is no token or is a mask, or too many.
+        """
+
+        def ids(what: str, tokens: Sequence[int]) -> tuple[int, ...]:
+            return tuple(check_token(spec, what, place, token) for place, token in enumerate(tokens))
+
+        if not prompt or not labels:
+            raise InputError(
+                f"a decision needs a prompt and at least one label, got {len(prompt)} tokens of prompt "
+                f"and {len(labels)} labels."
+            )
+        each = tuple(ids(f"label {number}", label) for number, label in enumerate(labels))
+        for number, label in enumerate(each):
+            if not label:
+                raise InputError(f"label {number} is empty; give at least one token.")
+        found = cls(ids("prompt 0", prompt), each, ids("before", before), ids("after", after))
+        taken = len(found.prompt) + len(found.before) + max(map(len, each)) + len(found.after)
+        if taken > most:
+            raise InputError(
+                f"this decision takes {taken} positions, more than {most}; shorten the prompt or the labels."
+            )
+        return found
+
+
+class Scorer:
+    """Answers questions with one forward each.
+
+    Labels of one length share a sequence, whose slot has as many masks; those of another length have one of their own
+    in the same forward, so that what follows the slot follows each label. A block-causal model sees the slot in its
+    block, the rest of which is masks, as in the first step of decoding; what lies in later blocks it does not see, and
+    of a slot that reaches over the end of a block the later part sees the earlier one as masks.
+
+    Args:
+        spec: the model.
+        program: one forward of packed sequences, with the outputs hidden [N, d], what the LM head reads, its weight,
+            and its bias if it has one; see `dgraph.phases.scoring`.
+        block: tokens that are denoised together.
+        device: where the program runs.
+    """
+
+    def __init__(self, spec: ModelSpec, program: Program, block: int, device: torch.device):
+        self._spec, self._program, self._block, self._device = spec, program, block, device
+
+    @torch.no_grad()
+    def __call__(self, question: Question) -> list[float]:
+        """The probability of each label, which together are 1: the softmax over the sums of its tokens'
+        log-probabilities. The mask itself stands nowhere.
+        """
+        lengths = sorted({len(label) for label in question.labels})
+        begin = len(question.prompt) + len(question.before)
+        canvases = [self._canvas(question, begin, length) for length in lengths]
+        first, at = 0, dict[int, int]()
+        for length, canvas in zip(lengths, canvases, strict=True):
+            at[length] = first + begin - self._spec.logit_shift
+            first += len(canvas)
+        outputs = self._program(dict(self._inputs(canvases)), first).outputs
+        slots = torch.cat([torch.arange(at[n], at[n] + n) for n in lengths]).to(self._device)
+        logits = F.linear(outputs["hidden"][slots], outputs["weight"], outputs.get("bias")).double()
+        logits[:, self._spec.mask_id] = -math.inf
+        found = dict(zip(lengths, logits.log_softmax(dim=1).cpu().split(lengths), strict=True))
+        sums = [found[len(label)][range(len(label)), label].sum() for label in question.labels]
+        probabilities: list[float] = torch.stack(sums).softmax(dim=0).tolist()
+        return probabilities
+
+    def _canvas(self, question: Question, begin: int, length: int) -> list[int]:
+        """What stands at each position where the slot has so many masks."""
+        mask = self._spec.mask_id
+        canvas = [*question.prompt, *question.before, *[mask] * length, *question.after]
+        if self._spec.attention != "block_causal":
+            return canvas
+        end = -(-(begin + length) // self._block) * self._block
+        return canvas[:end] + [mask] * (end - len(canvas))
+
+    def _inputs(self, canvases: Sequence[Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+        """Inputs of the program, by name."""
+        lengths = torch.tensor([len(canvas) for canvas in canvases])
+        positions = torch.cat([torch.arange(int(n)) for n in lengths])
+        limit = lengths.repeat_interleave(lengths)
+        if self._spec.attention == "block_causal":
+            limit = torch.minimum((positions // self._block + 1) * self._block, limit)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        yield "input_ids", torch.tensor([token for canvas in canvases for token in canvas]).to(self._device)
+        yield "positions", positions.to(self._device)
+        yield "limit", limit.int().to(self._device)
+        yield "cu_rows", bounds.int().to(self._device)
