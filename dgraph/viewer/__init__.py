@@ -1,6 +1,6 @@
 """What people look at in a browser: runs that denoise, and graphs. No build step, and nothing from another host.
 
-`files/` has the pages' parts as a browser takes them; `app(engine)` serves that folder as it is, and `page` makes one
+`files/` has the pages' parts as a browser takes them; `dgraph.serve` serves that folder as it is, and `page` makes one
 self-contained file of some of them. `run` says what a run is, to Python and to the scripts alike.
 """
 

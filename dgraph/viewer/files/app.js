@@ -6,7 +6,14 @@ import { Viewer } from "./viewer.js";
 
 const find = (id) => document.getElementById(id);
 const form = find("ask");
-const viewer = new Viewer(find("viewer"), { prompts: false });
+const viewer = new Viewer(find("viewer"), {
+  prompts: false,
+  keys: [
+    [["/"], "to the prompt"],
+    [["ctrl", "enter"], "denoise"],
+    [["esc"], "stop"],
+  ],
+});
 
 let served = [];
 let running = null; // what stops the responses that are coming
@@ -26,7 +33,7 @@ function settings() {
   return Object.fromEntries(entered.filter(([, text]) => text).map(([name, text, read]) => [name, read(text)]));
 }
 
-// -- what is told above the canvas ------------------------------------------------------------------------------------
+// -- what is told above the canvas ----------------------------------------------------------------------------------
 
 function tell(text, again = null) {
   find("message").hidden = !text;
@@ -52,7 +59,7 @@ function explain(error) {
   }
 }
 
-// -- models -------------------------------------------------------------------------------------------------------------
+// -- models ---------------------------------------------------------------------------------------------------------
 
 function title({ id, recipe, model }) {
   if (!recipe) return id;
@@ -75,7 +82,7 @@ async function load() {
   find("denoise").disabled = served.length === 0;
 }
 
-// -- responses ------------------------------------------------------------------------------------------------------------
+// -- responses ------------------------------------------------------------------------------------------------------
 
 function begin(id, prompt, given) {
   const model = served.find((one) => one.id === id);

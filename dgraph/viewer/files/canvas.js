@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 
-const MOST_MOVING = 600; // cells that fade from one look to the next; more of them would take the browser seconds
+const MOST_MOVING = 600; // cells that fade from one look to the next; more of them would take a browser seconds
 const UNKNOWN = "\u00a0\u00a0\u00a0"; // as wide as a mask is while nobody knows what it hides
 
 /**

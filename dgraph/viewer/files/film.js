@@ -1,12 +1,12 @@
 /**
- * A run, step by step: what stands at each position after each step. Runs are as `dgraph.viewer.Run` describes them; one
- * that still grows has no `seconds` yet, and may say by `length` how many positions it asked for.
+ * A run, step by step: what stands at each position after each step. Runs are as `dgraph.viewer.Run` describes them;
+ * one that still grows has no `seconds` yet, and may say by `length` how many positions it asked for.
  */
 
 export const SHADES = 8;
 
 export class Film {
-  #history = []; // of each position, the cells that it held: {index, token, text, step, confidence}, token -1 for a mask
+  #history = []; // of each position, the cells that it held: {index, token, text, step, confidence}; token -1: a mask
   #blocks = []; // of each position that a step showed, the offset of its block
   #first = new Map(); // of each block, by offset, its first step
 
@@ -22,7 +22,7 @@ export class Film {
     /** Per step, and before the first: {step, offset, kept, width}. */
     this.frames = [...steps].sort((a, b) => a - b).map((step, index) => {
       for (const [position, token] of committed.get(step) ?? []) {
-        this.#write(position, index, { ...token, confidence: token.confidence });
+        this.#write(position, index, token);
       }
       return this.#frame(index, step, drafts.get(step));
     });
@@ -57,9 +57,8 @@ export class Film {
     if (!draft) return { step, offset: 0, kept: [], width: 0 };
     draft.token_ids.forEach((token, column) => {
       const position = draft.offset + column;
-      const before = this.cell(position, index);
       this.#blocks[position] = draft.offset;
-      if ((before?.token ?? -1) !== token || !before) {
+      if (this.cell(position, index)?.token !== token) {
         const text = draft.tokens?.[column] ?? "";
         this.#write(position, index, { token, text, step, confidence: draft.confidence?.[column] ?? null });
       }
@@ -128,7 +127,7 @@ export class Film {
     return Math.min(SHADES - 1, Math.max(0, Math.floor(share * SHADES)));
   }
 
-  /** Counts after a step: tokens of the response, positions decoded, tokens that the step committed, masks it left out. */
+  /** Counts after a step: tokens of the response, positions decoded, tokens it committed, masks it left out. */
   counts(index) {
     const found = { tokens: 0, decoded: 0, fresh: 0, evicted: 0 };
     for (let position = 0; position < this.positions; position++) {

@@ -6,6 +6,12 @@ import { Film, SHADES } from "./film.js";
 import { Strip } from "./strip.js";
 
 const SPEEDS = [2, 4, 8, 16, 32];
+const KEYS = [
+  [["space"], "play or pause"],
+  [["\u2190", "\u2192"], "a step back or on"],
+  [["home", "end"], "first or last step"],
+  [["tab"], "to the tokens, then arrows move over them"],
+];
 
 /** One run: its counters, its canvas, its film. */
 class Panel {
@@ -100,9 +106,9 @@ export class Viewer {
 
   /**
    * @param {Element} host
-   * @param {{prompts: boolean}} given whether panels show their prompts
+   * @param {{prompts: boolean, keys: Array}} given whether panels show their prompts; further keys, for `shortcut`
    */
-  constructor(host, { prompts = true } = {}) {
+  constructor(host, { prompts = true, keys = [] } = {}) {
     this.prompts = prompts;
     this.#speed.value = "8";
     host.append(
@@ -117,7 +123,7 @@ export class Viewer {
         element("label", {}, element("span", {}, "colour"), this.#by),
       ),
       this.#legend,
-      shortcuts(),
+      element("ul", { class: "shortcuts", "aria-label": "Keys" }, ...[...KEYS, ...keys].map(shortcut)),
     );
     document.addEventListener("keydown", (event) => this.#key(event));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
@@ -205,7 +211,11 @@ export class Viewer {
   #explain(by) {
     const given = this.#panels.some(({ film }) => film.run.tokens.some((token) => token.step === 0));
     const evicts = this.#panels.some(({ film }) => film.evicts);
-    const ends = { block: ["first step of its block", "last"], run: ["first step", "last"], confidence: ["unsure", "sure"] };
+    const ends = {
+      block: ["first step of its block", "last"],
+      run: ["first step", "last"],
+      confidence: ["unsure", "sure"],
+    };
     const sample = (state, more = {}) => element("span", { class: "cell", "data-state": state, ...more }, "a");
     const shades = Array.from({ length: SHADES }, (_, i) => sample("token", { "data-shade": i }));
     const items = [
@@ -235,14 +245,7 @@ export class Viewer {
   }
 }
 
-function shortcuts() {
-  const keys = (names, what) => element("li", {}, ...names.flatMap((name) => [element("kbd", {}, name), " "]), what);
-  return element(
-    "ul",
-    { class: "shortcuts", "aria-label": "Keys" },
-    keys(["space"], "play or pause"),
-    keys(["\u2190", "\u2192"], "a step back or on"),
-    keys(["home", "end"], "first or last step"),
-    keys(["tab"], "to the tokens, then arrows move over them"),
-  );
+/** Keys by name, and what they do. */
+function shortcut([names, what]) {
+  return element("li", {}, ...names.flatMap((name) => [element("kbd", {}, name), " "]), what);
 }
