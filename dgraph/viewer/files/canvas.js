@@ -6,8 +6,8 @@ const MOST_MOVING = 600; // cells that fade from one look to the next; more of t
 const UNKNOWN = "\u00a0\u00a0\u00a0"; // as wide as a mask is while nobody knows what it hides
 
 /**
- * A token's text in three: spaces before its cell, what the cell shows, and line breaks after it with the indentation of
- * the next line, so that the text of all of them flows and wraps as it would without cells.
+ * A token's text in three: spaces before its cell, what the cell shows, and line breaks after it with the indentation
+ * of the next line, so that the text of all of them flows and wraps as it would without cells.
  */
 function parts(text) {
   const [, before, word, after] = /^( *)(.*?)((?:\n *)*)$/s.exec(text);
