@@ -17,7 +17,7 @@ class Usage:
         prompt_tokens: of its prompt.
         completion_tokens: of its response so far, as far as they are final.
         cached_tokens: of its prompt that came from the prefix cache.
-        steps: forward passes that it took part in.
+        steps: the step of the request that committed the last of these tokens, from 1; 0 before.
         rows: that went through the last layers for it, those of a time before it gave way to others included.
     """
 
