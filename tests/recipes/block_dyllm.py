@@ -22,10 +22,11 @@ from tests.oracle.dyllm import Memory, Method
 from tests.oracle.dyllm_blocks import Blocks, Pass, as_qwen3, llada2_parts
 from tests.passes.sparse_step import Found
 from tests.passes.sparse_step import run as run_graph
-from tests.recipes.test_against_oracle import EOS, LAYERS, Setup, setup_for
+from tests.recipes.test_against_oracle import EOS, LAYERS, Setup, new_tokens, setup_for
 
 FAMILIES = ("sdar", "sdar_moe", "llada2")
-BLOCK, NEW = 16, 40
+BLOCK = 16
+NEW = new_tokens(BLOCK)
 
 # Options of the recipe, and the same in the oracle's words. The tiny models turn their contexts further than a trained
 # one, so the thresholds that leave some rows out are lower than the paper's.

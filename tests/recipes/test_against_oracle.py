@@ -72,6 +72,11 @@ def prompts_for(block: int) -> list[list[int]]:
     return [torch.randint(6, 90, (n,), generator=draw).tolist() for n in lengths]
 
 
+def new_tokens(block: int) -> int:
+    """After a prompt of any length two blocks, one of them in part, or more."""
+    return block + block // 2 + 3
+
+
 def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
     """What the compiled program did with one prompt, in the oracle's terms."""
     found = []
@@ -130,7 +135,7 @@ def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, new: int, **word
 
 def check(setup: Setup, block: int, run: Optimized, policy: dict[str, Any], expected: dict[str, Any]) -> None:
     prompts, records = prompts_for(block), []
-    new = 2 * block + block // 2
+    new = new_tokens(block)
     result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **policy)
     compared = 0
     for i, prompt in enumerate(prompts):

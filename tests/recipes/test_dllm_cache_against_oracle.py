@@ -21,7 +21,7 @@ from tests.oracle import canvas, dllm_cache
 from tests.oracle.dllm_cache import Memory, Method, Step
 from tests.passes.sparse_step import memory_of
 from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, Setup, prompts_for, setup_of
-from tests.recipes.test_canvas_against_oracle import PADDED, PAIRS, RULES, new_tokens, steps_of
+from tests.recipes.test_canvas_against_oracle import PADDED, PAIRS, RULES, steps_of
 from tests.tiny import interpret, read_cache, rows_of, tiny_spec
 
 # Options of the recipe, and the same in the oracle's words.
@@ -40,6 +40,11 @@ CASES: dict[str, tuple[dict[str, Any], Method]] = {
 @pytest.fixture(scope="module")
 def setups() -> dict[str, Setup]:
     return {family: setup_of(family) for family in FAMILIES}
+
+
+def new_tokens(block: int) -> int:
+    """Two blocks and a part of one, which take more steps than the default intervals."""
+    return 2 * block + block // 2 + 1
 
 
 def trace_of(
