@@ -202,7 +202,7 @@ def _load(
         tell(f"{recipe}: making room for keys and values")
         engine = optimized.engine(settings)
         tell(f"{recipe}: warming up")
-        warm_up(engine)
+        warm_up(engine, engine.max_sequences if optimized.graph_pool is not None else 1)
         title = name or found.name
         engines[title if len(recipes) == 1 else f"{title}:{recipe}"] = engine
     return engines

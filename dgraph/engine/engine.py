@@ -379,6 +379,11 @@ class Engine:
         return self._driver.shape.block
 
     @property
+    def max_sequences(self) -> int:
+        """Requests that run at the same time."""
+        return self._driver.shape.slots
+
+    @property
     def max_tokens(self) -> int:
         """Positions of a request, prompt and response together."""
         shape = self._driver.shape

@@ -7,7 +7,7 @@ from dgraph.runtime.decoding import Decoding
 
 
 def warm_up(engine: Engine, sequences: int = 1) -> None:
-    """Serve so many requests of random ids at the same time, and lower what those need that draw tokens."""
+    """Serve so many requests at the same time: one compiles, and CUDA graphs are recorded for each number of them."""
     spec, block = engine.spec, engine.block_length
     special = {spec.mask_id, spec.pad_id, *spec.eos_ids}
     plain = next(token for token in range(spec.vocab) if token not in special)
