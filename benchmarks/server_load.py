@@ -59,13 +59,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Arm:
-    """What the clients of one arm saw together; `first_p50` and `first_p99`: seconds to the first tokens."""
+    """What the clients of one arm saw together; `first_p50` and `first_p99`: seconds to the first tokens. loop: seconds
+    of CPU that the event loop took, which has the server, or the tasks that read `Engine.stream`.
+    """
 
     label: str
     seconds: float
     tokens: int
     first_p50: float
     first_p99: float
+    loop: float
 
     @property
     def rate(self) -> float:
@@ -73,10 +76,15 @@ class Arm:
         return self.tokens / self.seconds
 
 
-def arm_of(label: str, asked: Sequence[Asked], seconds: float) -> Arm:
+def arm_of(label: str, asked: Sequence[Asked], seconds: float, loop: float) -> Arm:
     """What requests tell together."""
     first = sorted(one.first for one in asked)
-    return Arm(label, seconds, sum(one.tokens for one in asked), quantile(first, 0.5), quantile(first, 0.99))
+    return Arm(label, seconds, sum(one.tokens for one in asked), quantile(first, 0.5), quantile(first, 0.99), loop)
+
+
+def cpu_of(thread: threading.Thread) -> float:
+    """Seconds of CPU that a thread has had."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
 async def in_turns(count: int, clients: int, ask: Any) -> list[Asked]:
@@ -107,22 +115,24 @@ def by_engine(engine: Engine, test: LoadTest, clients: int) -> Arm:
             tokens = event.usage.completion_tokens
         return Asked(first, time.perf_counter() - began, tokens)
 
-    began = time.perf_counter()
+    here = threading.current_thread()
+    began, before = time.perf_counter(), cpu_of(here)
     asked = asyncio.run(in_turns(len(test.requests), clients, ask))
-    return arm_of("Engine.stream", asked, time.perf_counter() - began)
+    return arm_of("Engine.stream", asked, time.perf_counter() - began, cpu_of(here) - before)
 
 
-def by_http(url: str, test: LoadTest, clients: int) -> Arm:
+def by_http(url: str, server: threading.Thread, test: LoadTest, clients: int) -> Arm:
     """From another process."""
     bodies = [
         {"prompt": list(prompt), "max_tokens": request.new, "ignore_eos": True}
         for prompt, request in zip(test.prompts, test.requests, strict=True)
     ]
     load = json.dumps({"url": url, "clients": clients, "bodies": bodies})
+    before = cpu_of(server)
     command = [sys.executable, "-m", "benchmarks.server_load", "--as-client"]
     done = subprocess.run(command, input=load, stdout=subprocess.PIPE, text=True, check=True)
     told = json.loads(done.stdout)
-    return arm_of("over HTTP", [Asked(*one) for one in told["asked"]], told["seconds"])
+    return arm_of("over HTTP", [Asked(*one) for one in told["asked"]], told["seconds"], cpu_of(server) - before)
 
 
 def as_client() -> None:
@@ -187,7 +197,7 @@ def measure(test: LoadTest, clients: int, rounds: int) -> list[Arm]:
         try:
             ready.wait()
             for load, kept in [(few, False)] + [(test, True)] * rounds:
-                for arm in (by_engine(engine, load, clients), by_http(url[0], load, clients)):
+                for arm in (by_engine(engine, load, clients), by_http(url[0], thread, load, clients)):
                     if kept:
                         arms.append(arm)
                         print(f"{arm.label}: {arm.rate:.1f} tokens/s, {1e3 * arm.first_p50:.2f} ms", flush=True)
@@ -202,14 +212,15 @@ def report_of(arms: Sequence[Arm], clients: int, title: str) -> Report:
     report = Report(title)
     base = mean(arm.rate for arm in arms if arm.label == arms[0].label)
     rows: list[list[Cell]] = [
-        [arm.label, arm.rate, arm.rate / base, 1e3 * arm.first_p50, 1e3 * arm.first_p99, arm.tokens, arm.seconds]
+        [arm.label, arm.rate, arm.rate / base, 1e3 * arm.first_p50, 1e3 * arm.first_p99, arm.tokens, arm.loop]
         for arm in arms
     ]
     for label in dict.fromkeys(arm.label for arm in arms):
         same = [arm for arm in arms if arm.label == label]
         rate, first = mean(arm.rate for arm in same), 1e3 * mean(arm.first_p50 for arm in same)
-        rows.append([f"{label}, mean", rate, rate / base, first, 1e3 * mean(arm.first_p99 for arm in same), "", ""])
-    titles = ["arm", "tok/s", "ratio", "first p50 ms", "first p99 ms", "tokens", "seconds"]
+        last, loop = 1e3 * mean(arm.first_p99 for arm in same), mean(arm.loop for arm in same)
+        rows.append([f"{label}, mean", rate, rate / base, first, last, "", loop])
+    titles = ["arm", "tok/s", "ratio", "first p50 ms", "first p99 ms", "tokens", "CPU s of the loop"]
     report.table("Streams", titles, rows, f"{clients} clients, each with one request at a time.")
     report.data["arms"] = [{**asdict(arm), "rate": arm.rate} for arm in arms]
     return report

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +56,7 @@ class Answer:
 
     def __init__(self, model: ServedModel, order: Order):
         self.model, self.order = model, order
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = f"{self.prefix}-{random.getrandbits(128):032x}", int(time.time())
         self.choices = [Choice(index) for index in range(len(order.prompts) * order.choices)]
         self._head = self._envelope(self.chunk_kind)
 

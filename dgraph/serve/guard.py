@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import random
 import re
-import uuid
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -139,4 +139,4 @@ def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
 
 def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     given = _header(headers, b"x-request-id").decode("latin-1")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,7 +198,7 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         value = getattr(usual, name)
         if name not in said and name not in chosen and value != getattr(Decoding, name):
             said[name] = value
-    seed = secrets.randbits(62) if body.seed is None else body.seed
+    seed = random.getrandbits(62) if body.seed is None else body.seed
     try:
         return Decoding(max_new_tokens=wanted, stop=tuple(stops), ignore_eos=bool(body.ignore_eos), seed=seed, **said)
     except (InputError, UnknownName) as error:
