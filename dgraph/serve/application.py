@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
+from dgraph.serve.decisions import DecisionRequest, decide
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
@@ -43,6 +44,7 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     _add_errors(app)
     _add_status(app, lifetime, metrics)
     _add_answers(app, lifetime, settings, metrics)
+    _add_decisions(app, lifetime)
     _add_page(app)
     if settings.allowed_origins:
         origins = list(settings.allowed_origins)
@@ -122,6 +124,15 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation."""
         return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
+
+
+def _add_decisions(app: FastAPI, lifetime: Lifetime) -> None:
+    @app.post("/v1/decisions")
+    async def decisions(request: Request, body: DecisionRequest) -> Response:
+        """How probable given answers are, in one forward for each question."""
+        model = lifetime.model(body.model)
+        request.scope["record"].facts["model"] = model.id
+        return JSONResponse(await decide(body, model, request.receive))
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:

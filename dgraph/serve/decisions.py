@@ -1,0 +1,237 @@
+"""Decisions: how probable given answers are, read in one forward and without generating text (OpenAI's Decisions API).
+
+A mask model decides what stands in a slot, so a question is a conversation whose next turn is a slot, and its answers
+are the labels that may stand there (`Engine.decide`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.types import Receive
+
+from dgraph.engine.engine import Engine, EngineClosed
+from dgraph.errors import EngineBusy, InputError
+from dgraph.serve.protocol import Lenient, Name, Text
+from dgraph.serve.refusal import Refusal, bad_field, unavailable
+from dgraph.serve.served_model import ServedModel
+
+TEXTS = ("input_text", "output_text", "text")
+"""Parts of a message that can be read."""
+GONE = Refusal(499, "the client has left.")
+"""For the log: nobody reads it."""
+
+
+class Part(Lenient):
+    """A part of a message, or of instructions."""
+
+    type: Name
+    text: Text | None = None
+
+
+Content = Text | list[Part]
+
+
+class Turn(Lenient):
+    """A message of the input."""
+
+    role: Annotated[Name, Field(min_length=1)]
+    content: Content
+
+
+class Predicate(Lenient):
+    """How probable is it that a statement about the input is true?"""
+
+    type: Literal["predicate"]
+    instructions: Content
+    name: Name | None = None
+
+
+class Option(Lenient):
+    """One of the answers of a choice; true is another one than "true"."""
+
+    value: Annotated[Text, Field(min_length=1)] | bool
+    description: Text | None = None
+
+
+class Choice(Lenient):
+    """Which of some answers is it?"""
+
+    type: Literal["choice"]
+    instructions: Content
+    choices: Annotated[list[Option], Field(min_length=2, max_length=255)]
+    name: Name | None = None
+
+
+class Level(Lenient):
+    """A level of a score."""
+
+    label: Annotated[Text, Field(min_length=1)]
+    description: Text | None = None
+
+
+class Score(Lenient):
+    """Which of some ordered levels is it?"""
+
+    type: Literal["score"]
+    instructions: Content
+    levels: Annotated[list[Level], Field(min_length=2, max_length=10)]
+    name: Name | None = None
+
+
+Question = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
+
+
+class DecisionRequest(Lenient):
+    """POST /v1/decisions."""
+
+    model: Text | None = None
+    input: Text | Annotated[list[Turn], Field(min_length=1)]
+    questions: Annotated[list[Question], Field(min_length=1, max_length=200)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as an engine takes it: ids of its conversation, and of the labels of its answers."""
+
+    question: Predicate | Choice | Score
+    prompt: list[int]
+    labels: list[list[int]]
+
+
+async def decide(body: DecisionRequest, model: ServedModel, receive: Receive) -> dict[str, Any]:
+    """The answers to all questions.
+
+    Args:
+        body: the request.
+        model: who answers.
+        receive: of the connection, whose end cancels what has not been answered.
+
+    Raises:
+        Refusal: a question that cannot be asked, or not now.
+    """
+    answers: list[Any] = []
+    watch = asyncio.create_task(_leaving(receive, answers))
+    try:
+        asked = await asyncio.to_thread(_ask, body, model, answers)
+        if watch.done():  # the client has left meanwhile
+            raise GONE
+        found = [await answer for answer in answers]
+    except EngineBusy as busy:
+        raise unavailable(f"the server is busy: {busy}", "busy", busy.retry_after) from None
+    except EngineClosed:
+        raise unavailable("the engine has stopped; this server takes no requests any more.", "closed") from None
+    except InputError as error:
+        raise bad_field("questions", str(error)) from None
+    except asyncio.CancelledError:
+        if watch.done():
+            raise GONE from None
+        raise
+    finally:
+        watch.cancel()
+        for answer in answers:
+            answer.cancel()
+    tokens = sum(len(one.prompt) for one in asked)
+    return {
+        "object": "decision",
+        "model": model.id,
+        "answers": [_told(one.question, probabilities) for one, probabilities in zip(asked, found, strict=True)],
+        "usage": {
+            "input_tokens": tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": tokens,
+        },
+    }
+
+
+async def _leaving(receive: Receive, answers: Sequence[Any]) -> None:
+    """Cancel what is asked when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for answer in answers:
+        answer.cancel()
+
+
+def _ask(body: DecisionRequest, model: ServedModel, answers: list[Any]) -> list[Asked]:
+    """Give all questions to the engine, or none; `answers` gets what it will say."""
+    engine: Engine = model.engine
+    asked = [_asked(body, question, model) for question in body.questions]
+    after = engine.spec.eos_ids[:1]  # so that an answer ends where its label does
+    with engine.together(len(asked)):
+        for one in asked:
+            answers.append(engine.decide(one.prompt, one.labels, after=after))
+    return asked
+
+
+def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: ServedModel) -> Asked:
+    """A question as ids."""
+    turns = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
+    text = f"{_text(question.instructions, 'questions')}\n{_form(question)}"
+    if turns[-1]["role"] == "user":
+        turns[-1] = {"role": "user", "content": f"{turns[-1]['content']}\n\n{text}"}
+    else:
+        turns.append({"role": "user", "content": text})
+    labels = [model.encode_text(label) for label in _labels(question)]
+    if len(set(map(tuple, labels))) < len(labels):
+        raise bad_field("questions", "the answers of a question differ from each other; some are the same.")
+    try:
+        return Asked(question, model.encode_chat(turns), labels)
+    except InputError as error:
+        raise bad_field("input", str(error)) from None
+
+
+def _turns(given: Sequence[Turn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": _text(turn.content, "input")} for turn in given]
+
+
+def _text(content: str | Sequence[Part], field: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in TEXTS or part.text is None:
+            raise bad_field(field, f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
+    return "".join(part.text or "" for part in content)
+
+
+def _form(question: Predicate | Choice | Score) -> str:
+    """What is said after the instructions."""
+    if isinstance(question, Predicate):
+        return "Is this true? Answer yes or no."
+    described: Sequence[Option | Level] = question.choices if isinstance(question, Choice) else question.levels
+    lines = [
+        f"- {label}: {one.description}" if one.description else f"- {label}"
+        for label, one in zip(_labels(question), described, strict=True)
+    ]
+    return "\n".join(["Answer with one of these:", *lines])
+
+
+def _labels(question: Predicate | Choice | Score) -> list[str]:
+    """The answers as texts."""
+    if isinstance(question, Predicate):
+        return ["yes", "no"]
+    if isinstance(question, Score):
+        return [level.label for level in question.levels]
+    return [str(one.value).lower() if isinstance(one.value, bool) else one.value for one in question.choices]
+
+
+def _told(question: Predicate | Choice | Score, probabilities: Sequence[float]) -> dict[str, Any]:
+    """An answer as clients read it."""
+    said: dict[str, Any] = {"type": question.type, "name": question.name}
+    if isinstance(question, Predicate):
+        return {**said, "probability": probabilities[0]}
+    best = max(range(len(probabilities)), key=probabilities.__getitem__)
+    said["confidence"] = probabilities[best]
+    if isinstance(question, Choice):
+        each = [{"value": o.value, "probability": p} for o, p in zip(question.choices, probabilities, strict=True)]
+        return {**said, "choice": question.choices[best].value, "probabilities": each}
+    levels = [
+        {"value": place, "label": level.label, "probability": probability}
+        for place, (level, probability) in enumerate(zip(question.levels, probabilities, strict=True))
+    ]
+    return {**said, "score": sum(place * p for place, p in enumerate(probabilities)), "probabilities": levels}
