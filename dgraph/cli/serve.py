@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,13 +160,12 @@ def serve(
         "artifacts": cache,
     }
     where = {"dtype": given.torch_dtype(dtype), "device": given.torch_device(device), **given.facts(fact)}
-    _log(not no_access_log)
 
     def load(tell: Callable[[str], None]) -> Mapping[str, Engine]:
         return _load(model, name, recipes, chosen, where, compilation, engine, tell)
 
     found = Host(bind(host, port), settings, shutdown_timeout)
-    with status("loading") as tell:
+    with status("loading") as tell, _access_log(not no_access_log):
 
         def ready(address: str) -> None:
             gc.collect()
@@ -223,13 +223,20 @@ def _keys(given: list[str] | None, path: Path | None) -> list[str]:
     return keys
 
 
-def _log(access: bool) -> None:
+@contextmanager
+def _access_log(wanted: bool) -> Iterator[None]:
     """Lines of the access log to stderr."""
     from dgraph.serve.access_log import LOGGER
 
+    handler = logging.StreamHandler(sys.stderr) if wanted else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO if wanted else logging.WARNING)
     LOGGER.propagate = False
-    if access:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        LOGGER.addHandler(handler)
-        LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]
