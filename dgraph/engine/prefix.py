@@ -50,8 +50,8 @@ class PrefixCache:
 
     @property
     def spare(self) -> int:
-        """Pages that could be dropped: nobody else owns them, nor a page that follows them."""
-        return sum(len(part.pages) for part in list(self._used) if self._alone(part))
+        """Pages that could be dropped: nobody else owns them. Who owns a page owns those before it, too."""
+        return self._kv.spare
 
     def look_up(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Pages that hold the keys of the beginning of a prompt."""
@@ -79,7 +79,7 @@ class PrefixCache:
                 mine = tuple(pages[number * each : (number + 1) * each])
                 part = children[content] = _Part(mine, content, parent)
                 for page in mine:
-                    self._kv.retain(page)
+                    self._kv.keep(page)
                 self._used[part] = None
             self._used.move_to_end(part)
             parent, children = part, part.children
@@ -112,7 +112,7 @@ class PrefixCache:
         """Drop everything."""
         for part in reversed(list(self._used)):
             for page in part.pages:
-                self._kv.drop(page)
+                self._kv.let_go(page)
         self._used.clear()
         self._root.clear()
 
@@ -128,4 +128,4 @@ class PrefixCache:
         del siblings[part.content]
         del self._used[part]
         for page in part.pages:
-            self._kv.drop(page)
+            self._kv.let_go(page)

@@ -30,6 +30,7 @@ class KVStore:
 
     Attributes:
         limit: the most pages that there may be; None for as many as memory holds.
+        spare: pages that whoever `keep`s them owns alone, and could do without.
         reclaim: asked for so many pages when too few are free, and the pool may not grow: drops what it can do without.
 
     Raises:
@@ -48,6 +49,8 @@ class KVStore:
         self.declare(caches)
         self._free: list[int] = []  # the lowest page last: low pages are used first
         self._owners: list[int] = []  # of each page
+        self._kept: set[int] = set()
+        self.spare = 0
         self._owned: dict[int, list[int]] = {}
         self._next = 0
 
@@ -155,13 +158,29 @@ class KVStore:
 
     def retain(self, page: int) -> None:
         """Own a page that somebody owns, too."""
+        self.spare -= self._alone(page)
         self._owners[page] += 1
 
     def drop(self, page: int) -> None:
         """Give up a page; it is free if nobody else owns it."""
         self._owners[page] -= 1
+        self.spare += self._alone(page)
         if self._owners[page] == 0:
             self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """Own a page that somebody owns, until it is needed: it is spare when all others have dropped it."""
+        self.retain(page)
+        self._kept.add(page)
+
+    def let_go(self, page: int) -> None:
+        """Give up a page that was kept."""
+        self.spare -= self._alone(page)
+        self._kept.remove(page)
+        self.drop(page)
+
+    def _alone(self, page: int) -> bool:
+        return self._owners[page] == 1 and page in self._kept
 
     def owners(self, page: int) -> int:
         """How many own a page."""

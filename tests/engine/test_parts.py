@@ -132,6 +132,8 @@ def test_what_is_shared_was_written_for_the_same_tokens(sizes: tuple[int, int], 
         keys = [tuple(ids[: (at // block + 1) * block]) for at in range(len(ids))]
         for number, one in enumerate(shared):
             assert written[one] == keys[number * page : (number + 1) * page]
+        kept = [one for part in prefix._used for one in part.pages]
+        assert prefix.spare == sum(kv.owners(one) == 1 for one in kept)
         free = kv.free_pages + prefix.spare
         assert all(kv.owners(one) >= 1 for one in shared)
         try:
