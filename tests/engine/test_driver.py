@@ -45,6 +45,11 @@ RULES: list[dict[str, Any]] = [
     {"policy": "relative_threshold"},
     {"policy": "hierarchical"},
 ]
+SECOND_THOUGHTS: list[dict[str, Any]] = [
+    {"policy": "hierarchical_remask"},
+    {"policy": "joint_threshold", "threshold": 0.3},
+]
+"""Rules that take tokens back, or change them; no block cache goes with them."""
 HEAT: dict[str, list[dict[str, Any]]] = {
     "step": [{}],
     "evict": [{}],
@@ -53,7 +58,7 @@ HEAT: dict[str, list[dict[str, Any]]] = {
 }
 STOP = 3
 STOPS = [(), (), ("a",), ("ab", "\n"), ("€", "c ")]
-KINDS = {"step": {}, "evict": {"block_cache": "dc+"}, "sample": {}, "logits": {}}
+KINDS: dict[str, dict[str, Any]] = {"step": {}, "evict": {"block_cache": "dc+"}, "sample": {}, "logits": {}}
 POLICIES = ["look_ahead", "fcfs", "prefill_first", "static", LookAhead(delay=9, patience=1)]
 
 
@@ -66,7 +71,7 @@ def decodings(draw: st.DrawFn, kind: str) -> Decoding:
         ignore_eos=draw(st.booleans()),
         seed=draw(st.integers(0, 1)),
         stop=draw(st.sampled_from(STOPS)),
-        **draw(st.sampled_from(RULES)),
+        **draw(st.sampled_from(RULES if "block_cache" in KINDS[kind] else [*RULES, *SECOND_THOUGHTS])),
         **draw(st.sampled_from(HEAT[kind])),
     )
 
