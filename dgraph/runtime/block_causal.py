@@ -70,13 +70,14 @@ class BlockCausalState(DecodeState):
         given = cls.given_of(canvas, prompt_end, end, mask_id)
         positions = torch.arange(canvas.shape[1], device=device)
         first_mask = torch.where(given, end[:, None], positions).amin(dim=1)
+        last = torch.where(~given & (positions < end[:, None]), positions, -1).amax(dim=1)
         start = torch.minimum(first_mask, end - 1) // block * block
         columns = start[:, None] + torch.arange(-block, block, device=device)
         pending = torch.zeros(b, 2 * block, dtype=torch.bool, device=device)
         pending[:, block:] = True
         tokens, masked = canvas.gather(1, columns.clamp(min=0)), ~given.gather(1, columns[:, block:])
         return cls(
-            **cls.counters(start, tokens[:, block:], masked, first_mask < end, sequences, most_rows),
+            **cls.counters(start, tokens[:, block:], masked, last, sequences, most_rows),
             given=given,
             tokens=tokens,
             pending=pending,
@@ -171,9 +172,6 @@ class BlockCausalState(DecodeState):
             changed=changed,
         )
 
-    def _undecided(self) -> Tensor:
-        return ~self.given
-
     def _own_rows(self) -> Tensor:
         return self.live()[:, : self.block].sum(dim=1)
 
@@ -193,7 +191,7 @@ class BlockCausalState(DecodeState):
         block = self.block
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
-        moved, _ = self._finish(policy, settled)
+        moved = self._finish(policy, settled)
         shift = moved[:, None]
         # The keys of a block that began without a mask are final with its first step.
         final = (self.forwards == 1) & ~masked.any(dim=1)

@@ -76,12 +76,13 @@ class CanvasState(DecodeState):
         inside = positions < end[:, None]
         masked = inside & ~given
         first_mask = torch.where(masked, positions, end[:, None]).amin(dim=1)
+        last = torch.where(masked, positions, -1).amax(dim=1)
         start = prompt_end + (first_mask - prompt_end) // block * block
         columns = start[:, None] + torch.arange(block, device=canvas.device)
         first_block = cls._at(columns, canvas), cls._at(columns, masked)
         first = torch.ones_like(prompt_end, dtype=torch.bool)
         state = cls(
-            **cls.counters(start, *first_block, first_mask < end, sequences, most_rows),
+            **cls.counters(start, *first_block, last, sequences, most_rows),
             given=given,
             masked=masked,
             pending=inside,
@@ -217,9 +218,6 @@ class CanvasState(DecodeState):
         opened = torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
         return choose(overruled, chosen, opened)
 
-    def _undecided(self) -> Tensor:
-        return self.masked
-
     def _own_rows(self) -> Tensor:
         live = self.live()
         return live.sum(dim=1) - (live & self.view().around_block()).sum(dim=1)
@@ -243,9 +241,10 @@ class CanvasState(DecodeState):
         waiting = before & (positions < (self.start + self.size)[:, None])
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
-        moved, following = self._finish(policy, settled)
+        moved = self._finish(policy, settled)
         # Blocks that have no mask are passed over.
-        self._next_block(moved, self.prompt_end + (following - self.prompt_end) // self.size * self.size)
+        following = torch.where(self.masked, positions, self.end[:, None]).amin(dim=1) - self.prompt_end
+        self._next_block(moved, self.prompt_end + following // self.size * self.size)
         region, schedule = self.plan.region, self.plan.schedule
         more = {"coming": self._coming(policy)} if region.foresees else {}
         view = self.view(**more)

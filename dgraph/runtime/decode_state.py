@@ -73,10 +73,10 @@ class DecodeState(ABC):
 
     What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
     bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
-    i64[b]; end i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
-    temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
-    name [b]: which policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted,
-    the lowest first, `OUT` for none.
+    i64[b]; end i64[b] = prompt + max_new_tokens; last i64[b]: the last position before it that was not given; keys
+    i64[b, 2]: what draws start from, see `sequence_keys`; temperature f32[b]; stops_from i64[b]: the position from
+    which on a stop token ends it; kind i64[b] and settings, by name [b]: which policy of a mixture decides, and with
+    which numbers. place i64[b]: its turn when rows are granted, the lowest first, `OUT` for none.
 
     Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
     """
@@ -103,6 +103,7 @@ class DecodeState(ABC):
     given: Tensor
     prompt_end: Tensor
     end: Tensor
+    last: Tensor
     keys: Tensor
     temperature: Tensor
     stops_from: Tensor
@@ -122,18 +123,19 @@ class DecodeState(ABC):
 
     @staticmethod
     def counters(
-        start: Tensor, block: Tensor, masked: Tensor, going: Tensor, sequences: int | None, most_rows: int | None
+        start: Tensor, block: Tensor, masked: Tensor, last: Tensor, sequences: int | None, most_rows: int | None
     ) -> dict[str, Any]:
         """The fields that begin alike in every state.
 
         start i64[b]: where the first block begins that has a mask; block i64[b, B]: its tokens; masked bool[b, B]: its
-        masks; going bool[b]: whether there is anything to decode. Only the first `sequences` take part, default all.
+        masks; last i64[b]: as in the attributes, -1 for none. Only the first `sequences` take part, default all.
         """
         b, device = len(start), start.device
-        active = going & (torch.arange(b, device=device) < (b if sequences is None else sequences))
+        active = (last >= 0) & (torch.arange(b, device=device) < (b if sequences is None else sequences))
         counts = ("decoded", "steps", "counter", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
         return {
             "start": start,
+            "last": last,
             **{name: torch.zeros_like(start) for name in counts},
             "active": active,
             "broken": torch.zeros_like(active),
@@ -424,14 +426,8 @@ class DecodeState(ABC):
         """[b, n]: values [b, T] at positions i64[b, n]; of one that is beyond the canvas, anything."""
         return values.gather(1, columns.clamp(max=values.shape[1] - 1))
 
-    @abstractmethod
-    def _undecided(self) -> Tensor:
-        """bool[b, T]: of the positions after the current block, those that are to be decoded."""
-
-    def _finish(self, policy: Policy, settled: Tensor | None) -> tuple[Tensor, Tensor]:
-        """End sequences that are done; bool[b]: those of the others whose block is done; i64[b]: the first position
-        after it that is to be decoded.
-        """
+    def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
+        """End sequences that are done; bool[b]: those of the others whose block is done."""
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
         # A stop token of the prompt is none.
@@ -446,11 +442,8 @@ class DecodeState(ABC):
         if settled is not None:
             edited = per_sequence("edits", policy, self.kind)
             stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
-        positions = torch.arange(self.canvas.shape[1], device=masked.device)
-        later = self._undecided() & (positions >= (self.start + block)[:, None])
-        following = torch.where(later, positions, len(positions)).amin(dim=1)
-        self.active = self.active & ~(stopped | (complete & (following >= self.end)))
-        return complete & self.active, following
+        self.active = self.active & ~(stopped | (complete & (self.start + block > self.last)))
+        return complete & self.active
 
     def _next_block(self, moved: Tensor, start: Tensor) -> None:
         """Move sequences bool[b] on to the blocks that begin at start i64[b]."""
