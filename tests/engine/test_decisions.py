@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,24 +14,9 @@ from dgraph.engine.engine import EngineClosed
 from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.scoring import Scorer
 from dgraph.testing import TinyModel, models, prompts
+from tests.engine.plain import PLAIN, logits
 
-PLAIN = [tiny for tiny in models() if str(tiny) != "llada2"]
-"""Families whose modules are classes of transformers."""
 LABELS = [[5], [9], [11, 3], [7, 7, 2], [4, 8]]
-
-
-def logits(tiny: TinyModel, canvas: Sequence[int]) -> Tensor:
-    """f64[T, vocabulary]: one forward of the whole canvas by transformers."""
-    spec, (module, *_) = tiny.model.spec, tiny.model.module.children()
-    plain: Any = copy.deepcopy(module)
-    plain.set_attn_implementation("eager")
-    causal = spec.attention == "block_causal"
-    block = torch.arange(len(canvas)) // (spec.block_length if causal else len(canvas))
-    mask = torch.where(block[None, :] <= block[:, None], 0.0, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        found = plain(torch.tensor([canvas]), attention_mask=mask[None, None]).logits[0].double()
-    found[:, spec.mask_id] = -torch.inf
-    return found
 
 
 def wanted(tiny: TinyModel, prompt: list[int], labels: list[list[int]], before: list[int], after: list[int]) -> Tensor:

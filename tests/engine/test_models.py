@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from dgraph.api import Optimized
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Canvas
 from dgraph.testing import TinyModel, models, prompts
 from tests.engine.driven import Asked, Turns, alone, filled
+from tests.engine.plain import PLAIN, infilled
 
 Named = tuple[str, dict[str, Any]]
 BOTH: list[Named] = [("focus", {}), ("dyllm", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})]
@@ -146,3 +148,16 @@ def test_what_changes_nothing_alone_changes_nothing_in_an_engine(
     served(
         tiny, made, tiny.optimized(dense, **settings), data.draw(schedules(tiny, False)), data.draw(engines(tiny, made))
     )
+
+
+@pytest.mark.parametrize("tiny", PLAIN, ids=str)
+def test_infilling_is_what_a_plain_loop_does(tiny: TinyModel) -> None:
+    block, new = tiny.model.spec.block_length, 3 * tiny.model.spec.block_length
+    some: Canvas = (None, 5, None, None, 7, 8)
+    whole: Canvas = (*[None] * (block - 2), *range(4, 4 + 2 * block - 1))
+    made = tiny.optimized("dense")
+    for prompt, canvas in zip(prompts(tiny), (some, whole, (4, 5, *whole)), strict=True):
+        canvas = canvas[:new]
+        decoding = Decoding(max_new_tokens=new, threshold=0.3, ignore_eos=True)
+        found = made.generate(input_ids=[prompt], decoding=decoding, canvas=[canvas])
+        assert found.token_ids == [infilled(tiny, prompt, canvas, new, 0.3)]
