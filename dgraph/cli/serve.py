@@ -132,6 +132,10 @@ def serve(
     chosen = given.shared_options(recipes, option) if len(recipes) > 1 else given.recipe_options(recipes[0], option)
     if shutdown_timeout < 0:
         raise InputError(f"--shutdown-timeout must be at least 0 seconds, got {shutdown_timeout}.")
+    if len(recipes) > 1 and kv is None and str(device or "").startswith("cuda"):
+        raise InputError(
+            "the recipes share the memory of the GPU: say with --kv how much each has for keys and values."
+        )
     settings = ServeSettings(
         api_keys=_keys(api_key, api_key_file),
         max_body_bytes=parse_size(max_body, "--max-body"),

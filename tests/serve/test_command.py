@@ -66,6 +66,7 @@ def test_from_the_command_to_the_signal(tmp_path: Path) -> None:
     [
         (["--recipe", "focsu"], "unknown recipe 'focsu'. Did you mean 'focus'?"),
         (["-r", "focus", "-r", "dense", "-o", "alhpa=1"], "unknown option"),
+        (["-r", "focus", "-r", "dense", "--device", "cuda"], "say with --kv how much each has"),
         (["--policy", "fifo"], "unknown scheduling policy 'fifo'"),
         (["--max-sequences", "0"], "max_sequences must be a whole number, at least 1, got 0"),
         (["--max-body", "much"], "--max-body is a size such as 500M or 4G"),
