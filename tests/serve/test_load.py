@@ -1,0 +1,26 @@
+"""benchmarks.server_load on a trained model: both arms ask for the same, and are answered."""
+
+from __future__ import annotations
+
+import dgraph
+from benchmarks.server_load import measure, report_of
+from dgraph.bench.serve import LoadTest, prompts_for
+from dgraph.engine.load import Request
+
+
+def test_both_arms_are_served_the_same(sdar: dgraph.Optimized) -> None:
+    requests = [Request(0.0, 8, 8) for _ in range(4)]
+    decoding = dgraph.Decoding(steps=2, ignore_eos=True)
+    settings = dgraph.EngineSettings(max_sequences=2, max_tokens=64)
+    test = LoadTest(sdar, requests, prompts_for(sdar.model, requests), decoding, settings)
+    arms = measure(test, clients=2, rounds=1)
+    assert [(arm.label, arm.tokens) for arm in arms] == [("Engine.stream", 32), ("over HTTP", 32)]
+    assert all(0 < arm.first_p50 <= arm.first_p99 <= arm.seconds for arm in arms)
+    assert all(0 < arm.loop < arm.seconds for arm in arms)
+    report = report_of(arms, 2, "A trial")
+    assert [row[0] for row in report.tables[0][2]] == [
+        "Engine.stream",
+        "over HTTP",
+        "Engine.stream, mean",
+        "over HTTP, mean",
+    ]
