@@ -46,10 +46,10 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     _add_answers(app, lifetime, settings, metrics)
     _add_decisions(app, lifetime)
     _add_page(app)
-    if settings.allowed_origins:
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard, settings=settings)
     return app
 
 
@@ -96,17 +96,18 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
     ) -> Response:
         model = lifetime.model(name)
         running, record, meter = Running(model), request.scope["record"], metrics.of(model.id)
+        lifetime.enter(running)
         try:
             await running.begin(translate)
-        except Refusal as refusal:
-            if refusal.status == 503:
-                meter.refuse(refusal.code or "")
+        except BaseException as error:
+            lifetime.leave(running)
+            if isinstance(error, Refusal) and error.status == 503:
+                meter.refuse(error.code or "")
             raise
         order = running.order
-        lifetime.enter(running)
         meter.began(order)
         _note(record, model, order, settings)
-        pace, answer = meter.follow(running.left), kind(model, order)
+        pace, answer = meter.follow(running.left, record.began), kind(model, order)
 
         def ended() -> None:
             lifetime.leave(running)

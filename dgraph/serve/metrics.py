@@ -139,9 +139,9 @@ class Meter:
         for decoding in order.decodings:
             self.histograms["request_params_max_tokens"].add(decoding.max_new_tokens)
 
-    def follow(self, choices: int) -> Pace:
-        """Watch the pieces of a request."""
-        return Pace(self.histograms, choices)
+    def follow(self, choices: int, began: float) -> Pace:
+        """Watch the pieces of a request that came at a moment of the monotonic clock."""
+        return Pace(self.histograms, choices, began)
 
     def refuse(self, reason: str) -> None:
         """A request that was not taken."""
@@ -156,8 +156,8 @@ class Pace:
             for what has not come.
     """
 
-    def __init__(self, histograms: dict[str, Histogram], choices: int):
-        self._histograms, self._began = histograms, time.monotonic()
+    def __init__(self, histograms: dict[str, Histogram], choices: int, began: float):
+        self._histograms, self._began = histograms, began
         self._last = [0.0] * choices
         self.first: float | None = None
         self.queued: float | None = None

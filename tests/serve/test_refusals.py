@@ -225,6 +225,9 @@ def test_pages_of_other_hosts() -> None:
     with Held({"allowed_origins": ["https://example.org"], "api_keys": ["k"]}) as server:
         answer = httpx.options(f"{server.live.url}/v1/completions", headers=asked)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin["origin"])
+        answer = httpx.get(f"{server.live.url}/v1/models", headers=origin)
+        assert refused(answer, 401)
+        assert answer.headers["access-control-allow-origin"] == origin["origin"], "so that the page reads why"
 
 
 def test_chats_of_a_model_that_reads_no_texts() -> None:
