@@ -44,8 +44,9 @@ class Schemas:
             for name in schema["$ref"].removeprefix("#/").split("/"):
                 place = place[name]
             return self._fitting(place)
-        if "anyOf" in schema:
-            return st.one_of([self._fitting(one) for one in schema["anyOf"]])
+        for several in ("anyOf", "oneOf"):
+            if several in schema:
+                return st.one_of([self._fitting(one) for one in schema[several]])
         if "enum" in schema:
             return st.sampled_from(schema["enum"])
         if "const" in schema:

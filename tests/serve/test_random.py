@@ -28,6 +28,7 @@ REQUESTS = int(os.environ.get("DGRAPH_RANDOM_REQUESTS", "150"))
 CLIENTS = int(os.environ.get("DGRAPH_RANDOM_CLIENTS", "40"))
 PATHS = ("/v1/completions", "/v1/chat/completions")
 SEEN: Counter[int] = Counter()
+DECISIONS: dict[str, st.SearchStrategy[Any]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,20 @@ def test_requests_as_the_schema_has_them_and_nearly(http: httpx.Client, schemas:
 def test_many_of_them_were_served() -> None:
     assert SEEN[200] > sum(SEEN.values()) // 20, SEEN
     print(SEEN)
+
+
+@settings(max_examples=max(10, REQUESTS // 5), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_decisions_as_the_schema_has_them_and_nearly(live: Live, data: Any) -> None:
+    url, path = f"{live.url}/v1/decisions", "/v1/decisions"
+    if path not in DECISIONS:
+        DECISIONS[path] = Schemas(httpx.get(f"{live.url}/openapi.json").json()).body(path)
+    body = data.draw(DECISIONS[path])
+    if isinstance(body, dict):
+        body.pop("model", None)
+    answer = httpx.post(url, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400), (answer.status_code, body, answer.text)
+    assert ("error" in answer.json()) == (answer.status_code == 400)
 
 
 def test_clients_that_hang_up_at_random_moments(held: Held) -> None:
