@@ -93,7 +93,7 @@ def test_a_client_that_leaves_is_not_worked_for(held: Held, asks: dict[str, Any]
     held.hold()
     with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=held.live.url, timeout=WAIT) as http:
         running = [pool.submit(complete, http, "abc", **LONG) for _ in range(others)]
-        assert until(lambda: taken(held.engine) == others)
+        assert not others or held.gate.begun.wait(WAIT), "the queue has room for two"
         line = connect(held, {"prompt": "abc", **LONG, **asks})
         assert until(lambda: taken(held.engine) == others + asks.get("n", 1))
         line.close()
@@ -168,6 +168,7 @@ def test_an_engine_that_dies_says_so_to_everybody(http: httpx.Client, held: Held
     held.hold()
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(complete, http, "abc", **LONG)
+        assert held.gate.begun.wait(WAIT), "the queue has room for two"
         with stream(http, n=2) as answer:
             assert until(lambda: taken(held.engine) == 3)
             held.gate.act = fail
