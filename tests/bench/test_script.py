@@ -23,17 +23,18 @@ from tests.runtime.fake import summary
 BLOCK = 8
 TRACE = synthesise(BLOCK, 5.0, 3.0, histories=6)
 SCRIPT = TRACE.script()
+MASK = 9
 
 
 def begin(lengths: list[int], tokens: int = 16) -> BlockCausalState:
     width = -(-(max(lengths) + tokens) // BLOCK) * BLOCK
     return BlockCausalState.begin(
-        torch.zeros(len(lengths), width, dtype=torch.int64),
+        torch.where(torch.arange(width) < torch.tensor(lengths)[:, None], 0, MASK),
         torch.arange(len(lengths)),
         torch.tensor(lengths),
         max_new_tokens=tokens,
         block=BLOCK,
-        mask_id=9,
+        mask_id=MASK,
         stop_ids=torch.tensor([], dtype=torch.int64),
     )
 
@@ -95,6 +96,7 @@ def test_whole_blocks_follow_their_histories() -> None:
 def test_counts_are_equal_in_every_step_whatever_is_evicted(lengths: list[int]) -> None:
     """With a remainder of the prompt in the first block, too."""
     arms = [Decode(lengths, evict=False, seed=1), Decode(lengths, evict=True, seed=2)]
+    assert arms[0].state.active.all()
     while arms[0].state.active.any():
         counts = [arm.step().sum(dim=1).tolist() for arm in arms]
         assert counts[0] == counts[1]

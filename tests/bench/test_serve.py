@@ -127,7 +127,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         def submit(self, prompt: Any, decoding: Decoding, *, sink: Any, **rest: Any) -> str:
             now = self.clock()
             served = Served(now, now, now, now, decoding.max_new_tokens)
-            sink(Event("a", "", (), (), Usage(1, 1), finish_reason="length", served=served))
+            sink(Event("a", "", (), (), (), Usage(1, 1), finish_reason="length", served=served))
             return "a"
 
     late: Any = Late()

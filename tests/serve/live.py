@@ -43,6 +43,11 @@ class Live:
 
         self.host.serve_with(lambda tell: engines, lambda what: None, ready)
 
+    @property
+    def thread(self) -> str:
+        """The name of the thread that has the event loop."""
+        return self._thread.name
+
     def settled(self) -> bool:
         """Whether, soon, no request is left, and every page has come back."""
         return until(lambda: not self.host.lifetime.running and all(map(_idle, self.engines.values())))
