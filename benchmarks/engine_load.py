@@ -158,9 +158,8 @@ def test_of(args: argparse.Namespace) -> LoadTest:
     return LoadTest(optimized, requests, prompts, decoding, settings)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_load(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """What `test_of` asks for, and where results go; defaults: other ones than here."""
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--model", help="instead: an embedded model or a checkpoint folder, with its weights")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
@@ -177,6 +176,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, help="of a step; default the engine's")
     parser.add_argument("--logit-rows", type=int, help="rows whose logits exist at a time; default the recipe's")
     parser.add_argument("--kv-gib", type=float, help="memory of keys and values; default the engine's")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--buckets", help="exact, hybrid or fine; default that of the device")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.set_defaults(**defaults)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_load(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--policies", nargs="+", choices=POLICIES, default=["look_ahead", "fcfs", "prefill_first", "static"]
@@ -187,12 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--load-requests", type=int, default=160, help="of policies; latencies leave the first 10 % out"
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--buckets", help="exact, hybrid or fine; default that of the device")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     test = test_of(args)

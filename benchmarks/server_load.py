@@ -21,19 +21,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 import dgraph
-from benchmarks.engine_load import test_of
+from benchmarks.engine_load import add_load, test_of
 from benchmarks.tables import Cell, Report
 from dgraph.bench.serve import LoadTest
 from dgraph.engine.engine import Engine
 from dgraph.engine.served import quantile
-from dgraph.models.shapes import SHAPES
 
 
 class Words:
@@ -230,28 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--as-client", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--shape", choices=SHAPES, default="sdar-8b")
-    parser.add_argument("--model", help="instead: an embedded model or a checkpoint folder, with its weights")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
-    parser.add_argument("--block", type=int, default=32, help="without a trace")
-    parser.add_argument("--recipe", default="focus")
-    parser.add_argument("--commits", help="a trace of commits that every request follows")
-    parser.add_argument("--steps", type=int, default=8, help="instead: steps per block")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt", default="uniform:64-512", help="tokens of a prompt")
-    parser.add_argument("--tokens", default="256", help="new tokens")
-    parser.add_argument("--sequences", type=int, default=64, help="slots")
-    parser.add_argument("--rows", type=int, help="of a step; default the engine's")
-    parser.add_argument("--logit-rows", type=int, help="rows whose logits exist at a time; default the recipe's")
-    parser.add_argument("--kv-gib", type=float, help="memory of keys and values; default the engine's")
     parser.add_argument("--rounds", type=int, default=3, help="of both arms")
-    parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--buckets", help="exact, hybrid or fine; default that of the device")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
+    add_load(parser, shape="sdar-8b", recipe="focus", steps=8, prompt="uniform:64-512", tokens="256")
     args = parser.parse_args(arguments)
     if args.as_client:
         as_client()

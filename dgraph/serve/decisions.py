@@ -17,8 +17,9 @@ from starlette.types import Receive
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.errors import EngineBusy, InputError
 from dgraph.serve.protocol import Lenient, Name, Text
-from dgraph.serve.refusal import Refusal, bad_field, unavailable
+from dgraph.serve.refusal import Refusal, bad_field, not_now
 from dgraph.serve.served_model import ServedModel
+from dgraph.serve.translate import text_of
 
 TEXTS = ("input_text", "output_text", "text")
 """Parts of a message that can be read."""
@@ -121,10 +122,8 @@ async def decide(body: DecisionRequest, model: ServedModel, receive: Receive) ->
         if watch.done():  # the client has left meanwhile
             raise GONE
         found = [await answer for answer in answers]
-    except EngineBusy as busy:
-        raise unavailable(f"the server is busy: {busy}", "busy", busy.retry_after) from None
-    except EngineClosed:
-        raise unavailable("the engine has stopped; this server takes no requests any more.", "closed") from None
+    except (EngineBusy, EngineClosed) as error:
+        raise not_now(error) from None
     except InputError as error:
         raise bad_field("questions", str(error)) from None
     except asyncio.CancelledError:
@@ -172,7 +171,7 @@ def _ask(body: DecisionRequest, model: ServedModel, answers: list[Any]) -> list[
 def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: ServedModel) -> Asked:
     """A question as ids."""
     turns = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
-    text = f"{_text(question.instructions, 'questions')}\n{_form(question)}"
+    text = f"{text_of(question.instructions, 'questions', TEXTS)}\n{_form(question)}"
     if turns[-1]["role"] == "user":
         turns[-1] = {"role": "user", "content": f"{turns[-1]['content']}\n\n{text}"}
     else:
@@ -187,16 +186,7 @@ def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: S
 
 
 def _turns(given: Sequence[Turn]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": _text(turn.content, "input")} for turn in given]
-
-
-def _text(content: str | Sequence[Part], field: str) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in TEXTS or part.text is None:
-            raise bad_field(field, f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
-    return "".join(part.text or "" for part in content)
+    return [{"role": turn.role, "content": text_of(turn.content, "input", TEXTS)} for turn in given]
 
 
 def _form(question: Predicate | Choice | Score) -> str:

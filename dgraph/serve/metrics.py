@@ -119,7 +119,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], bool]] = {
     "request_inference_time_seconds": ("From a slot to the end.", REQUESTS, True),
     "request_prompt_tokens": ("Of a request.", TOKENS, True),
     "request_generation_tokens": ("Of a request.", TOKENS, True),
-    "request_steps": ("Forward passes that a request took part in.", TOKENS, False),
+    "request_steps": ("The step of a request that committed its last token.", TOKENS, False),
     "request_params_n": ("Choices that a request asks for.", FEW, True),
     "request_params_max_tokens": ("New tokens that a request asks for at most.", TOKENS, True),
 }

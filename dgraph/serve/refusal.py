@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dgraph.engine.engine import EngineClosed
+from dgraph.errors import EngineBusy
+
 TYPES = {401: "authentication_error", 404: "not_found_error"}
 """By status; others are invalid requests, or the server's."""
 
@@ -53,3 +56,10 @@ def bad_field(param: str, message: str, code: str | None = None) -> Refusal:
 def unavailable(message: str, code: str, retry_after: float | None = None) -> Refusal:
     """A server that cannot take requests now."""
     return Refusal(503, message, code=code, retry_after=retry_after)
+
+
+def not_now(error: EngineBusy | EngineClosed) -> Refusal:
+    """An engine that takes no requests now, or never again."""
+    if isinstance(error, EngineBusy):
+        return unavailable(f"the server is busy: {error}", "busy", error.retry_after)
+    return unavailable("the engine has stopped; this server takes no requests any more.", "closed")

@@ -11,7 +11,7 @@ from dgraph.engine.events import Event
 from dgraph.engine.mailbox import Mailbox
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
-from dgraph.serve.refusal import Refusal, unavailable
+from dgraph.serve.refusal import Refusal, not_now, unavailable
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order, refused
 
@@ -50,10 +50,8 @@ class Running:
         """
         try:
             await asyncio.to_thread(self._begin, translate, self.model.engine.mailbox())
-        except EngineBusy as busy:
-            raise unavailable(f"the server is busy: {busy}", "busy", busy.retry_after) from None
-        except EngineClosed:
-            raise unavailable("the engine has stopped; this server takes no requests any more.", "closed") from None
+        except (EngineBusy, EngineClosed) as error:
+            raise not_now(error) from None
         except (InputError, UnknownName) as error:
             raise refused(error) from None
         except asyncio.CancelledError:

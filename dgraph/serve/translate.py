@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dgraph.errors import DgraphError, InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
-from dgraph.serve.protocol import NEUTRAL, Asked, ChatRequest, CompletionRequest, Message
+from dgraph.serve.protocol import NEUTRAL, Asked, ChatRequest, CompletionRequest
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
@@ -71,7 +71,7 @@ def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
     if body.top_logprobs and body.top_logprobs > 1:
         raise bad_field("top_logprobs", f"only the chosen token's is known: at most 1, got {body.top_logprobs}.")
-    messages = [{"role": message.role, "content": _content(message)} for message in body.messages]
+    messages = [{"role": message.role, "content": text_of(message.content, "messages")} for message in body.messages]
     try:
         ids = model.encode_chat(messages)
     except InputError as error:
@@ -83,13 +83,19 @@ def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -
     return _order(body, model, settings, [ids], None, wanted, bool(body.logprobs))
 
 
-def _content(message: Message) -> str:
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise bad_field("messages", f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
-        return "".join(part.text or "" for part in message.content)
-    return message.content or ""
+def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] = ("text",)) -> str:
+    """What a message says: a text, or parts of these types, whose texts are joined; raises `Refusal`.
+
+    Args:
+        content: None for nothing; parts have a `type` and a `text`.
+        field: of the request, for the refusal.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in kinds or part.text is None:
+            raise bad_field(field, f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
+    return "".join(part.text for part in content)
 
 
 def _prompts(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> tuple[list[list[int]], list[str]]:
