@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tests.remote import stand_in
 
 LAYERS, VOCAB, EOS = 3, 97, 5
 MASK = VOCAB - 1
+T = TypeVar("T")
 FAMILIES = ("llada", "dream")
 
 LLADA: dict[str, Any] = {
@@ -57,6 +59,13 @@ class Setup:
     def stopping_at(self, *eos_ids: int) -> Setup:
         """The same model with other stop tokens."""
         return replace(self, model=replace(self.model, spec=replace(self.model.spec, eos_ids=eos_ids)))
+
+    def traced(
+        self, generate: Callable[..., T], prompt: Sequence[int], method: Any, block: int, new: int, **rule: Any
+    ) -> T:
+        """What an oracle's `generate` does with a prompt under a method, in blocks of that length; new: tokens."""
+        given = {"mask_id": MASK, "eos_ids": self.model.spec.eos_ids, "shift": self.shift, **rule}
+        return generate(self.weights, self.config, prompt, method, max_new_tokens=new, block_length=block, **given)
 
     def optimized(
         self, recipe: str, block: int, backend: str = "eager", buckets: Any = None, fresh: bool = False, **options: Any

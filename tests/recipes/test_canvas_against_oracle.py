@@ -159,18 +159,7 @@ def traces(
 @functools.lru_cache(maxsize=512)
 def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, method: oracle.Method, **rule: Any) -> oracle.Trace:
     """What the oracle does with one prompt; shared by tests that run the same in other ways."""
-    return oracle.generate(
-        setup.weights,
-        setup.config,
-        prompt,
-        method,
-        max_new_tokens=new_tokens(block),
-        block_length=block,
-        mask_id=MASK,
-        eos_ids=setup.model.spec.eos_ids,
-        shift=setup.shift,
-        **rule,
-    )
+    return setup.traced(oracle.generate, prompt, method, block, new_tokens(block), **rule)
 
 
 def nothing_evicted(prompt: int) -> None:

@@ -50,19 +50,7 @@ def new_tokens(block: int) -> int:
 def trace_of(
     setup: Setup, prompt: list[int], block: int, method: Method, rule: str, watch: Any = None
 ) -> dllm_cache.Trace:
-    return dllm_cache.generate(
-        setup.weights,
-        setup.config,
-        prompt,
-        method,
-        max_new_tokens=new_tokens(block),
-        block_length=block,
-        mask_id=MASK,
-        eos_ids=setup.model.spec.eos_ids,
-        shift=setup.shift,
-        watch=watch,
-        **RULES[rule][1],
-    )
+    return setup.traced(dllm_cache.generate, prompt, method, block, new_tokens(block), watch=watch, **RULES[rule][1])
 
 
 def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -> None:
@@ -157,10 +145,7 @@ def test_its_lossless_limit_is_the_dense_model(
     assert run.generate(input_ids=prompts, **settings).token_ids == dense.token_ids
     if options == {"rho": 1}:
         for prompt, tokens in zip(prompts, dense.token_ids, strict=True):
-            theirs = canvas.generate(
-                setup.weights, setup.config, prompt, canvas.vanilla, max_new_tokens=new_tokens(16), block_length=16,
-                mask_id=MASK, eos_ids=setup.model.spec.eos_ids, shift=setup.shift, **RULES[rule][1],
-            )  # fmt: skip
+            theirs = setup.traced(canvas.generate, prompt, canvas.vanilla, 16, new_tokens(16), **RULES[rule][1])
             assert trace_of(setup, prompt, 16, Method(1, 7, 1.0), rule).tokens == theirs.tokens == tokens
 
 

@@ -47,19 +47,7 @@ def setups() -> dict[str, Setup]:
 
 
 def trace_of(setup: Setup, prompt: list[int], block: int, method: Method, rule: str, watch: Any = None) -> dyllm.Trace:
-    return dyllm.generate(
-        setup.weights,
-        setup.config,
-        prompt,
-        method,
-        max_new_tokens=new_tokens(block),
-        block_length=block,
-        mask_id=MASK,
-        eos_ids=setup.model.spec.eos_ids,
-        shift=setup.shift,
-        watch=watch,
-        **RULES[rule][1],
-    )
+    return setup.traced(dyllm.generate, prompt, method, block, new_tokens(block), watch=watch, **RULES[rule][1])
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,10 +146,7 @@ def test_its_lossless_limit_is_the_dense_model(setups: dict[str, Setup], family:
     assert run.generate(input_ids=prompts, **settings).token_ids == dense.token_ids
     traces = traces_of(setup, 16, Method(1.01, full_steps=1, period=1), rule)
     for prompt, tokens, mine in zip(prompts, dense.token_ids, traces, strict=True):
-        theirs = canvas.generate(
-            setup.weights, setup.config, prompt, canvas.vanilla, max_new_tokens=new_tokens(16), block_length=16,
-            mask_id=MASK, eos_ids=setup.model.spec.eos_ids, shift=setup.shift, **RULES[rule][1],
-        )  # fmt: skip
+        theirs = setup.traced(canvas.generate, prompt, canvas.vanilla, 16, new_tokens(16), **RULES[rule][1])
         assert mine.tokens == theirs.tokens == tokens
 
 

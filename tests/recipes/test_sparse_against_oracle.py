@@ -15,7 +15,7 @@ from dgraph.recipes import RECIPES, build
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import sparse
 from tests.oracle.sparse import Method
-from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, Setup, prompts_for, setup_of
+from tests.recipes.bidirectional import FAMILIES, LAYERS, Setup, prompts_for, setup_of
 from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
 
 MASKKV = {"prompt_interval": 50, "response_interval": 5, "rho": 0.25}
@@ -111,18 +111,7 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
     )
     assert result.kv is not None
     for i, prompt in enumerate(prompts):
-        trace = sparse.generate(
-            setup.weights,
-            setup.config,
-            prompt,
-            method,
-            max_new_tokens=new_tokens(block),
-            block_length=block,
-            mask_id=MASK,
-            eos_ids=setup.model.spec.eos_ids,
-            shift=setup.shift,
-            **RULES[rule][1],
-        )
+        trace = setup.traced(sparse.generate, prompt, method, block, new_tokens(block), **RULES[rule][1])
         assert result.token_ids[i] == trace.tokens
         steps = steps_of(records, i, setup.shift)
         assert [s["positions"] for s in steps] == [s.plan.positions for s in trace.steps]
