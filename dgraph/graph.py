@@ -28,6 +28,7 @@ from dgraph.errors import UnknownName, VerifyError
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.shapes import Evaluator, InputSpec, Symbols
+from dgraph.sharding import Part, Sharding
 from dgraph.spec import ModelSpec
 
 ALL = "N"
@@ -61,6 +62,8 @@ class Graph:
         inputs: declarations of the run-time inputs, by name, in order.
         outputs: names of the outputs, in order.
         history: `repr` of each pass that was applied, in order.
+        sharding: over whom it is divided; None for a whole one.
+        divided: by name, what a rank has of each weight that is divided.
     """
 
     def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
@@ -71,6 +74,8 @@ class Graph:
         self.inputs: dict[str, InputSpec] = {}
         self.outputs: tuple[str, ...] = ()
         self.history: tuple[str, ...] = ()
+        self.sharding: Sharding | None = None
+        self.divided: dict[str, Part] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -201,6 +206,23 @@ class Graph:
             at = self.call(operator.getitem, (node, i), before=at.next, by=by, like=node)
             found.append(at)
         return tuple(found)
+
+    def over_ranks(self, value: Node, by: str) -> Node:
+        """The sum over ranks of what each has a share of (a score that is a sum over heads), right after it; the value
+        itself where the graph is not sharded.
+        """
+        if self.sharding is None:
+            return value
+        return self.call(OPS["all_reduce"], (value, self.sharding.group), before=value.next, by=by, like=value)
+
+    def of_all_ranks(self, value: Node, by: str) -> Node:
+        """[..., n] of every rank, side by side by rank: [..., world * n], right after it; the value itself where the
+        graph is not sharded.
+        """
+        if self.sharding is None:
+            return value
+        args = (value, self.sharding.group, self.sharding.world)
+        return self.call(OPS["all_gather"], args, before=value.next, by=by, like=value)
 
     def new_row_set(self) -> str:
         """A name for the row set that the next cut makes: K, K1, K2, ..."""
@@ -415,6 +437,7 @@ class Graph:
             mapping[node].meta = copy.copy(node.meta)
         other.tensors, other.inputs = dict(self.tensors), dict(self.inputs)
         other.outputs, other.history = self.outputs, self.history
+        other.sharding, other.divided = self.sharding, dict(self.divided)
         return other
 
     def _placeholder(self, name: str, before: Node | None) -> Node:
