@@ -1,14 +1,20 @@
-"""Settings as values: a frozen dataclass whose fields a function also takes as keywords."""
+"""Settings as values: a frozen dataclass whose fields a function also takes as keywords, and torch's values by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dgraph.errors import InputError, UnknownName
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Those that weights can have, by name."""
 
 
 def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> T:
@@ -31,3 +37,37 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
             f"{', '.join(keywords)} cannot be set beside a {kind.__name__}; set it there, with dataclasses.replace."
         )
     return given
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """A dtype by name; None stays None.
+
+    Raises:
+        UnknownName: not a dtype that weights can have.
+    """
+    import torch
+
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return getattr(torch, name)
+
+
+def torch_device(name: str | None) -> torch.device | None:
+    """A device by name; None stays None.
+
+    Raises:
+        InputError: not a device, or one that is not there.
+    """
+    import torch
+
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device {name!r} cannot be used: {reason} `dgraph doctor` lists what is there.") from None
+    return device

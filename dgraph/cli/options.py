@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.settings import DTYPES
+from dgraph.settings import torch_device as torch_device
+from dgraph.settings import torch_dtype as torch_dtype
 
-if TYPE_CHECKING:
-    import torch
-
-DTYPES = ("float32", "bfloat16", "float16")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Model = Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.", show_default=False)]
@@ -127,40 +126,6 @@ def bucket_list(text: str | None) -> str | list[int] | None:
     """Row counts from `8,16,32`; anything else is the name of a kind of buckets. None stays None."""
     parts = (text or "").split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else text
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """A dtype by name; None stays None.
-
-    Raises:
-        UnknownName: not a dtype that weights can have.
-    """
-    import torch
-
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise UnknownName("dtype", name, DTYPES)
-    return getattr(torch, name)
-
-
-def torch_device(name: str | None) -> torch.device | None:
-    """A device by name; None stays None.
-
-    Raises:
-        InputError: not a device, or one that is not there.
-    """
-    import torch
-
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"device {name!r} cannot be used: {reason} `dgraph doctor` lists what is there.") from None
-    return device
 
 
 def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:

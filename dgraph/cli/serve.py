@@ -6,20 +6,16 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dgraph.cli import options as given
 from dgraph.cli.output import print_text, status
 from dgraph.errors import InputError
-
-if TYPE_CHECKING:
-    from dgraph.engine.build import EngineSettings
-    from dgraph.engine.engine import Engine
 
 MODEL = "tiny_sdar"
 KEY_VARIABLE = "DGRAPH_API_KEY"
@@ -124,7 +120,9 @@ def serve(
     from dgraph.serve import ServeSettings, check_installed
 
     check_installed()
+    from dgraph.blueprint import Blueprint
     from dgraph.cache.place import parse_size
+    from dgraph.compilation import Compilation
     from dgraph.engine.build import EngineSettings
     from dgraph.serve.host import Host, bind
 
@@ -158,16 +156,17 @@ def serve(
         prefix_cache=not no_prefix_cache,
         queue=queue,
     )
-    compilation: dict[str, Any] = {
-        "backend": backend,
-        "buckets": given.bucket_list(buckets),
-        "artifacts": cache,
-    }
-    where = {"dtype": given.torch_dtype(dtype), "device": given.torch_device(device), **given.facts(fact)}
-
-    def load(tell: Callable[[str], None]) -> Mapping[str, Engine]:
-        return _load(model, name, recipes, chosen, where, compilation, engine, tell)
-
+    blueprint = Blueprint(
+        model=model,
+        recipes=tuple(recipes),
+        options=chosen,
+        name=name,
+        dtype=given.torch_dtype(dtype),
+        device=given.torch_device(device),
+        facts=given.facts(fact),
+        compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache),
+        engine=engine,
+    )
     found = Host(bind(host, port), settings, shutdown_timeout)
     with status("loading") as tell, _access_log(not no_access_log):
 
@@ -178,38 +177,7 @@ def serve(
             models = ", ".join(found.lifetime.models)
             print_text(f"dgraph serves {models} at {address}")
 
-        found.serve_with(load, tell, ready)
-
-
-def _load(
-    model: str,
-    name: str | None,
-    recipes: list[str],
-    options: dict[str, Any],
-    where: dict[str, Any],
-    compilation: dict[str, Any],
-    settings: EngineSettings,
-    tell: Callable[[str], None],
-) -> dict[str, Engine]:
-    """An engine for every recipe over one set of weights, each of which has served a request."""
-    import dgraph
-    from dgraph.recipes import RECIPES, builder_of, options_of
-    from dgraph.serve.warm_up import warm_up
-
-    found = dgraph.load(model, **where)
-    engines = {}
-    for recipe in recipes:
-        tell(f"{recipe}: compiling")
-        known = options_of(builder_of(RECIPES, recipe))
-        own = {key: value for key, value in options.items() if key in known}
-        optimized = dgraph.optimize(found, recipe, progress=tell, **compilation, **own)
-        tell(f"{recipe}: making room for keys and values")
-        engine = optimized.engine(settings)
-        tell(f"{recipe}: warming up")
-        warm_up(engine, engine.max_sequences if optimized.graph_pool is not None else 1)
-        title = name or found.name
-        engines[title if len(recipes) == 1 else f"{title}:{recipe}"] = engine
-    return engines
+        found.serve_with(blueprint.engines, tell, ready)
 
 
 def _keys(given: list[str] | None, path: Path | None) -> list[str]:

@@ -87,6 +87,10 @@ class EngineSettings:
             raise UnknownName("way of giving out pages", str(self.pages), PAGES)
         policy_of(self.policy)
 
+    def slots(self, kind: str) -> int:
+        """Requests that run at the same time on a kind of device ("cpu", "cuda")."""
+        return self.max_sequences or SEQUENCES.get(kind, 16)
+
 
 def build_engine(
     session: BlockSession,
@@ -130,7 +134,7 @@ def build_driver(
         InputError: settings that the model or the memory cannot serve.
     """
     spec, kind = session.spec, session.device.type
-    block, slots = settings.block_length or spec.block_length, settings.max_sequences or SEQUENCES.get(kind, 16)
+    block, slots = settings.block_length or spec.block_length, settings.slots(kind)
     tokens = settings.max_tokens or min(TOKENS, spec.max_positions)
     if tokens > spec.max_positions:
         raise InputError(f"max_tokens={tokens} is more than the {spec.max_positions} positions of {spec.family}.")
