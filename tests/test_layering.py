@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "blueprint": {"api", "cache", "compilation", "engine", "errors", "recipes"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
-    "testing": CORE | {"api", "cache", "families", "frontend", "lowering", "ops", "passes", "recipes"},
+    "testing": CORE | {"api", "cache", "families", "frontend", "groups", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
 }

@@ -8,7 +8,7 @@
 
 Each check runs a recipe on a model and raises AssertionError with what differs. Recipes are found by name as
 everywhere, those of installed packages included; a `Recipe` value works, too. What an op owes is in
-`dgraph.testing.ops`.
+`dgraph.testing.ops`; `ranks` runs a function on the ranks of a sharded model, as threads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dgraph.testing.checks import (
     check_skips,
 )
 from dgraph.testing.models import TinyModel, models, prompts
+from dgraph.testing.ranks import ranks
 
 __all__ = [
     "TinyModel",
@@ -33,4 +34,5 @@ __all__ = [
     "check_skips",
     "models",
     "prompts",
+    "ranks",
 ]

@@ -1,0 +1,189 @@
+"""Ranks as threads of one process: a sharded model is run by all of them without a second process or a device.
+
+from dgraph.testing import ranks
+
+def function(rank):
+    return dgraph.ops.OPS["all_reduce"].reference(torch.full((2,), float(rank)), "tp")
+
+first, second = ranks(2, function)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dgraph.groups import joined
+from dgraph.sharding import GROUP
+
+T = TypeVar("T")
+WAIT = 300.0
+"""Seconds that a rank waits for the others in a collective; they may compile meanwhile."""
+
+
+class RankEnded(AssertionError):
+    """A rank waits for one that has ended, failed, or calls something else."""
+
+
+class _Meeting:
+    """Where ranks wait for each other. They run one at a time, from one collective to the next: capture and compilation
+    are not made for threads, and equal runs are equal.
+    """
+
+    def __init__(self, world: int):
+        self.world = world
+        self._changed = threading.Condition()
+        self._running: int | None = None
+        self._given: dict[int, tuple[str, Any]] = {}
+        self._rounds = 0
+        self._result: Any = None
+        self._ended: set[int] = set()
+        self._broken: str | None = None
+
+    def begin(self, rank: int) -> None:
+        """Wait for one's turn."""
+        with self._changed:
+            self._take_turn(rank)
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        """Tell the others that a rank runs no more."""
+        with self._changed:
+            self._ended.add(rank)
+            if error is not None and self._broken is None:
+                self._broken = f"rank {rank} failed: {type(error).__name__}: {error}"
+            self._leave_turn(rank)
+
+    def meet(self, rank: int, what: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What `combine` makes of what all ranks give, by rank; the same object on all of them."""
+        with self._changed:
+            self._check(rank, what)
+            self._given[rank] = what, value
+            if len(self._given) == self.world:
+                self._finish(combine)
+                return self._result
+            wanted = self._rounds + 1
+            self._leave_turn(rank)
+            there = self._changed.wait_for(lambda: self._rounds == wanted or bool(self._ended or self._broken), WAIT)
+            if self._rounds != wanted:
+                if there:
+                    self._check(rank, what)
+                raise RankEnded(f"rank {rank} waited {WAIT:.0f} s in {what}; the others never came.")
+            self._take_turn(rank)
+            return self._result
+
+    def _finish(self, combine: Callable[[list[Any]], Any]) -> None:
+        kinds = {rank: what for rank, (what, _) in sorted(self._given.items())}
+        values = [self._given[rank][1] for rank in range(self.world)]
+        self._given.clear()
+        if len(set(kinds.values())) > 1:
+            self._broken = "ranks do not call the same: " + "; ".join(f"rank {r} {what}" for r, what in kinds.items())
+            self._changed.notify_all()
+            raise RankEnded(self._broken)
+        self._result = combine(values)
+        self._rounds += 1
+        self._changed.notify_all()
+
+    def _check(self, rank: int, what: str) -> None:
+        """Raises for a wait that would never end."""
+        if self._broken is not None:
+            raise RankEnded(f"rank {rank} waits in {what}, but {self._broken}")
+        if self._ended:
+            raise RankEnded(f"rank {rank} waits in {what}, but rank {min(self._ended)} has ended.")
+
+    def _take_turn(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._running in (None, rank) or self._broken is not None)
+        self._running = rank
+
+    def _leave_turn(self, rank: int) -> None:
+        if self._running == rank:
+            self._running = None
+        self._changed.notify_all()
+
+
+class ThreadGroup:
+    """One rank of a group whose ranks are threads; see `dgraph.groups.Group`. Any thread of a rank may call it."""
+
+    def __init__(self, meeting: _Meeting, rank: int):
+        self._meeting, self.rank, self.world = meeting, rank, meeting.world
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum in the order of ranks, at least in float32."""
+        total: Tensor = self._meeting.meet(self.rank, f"all_reduce of {_like(x)}", x, _sum)
+        return total.clone()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[world, *x.shape]: by rank."""
+        every: Tensor = self._meeting.meet(self.rank, f"all_gather of {_like(x)}", x, torch.stack)
+        return every.clone()
+
+    def exchange(self, value: T) -> list[T]:
+        """What each rank gave, by rank: any object, which they share."""
+        return list(self._meeting.meet(self.rank, "exchange", value, list))
+
+
+def ranks(world: int, function: Callable[[int], T], group: str = GROUP) -> list[T]:
+    """Run `function(rank)` on so many ranks of a group, each in a thread of its own that has joined it.
+
+    They take turns: a rank runs until it waits in a collective or ends. So a rank must wait for another one in nothing
+    but a collective. Calls of ranks that do not match (another collective, another shape or dtype, none any more) are
+    an error on all of them.
+
+    Args:
+        world: number of ranks.
+        function: what each of them does.
+        group: the name of the group, as sharded graphs name it.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        RankEnded: ranks that do not match. Else the first error of a rank, with a note of which it was; the others end
+        with it.
+    """
+    meeting = _Meeting(world)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        try:
+            with joined(group, ThreadGroup(meeting, rank)):
+                meeting.begin(rank)
+                results[rank] = function(rank)
+        except BaseException as raised:
+            error = raised
+            raised.add_note(f"on rank {rank} of {world}")
+            # What the others raise since one has failed says less.
+            errors.insert(0 if not isinstance(raised, RankEnded) else len(errors), raised)
+        finally:
+            meeting.end(rank, error)
+
+    threads = [
+        threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world)]
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    first = values[0]
+    exact = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+    total = first.to(exact, copy=True)
+    for value in values[1:]:
+        total += value.to(exact)
+    return total.to(first.dtype)
+
+
+def _like(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
