@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dgraph
-from benchmarks.tables import Report
+from benchmarks.tables import Cell, Report
 from dgraph.api import Optimized
 from dgraph.engine.engine import Engine
 from dgraph.models.shapes import SHAPES, random_model
@@ -45,24 +46,40 @@ def per_step(program: Optimized, prompts: list[list[int]], tokens: int, steps: i
     return found
 
 
-def idle(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> float:
-    """Share of the middle half of a run in which no kernel ran."""
+@dataclass(frozen=True)
+class Waits:
+    """When no kernel ran, in the middle half of a run.
+
+    Attributes:
+        share: of that time.
+        between: per pair of kernels, the one before and the one after: how often, and microseconds in all.
+    """
+
+    share: float
+    between: list[tuple[str, str, int, float]]
+
+
+def waits_of(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> Waits:
+    """Where the device waits while an engine answers, longest in all first. The profiler's own work is part of it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         engine.generate(prompts, decoding)
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, event.name)
         for event in recorded.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
-    begin, end = spans[len(spans) // 4][0], spans[3 * len(spans) // 4][0]
-    busy, reached = 0.0, begin
-    for start, stop in spans:
-        start, stop = max(start, reached), min(stop, end)
-        if stop > start:
-            busy, reached = busy + stop - start, stop
-    return 1 - busy / (end - begin)
+    half = spans[len(spans) // 4 : 3 * len(spans) // 4]
+    found: dict[tuple[str, str], list[float]] = {}
+    reached, last = half[0][0], half[0][2]
+    for start, stop, name in half:
+        if start > reached:
+            found.setdefault((last[:48], name[:48]), []).append(start - reached)
+        if stop > reached:
+            reached, last = stop, name
+    between = sorted(((*pair, len(each), sum(each)) for pair, each in found.items()), key=lambda row: -row[3])
+    return Waits(sum(row[3] for row in between) / (reached - half[0][0]), between)
 
 
 def main() -> None:
@@ -88,7 +105,8 @@ def main() -> None:
     program = dgraph.optimize(model, args.recipe, backend=args.backend)
     draw = torch.Generator().manual_seed(0)
     report = Report(f"Steps of {args.shape} under {args.recipe}")
-    rows: list[list[str | int | float]] = []
+    rows: list[list[Cell]] = []
+    gaps: list[list[Cell]] = []
     for batch in args.batch:
         prompts = torch.randint(10, model.spec.vocab // 2, (batch, args.prompt), generator=draw).tolist()
         if program.graph_pool is not None:
@@ -98,15 +116,21 @@ def main() -> None:
         longest = args.prompt + decoding.max_new_tokens
         with program.engine(max_sequences=batch, max_tokens=longest, max_batched_rows=batch * longest) as engine:
             engine.generate(prompts, decoding)
-            before, begin = engine.stats.steps, time.perf_counter()
+            done, begin = engine.stats.steps, time.perf_counter()
             engine.generate(prompts, decoding)
-            seconds, steps = time.perf_counter() - begin, engine.stats.steps - before
-            waits: str | float = 100 * idle(engine, prompts, decoding) if on_gpu else "-"
+            seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
+            waits = waits_of(engine, prompts, decoding) if on_gpu else None
         speed = batch * decoding.max_new_tokens / seconds
-        rows.append([batch, statistics.median(found), min(found), 1e3 * seconds / steps, speed, waits])
+        rows.append([batch, statistics.median(found), min(found), 1e3 * seconds / steps, speed])
+        rows[-1].append("-" if waits is None else 100 * waits.share)
         print(*rows[-1], sep="\t", flush=True)
+        for before_it, after_it, count, spent in [] if waits is None else waits.between[:10]:
+            gaps.append([batch, before_it, after_it, count, spent / count, spent / 1e3])
     columns = ["sequences", "generate ms/step", "fastest", "engine ms/step, prefill included", "tokens/s", "idle %"]
     report.table(f"prompt {args.prompt}, {args.steps} steps per block of 32", columns, rows)
+    if gaps:
+        columns = ["sequences", "after", "before", "times", "us each", "ms in all"]
+        report.table("Where the device waits, in the middle half of a run", columns, gaps)
     report.write(args.markdown, args.json)
 
 
