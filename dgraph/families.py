@@ -214,6 +214,24 @@ def load(
     Warns of a calibration in the folder that cannot be used, and goes on without.
     """
     target = torch.device(device or "cpu")
+    folder = folder_of(name)
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"cannot load {name} as {dtype}; weights must be float32, bfloat16 or float16.")
+    if dtype is None and target.type == "cpu":
+        dtype = torch.float32
+    for family in families().values():
+        loaded = family.load(folder, dtype, target, **facts)
+        if loaded is not None:
+            return loaded if "layer_importance" in facts else _calibrated(loaded, folder)
+    raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
+
+
+def folder_of(name: str | Path) -> Path:
+    """The folder of an embedded model or a checkpoint, read no further than that it may be one.
+
+    Raises:
+        UnknownName, CheckpointError: no such model, or no such folder.
+    """
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
@@ -226,15 +244,7 @@ def load(
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer."
         )
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"cannot load {name} as {dtype}; weights must be float32, bfloat16 or float16.")
-    if dtype is None and target.type == "cpu":
-        dtype = torch.float32
-    for family in families().values():
-        loaded = family.load(folder, dtype, target, **facts)
-        if loaded is not None:
-            return loaded if "layer_importance" in facts else _calibrated(loaded, folder)
-    raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
+    return folder
 
 
 def _calibrated(model: Model, folder: Path) -> Model:

@@ -53,6 +53,9 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
     "blueprint": {"api", "cache", "compilation", "engine", "errors", "recipes"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
+    "dataset": {"engine", "errors", "runtime"},
+    "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families"}
+    | {"runtime", "serve", "settings"},
     "testing": CORE | {"api", "cache", "families", "frontend", "groups", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "families", "frontend", "lowering", "passes", "plans", "recipes", "runtime"},
@@ -234,6 +237,14 @@ def test_what_a_server_needs_is_imported_by_the_server_alone() -> None:
     assert {i.module.partition(".")[0] for i in found} == SERVING
     served = [i for i in IMPORTS if i.module.startswith("dgraph.serve") and part_of(i.path) == "cli"]
     assert offenders(i for i in served if not i.late) == []
+
+
+def test_ray_is_imported_late_and_only_where_replicas_are() -> None:
+    found = [i for i in IMPORTS if i.module.partition(".")[0] == "ray"]
+    assert offenders(i for i in found if part_of(i.path) != "ray" or not i.late) == []
+    assert found
+    used = [i for i in IMPORTS if i.module.startswith("dgraph.ray") and part_of(i.path) != "ray"]
+    assert offenders(i for i in used if part_of(i.path) != "cli" or not i.late) == []
 
 
 def test_models_are_found_by_entry_point_and_never_by_name() -> None:

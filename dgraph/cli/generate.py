@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
+from dgraph.cli.generate_data import generate_data
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
+from dgraph.errors import InputError
 
 if TYPE_CHECKING:
     from dgraph.api import Optimized
@@ -21,9 +23,28 @@ if TYPE_CHECKING:
     from dgraph.viewer import Run
 
 
+REPLICAS = "Replicas"
+
+
 def generate(
     model: given.Model,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with a JSON object per line: a prompt or messages, and if wanted an id and settings.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where answers to --data go, a JSON object per line; those that are there are not asked again.",
+            show_default=False,
+        ),
+    ] = None,
     prompt_file: Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")] = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
@@ -48,7 +69,15 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    max_batch: Annotated[int | None, typer.Option(help="Prompts per batch.", show_default="all")] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(help="Prompts at a time.", show_default="all, or with --data 16, and 64 on a GPU"),
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Answer --data in actors on Ray.", rich_help_panel=REPLICAS)
+    ] = False,
+    replicas: Annotated[int, typer.Option(help="Actors of --ray.", min=1, rich_help_panel=REPLICAS)] = 1,
+    tp: given.Ranks = 1,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
@@ -67,13 +96,14 @@ def generate(
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --html run.html
     dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
+    dgraph generate tiny_sdar --data in.jsonl --out out.jsonl
     """
     import dgraph
+    from dgraph.blueprint import Blueprint
     from dgraph.recipes import RECIPES, build
     from dgraph.viewer import page_of
 
-    options, facts = given.recipe_options(recipe, option), given.facts(fact)
-    rows, prompts = given.bucket_list(buckets), given.read_prompts(prompt, prompt_file)
+    options, facts, rows = given.recipe_options(recipe, option), given.facts(fact), given.bucket_list(buckets)
     decoding = dgraph.Decoding(
         max_new_tokens=max_new_tokens,
         threshold=threshold,
@@ -86,6 +116,26 @@ def generate(
         stop=stop or (),
         seed=seed,
     )
+    if not ray and (tp > 1 or replicas > 1):
+        raise InputError("--tp and --replicas say how the actors of --ray are; add --ray, or leave them out.")
+    if ray and data is None:
+        raise InputError("--ray answers --data; give that, or leave --ray out.")
+    if data is not None or out is not None:
+        if data is None or out is None or prompt or prompt_file or html:
+            raise InputError("--data and --out go together, and without --prompt, --prompt-file and --html.")
+        blueprint = Blueprint(
+            model=model,
+            recipes=(recipe,),
+            options=options,
+            dtype=given.torch_dtype(dtype),
+            device=device if ray else given.torch_device(device),
+            facts=facts,
+            compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache),
+            engine=dgraph.EngineSettings(max_sequences=max_batch, block_length=block_length, decoding=decoding),
+        )
+        generate_data(blueprint, decoding, data, out, ray=ray, replicas=replicas, tp=tp, json=json)
+        return
+    prompts = given.read_prompts(prompt, prompt_file)
     if html is not None:
         check_page(html)
     with status("loading") as tell:
@@ -119,7 +169,6 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
     Raises:
         InputError: as `Optimized.generate` would raise it.
     """
-    from dgraph.errors import InputError
     from dgraph.runtime.checks import check_request
 
     if model.tokenizer is None:

@@ -38,6 +38,7 @@ Buckets = Annotated[
         show_default="exact on a CPU, hybrid on a GPU",
     ),
 ]
+Ranks = Annotated[int, typer.Option("--tp", help="Devices that share one model (tensor parallel).")]
 Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", show_default="cpu")]
 Dtype = Annotated[str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", show_default=False)]
 
@@ -126,6 +127,19 @@ def bucket_list(text: str | None) -> str | list[int] | None:
     """Row counts from `8,16,32`; anything else is the name of a kind of buckets. None stays None."""
     parts = (text or "").split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else text
+
+
+def replicas(text: str) -> int | str:
+    """A number of replicas, or "auto".
+
+    Raises:
+        InputError: neither.
+    """
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--replicas is auto or a whole number, at least 1, got {text!r}.")
+    return int(text)
 
 
 def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:

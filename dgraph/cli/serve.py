@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +18,7 @@ MODEL = "tiny_sdar"
 KEY_VARIABLE = "DGRAPH_API_KEY"
 LIMITS = "Limits"
 ENGINE = "Engine"
+REPLICAS = "Replicas"
 
 
 def serve(
@@ -98,6 +96,23 @@ def serve(
         list[str] | None,
         typer.Option(help="Of pages elsewhere whose scripts may ask, or *; may be repeated.", rich_help_panel=LIMITS),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Serve from replicas on Ray: in the cluster that RAY_ADDRESS names or that runs here, else in a new "
+            "one.",
+            rich_help_panel=REPLICAS,
+        ),
+    ] = False,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="How many, with --ray; auto for as many as the load asks for and the cluster has devices for.",
+            rich_help_panel=REPLICAS,
+        ),
+    ] = "auto",
+    tp: given.Ranks = 1,
     no_access_log: Annotated[bool, typer.Option("--no-access-log", help="No line for every request.")] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into these lines.")] = False,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
@@ -116,6 +131,7 @@ def serve(
     dgraph serve
     dgraph serve tiny_sdar -r focus -r dense --port 8080
     dgraph serve ./SDAR-8B-Chat-b32 --device cuda --dtype bfloat16 --host 0.0.0.0 --api-key-file keys.txt
+    dgraph serve tiny_sdar --ray --replicas 2
     """
     from dgraph.serve import ServeSettings, check_installed
 
@@ -124,6 +140,7 @@ def serve(
     from dgraph.cache.place import parse_size
     from dgraph.compilation import Compilation
     from dgraph.engine.build import EngineSettings
+    from dgraph.serve.access_log import to_stderr
     from dgraph.serve.host import Host, bind
 
     recipes = list(dict.fromkeys(recipe or ["focus"]))
@@ -156,28 +173,51 @@ def serve(
         prefix_cache=not no_prefix_cache,
         queue=queue,
     )
+    if not ray and (tp > 1 or replicas != "auto"):
+        raise InputError("--tp and --replicas say how the replicas of --ray are; add --ray, or leave them out.")
     blueprint = Blueprint(
         model=model,
         recipes=tuple(recipes),
         options=chosen,
         name=name,
         dtype=given.torch_dtype(dtype),
-        device=given.torch_device(device),
+        device=device if ray else given.torch_device(device),
         facts=given.facts(fact),
         compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache),
         engine=engine,
     )
+    if ray:
+        from dgraph.ray.host import serve_with
+
+        count = given.replicas(replicas)
+        with status("loading") as tell:
+            serve_with(
+                blueprint,
+                settings,
+                replicas=count,
+                tp=tp,
+                host=host,
+                port=port,
+                shutdown_timeout=shutdown_timeout,
+                access_log=not no_access_log,
+                tell=tell,
+                ready=_print_address,
+            )
+        return
     found = Host(bind(host, port), settings, shutdown_timeout)
-    with status("loading") as tell, _access_log(not no_access_log):
+    with status("loading") as tell, to_stderr(not no_access_log):
 
         def ready(address: str) -> None:
             gc.collect()
             gc.freeze()  # what was loaded stays: looking through it again would hold every stream up
             tell("serving; Ctrl-C stops")
-            models = ", ".join(found.lifetime.models)
-            print_text(f"dgraph serves {models} at {address}")
+            _print_address(address, found.lifetime.models)
 
         found.serve_with(blueprint.engines, tell, ready)
+
+
+def _print_address(address: str, models: Iterable[str]) -> None:
+    print_text(f"dgraph serves {', '.join(models)} at {address}")
 
 
 def _keys(given: list[str] | None, path: Path | None) -> list[str]:
@@ -193,22 +233,3 @@ def _keys(given: list[str] | None, path: Path | None) -> list[str]:
             raise InputError(f"--api-key-file {path} has no key; write one per line, or leave it out.")
         keys += found
     return keys
-
-
-@contextmanager
-def _access_log(wanted: bool) -> Iterator[None]:
-    """Lines of the access log to stderr."""
-    from dgraph.serve.access_log import LOGGER
-
-    handler = logging.StreamHandler(sys.stderr) if wanted else logging.NullHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    before = LOGGER.level, LOGGER.propagate
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO if wanted else logging.WARNING)
-    LOGGER.propagate = False
-    try:
-        yield
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(before[0])
-        LOGGER.propagate = before[1]

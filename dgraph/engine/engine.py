@@ -222,6 +222,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         draft: bool = False,
+        index: int = 0,
         **settings: Any,
     ) -> AsyncIterator[Event]:
         """Events of one request, as they come; see `submit`. Leaving the loop cancels it.
@@ -238,6 +239,7 @@ class Engine:
             request_id=request_id,
             priority=priority,
             draft=draft,
+            index=index,
             **settings,
         )
         ended = False

@@ -13,6 +13,9 @@ from dgraph.runtime.sampling import SETTINGS, Sampler
 from dgraph.runtime.stops import check_stops
 from dgraph.settings import settings_of
 
+RULE = ("threshold", "steps", "policy")
+"""Fields that say which tokens a step commits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
@@ -98,6 +101,18 @@ class Decoding:
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
         """The value that a function was given, or its keywords as one; see `settings_of`."""
         return settings_of(cls, given, keywords)
+
+    def changed(self, said: Mapping[str, Any]) -> Decoding:
+        """The same with other values, as `from_json` takes them. Where a value is one of `RULE`, none of those three
+        stays as it was.
+
+        Raises:
+            UnknownName, InputError: as `from_json`.
+        """
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        if said.keys() & set(RULE):
+            own |= dict.fromkeys(RULE)
+        return Decoding.from_json({**own, **said}) if said else self
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of what is not as it is by default.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,3 +54,20 @@ def write(record: Record) -> None:
         **record.facts,
     }
     LOGGER.info(json.dumps(line, ensure_ascii=True))
+
+
+@contextmanager
+def to_stderr(wanted: bool) -> Iterator[None]:
+    """Lines to stderr while it is open, or to nowhere."""
+    handler = logging.StreamHandler(sys.stderr) if wanted else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO if wanted else logging.WARNING)
+    LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgraph.errors import DgraphError, InputError, UnknownName
-from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.decoding import RULE, Decoding
 from dgraph.serve.protocol import NEUTRAL, Asked, ChatRequest, CompletionRequest
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
@@ -19,9 +19,8 @@ COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say, as OpenAI has it."""
 CHAT_TOKENS = 128
 """New tokens of a chat that does not say, where every step forwards all of them."""
-RULE = ("threshold", "steps", "policy")
 DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k", "min_tokens")
-"""Fields that are those of a `Decoding`; the first ones say which tokens a step commits."""
+"""Fields that are those of a `Decoding`."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""Questions to an engine: as many at a time as keep it full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from itertools import islice
+
+from dgraph.dataset.answers import Answer
+from dgraph.dataset.lines import Question
+from dgraph.engine.engine import Engine, EngineClosed
+from dgraph.errors import EngineBusy, InputError
+
+AHEAD = 2
+"""Questions that are asked at a time, per slot of the engine: those that run, and as many that wait."""
+PATIENCE = 0.1
+"""Seconds at most before a question is asked again of an engine whose queue is full."""
+
+
+async def ask(engine: Engine, question: Question) -> Answer:
+    """One question; what is wrong with it alone becomes its answer.
+
+    Raises:
+        EngineClosed: the engine has stopped: no question will be answered.
+    """
+    while True:
+        try:
+            return await _ask(engine, question)
+        except EngineBusy as busy:
+            await asyncio.sleep(min(busy.retry_after, PATIENCE))
+        except EngineClosed:
+            raise
+        except Exception as error:
+            return Answer(question.id, None, 0, "error", str(error) or type(error).__name__)
+
+
+async def _ask(engine: Engine, question: Question) -> Answer:
+    prompt = question.prompt
+    if prompt is None:
+        reader = getattr(engine.tokenizer, "encode_chat", None)
+        if reader is None:
+            raise InputError(f"the model {engine.model!r} has no tokenizer that reads conversations; give prompts.")
+        prompt = reader(question.messages)
+    pieces = []
+    async for event in engine.stream(prompt, question.decoding, index=question.index):
+        pieces.append(event.text)
+    text = None if engine.tokenizer is None else "".join(pieces)
+    return Answer(question.id, text, event.usage.completion_tokens, str(event.finish_reason))
+
+
+async def ask_all(engine: Engine, questions: Iterable[Question]) -> AsyncIterator[Answer]:
+    """All questions, `AHEAD` times the engine's slots at a time; answers as they come.
+
+    Raises:
+        EngineClosed: the engine has stopped.
+    """
+    left = iter(questions)
+    asked = {asyncio.create_task(ask(engine, each)) for each in islice(left, AHEAD * engine.max_sequences)}
+    try:
+        while asked:
+            done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            asked |= {asyncio.create_task(ask(engine, each)) for each in islice(left, len(done))}
+            for one in done:
+                yield one.result()
+    finally:
+        for one in asked:
+            one.cancel()
