@@ -20,7 +20,14 @@ from dgraph.ops import OPS
 
 aten = torch.ops.aten
 
-ATTENTIONS = ("attention", "packed_attention", "paged_attention", "partial_attention", "sparse_attention")
+ATTENTIONS = (
+    "attention",
+    "packed_attention",
+    "paged_attention",
+    "partial_attention",
+    "partial_context",
+    "sparse_attention",
+)
 """Ops that attend, as `Graph.find` takes them."""
 
 

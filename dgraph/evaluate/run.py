@@ -15,12 +15,10 @@ from dgraph.evaluate.results import Keys, Result, Store
 from dgraph.evaluate.salience import Counted, Salience
 from dgraph.evaluate.scores import Score
 from dgraph.families import Model
+from dgraph.passes import salience
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.session import Progress
-
-FINDERS = ("partial_attention", "drift", "least_similar")
-"""Ops that find the salient rows of their layer."""
 
 
 @dataclass(frozen=True)
@@ -188,5 +186,5 @@ def _counting_layers(program: Optimized) -> Iterator[int]:
     """Layers that count their salient rows."""
     graph = program.graph()
     for layer in range(program.spec.layers):
-        if any(graph.find(op, layer) for op in FINDERS):
+        if salience.finder(graph, layer) is not None:
             yield layer

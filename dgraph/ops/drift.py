@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
+from dgraph.ops import drifted
+from dgraph.ops.compare_rows import changed_rows, sums_of
+from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import slots_of
 
@@ -36,21 +38,10 @@ def reference(
 ) -> Tensor:
     slots = slots_of("drift", positions, page_table, cu_rows, c_cache.shape[1])
     live = slots[0].shape[0]
-    salient = torch.zeros(context.shape[0], dtype=torch.bool, device=context.device)
-    salient[:live] = full[:live] | ~(cosine(context[:live], c_cache[slots]) >= tau)
+    sums = torch.zeros(len(context), 3, dtype=numeric(context.dtype), device=context.device)
+    sums[:live] = sums_of(context[:live], c_cache[slots])
     c_cache[slots] = context[:live]
-    return salient
-
-
-def cosine(new: Tensor, old: Tensor) -> Tensor:
-    """Per row of [R, H, D], over all heads; in fp32 at least."""
-    wide = numeric(new.dtype)
-    a, b = new.flatten(1).to(wide), old.flatten(1).to(wide)
-    dot, norms = (a * b).sum(1), ((a * a).sum(1).sqrt(), (b * b).sum(1).sqrt())
-    product = norms[0] * norms[1]
-    empty = (norms[0] == 0) & (norms[1] == 0)
-    ratio = torch.where(product == 0, empty.to(wide), dot / product)
-    return ratio.clamp(-1, 1)
+    return drifted.reference(sums, full, cu_rows, tau)
 
 
 def fake(context: Tensor, *rest: Any) -> Tensor:
@@ -65,29 +56,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("nothing", (3, 4), (0, 0), 4, 2, 8, -1.01, 0.0),
         ("no rows", (0, 0), (0, 0), 4, 1, 8, 0.99, 0.0),
     ):
-        cu_rows, positions = cu_rows_of(counts), positions_of(counts, starts)
-        table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
-        context = torch.randn(sum(counts), heads, d, generator=generator)
-        cache = torch.full((pages, page, heads, d), torch.nan)
-        slots = slots_of("drift", positions, table, cu_rows, page)
-        cache[slots] = nearby(context, generator)
-        if len(context) > 3:
-            cache[slots[0][0], slots[1][0]] = 0  # one zero
-            context[1] = cache[slots[0][1], slots[1][1]] = 0  # two zeros
-            cache[slots[0][2], slots[1][2]] = -context[2]
+        context, cache, positions, table, cu_rows = changed_rows(counts, starts, page, heads, d, generator)
         full = torch.tensor([s == 2 and share > 0 for s, count in enumerate(counts) for _ in range(count)]).bool()
         yield Sample(
             name,
             (context, cache.clone(), full, positions, table, cu_rows, tau),
             (pad_rows(context, 3), cache, pad_rows(full, 3), pad_rows(positions, 3), table, cu_rows, tau),
         )
-
-
-def nearby(context: Tensor, generator: torch.Generator) -> Tensor:
-    """Contexts that are close to the given ones in every other row, and far from them in the rest."""
-    noise = torch.randn(context.shape, generator=generator)
-    amount = torch.tensor([0.02, 1.0]).repeat(len(context))[: len(context), None, None]
-    return context + amount * noise * context.abs().mean()
 
 
 OP = define(

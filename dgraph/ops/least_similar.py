@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops import compare_rows, least_drifted
+from dgraph.ops.compare_rows import nearby
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.drift import cosine, nearby
-from dgraph.ops.registry import Sample, define, numeric
+from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows, slots_of
 
 CONTRACT = """\
@@ -41,7 +40,7 @@ def reference(
     share: float,
     adapt: Tensor | None = None,
 ) -> Tensor:
-    rows, slots = placed_rows("least_similar", positions, page_table, cu_rows, *v_cache.shape[:2])
+    rows, _ = placed_rows("least_similar", positions, page_table, cu_rows, *v_cache.shape[:2])
     chosen = full.clone()
     chosen[min(int(cu_rows[-1]), len(chosen)) :] = False
     if int(chosen.sum()) + int((~full[rows]).sum()) < int(cu_rows[-1]):
@@ -49,22 +48,9 @@ def reference(
             "dgraph::least_similar: a row that is not full has a position without a page (its page_table entry is "
             "negative), so there are no values to compare its own with. Assign the page, or make the row full."
         )
-    adapts = ~full if adapt is None else ~full & adapt
-    similar = torch.zeros(len(full), dtype=numeric(v.dtype), device=v.device)
-    similar[rows] = ranked(v[rows], v_cache[slots])
-    for start, end in itertools.pairwise(cu_rows.tolist()):
-        among = start + adapts[start:end].nonzero()[:, 0]
-        count = math.floor(share * len(among))
-        chosen[among[similar[among].argsort(stable=True)[:count]]] = True
-    written = (full | adapts)[rows]
-    v_cache[slots[0][written], slots[1][written]] = v[rows][written]
-    return chosen
-
-
-def ranked(new: Tensor, old: Tensor) -> Tensor:
-    """Cosines per row of [R, H, D], with -2 for what is no number."""
-    found = cosine(new, old)
-    return torch.where(found.isnan(), -2.0, found)
+    changes = None if adapt is None else full | adapt
+    sums = compare_rows.reference(v, v_cache, positions, page_table, cu_rows, changes)
+    return least_drifted.reference(sums, full, cu_rows, share, adapt)
 
 
 def fake(v: Tensor, *rest: Any) -> Tensor:

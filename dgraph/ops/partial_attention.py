@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgraph.ops import drift, paged_attention
-from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
-from dgraph.ops.registry import Sample, define, numeric
-from dgraph.ops.rows import sequence_of, slots_of
+from dgraph.ops import drifted, partial_context
+from dgraph.ops.registry import define
 
 CONTRACT = """\
 Context of rows over the paged cache of their sequence, exact for some and updated for the others; then which rows are
@@ -49,113 +46,20 @@ def reference(
     scale: float,
     tau: float,
 ) -> tuple[Tensor, Tensor]:
-    live = int(cu_rows[-1])
-    exact = full[:live] | (tau > 1)
-    exact[index[: int(cu_changed[-1])]] = True
-    context = paged_attention.reference(q, k_cache, v_cache, page_table, cu_rows, limit, scale)
-    starts, changed = cu_rows.tolist(), cu_changed.tolist()
-    for s in range(len(starts) - 1):
-        rows = slice(starts[s], starts[s + 1])
-        update = (~exact[rows]).nonzero().squeeze(1) + rows.start
-        if not len(update):
-            continue
-        of_s = slice(changed[s], changed[s + 1])
-        moved = positions[index[of_s]]
-        delta = _delta(q[update], k_cache, dv[of_s], moved, page_table[s], limit[update], scale)
-        slot = page_table[s, positions[update] // c_cache.shape[1]].long(), positions[update] % c_cache.shape[1]
-        context[update] = (c_cache[slot].to(delta.dtype) + delta).to(q.dtype)
-    salient = drift.reference(context, c_cache, full, positions, page_table, cu_rows, tau)
-    return context, salient
-
-
-def _delta(q: Tensor, k_cache: Tensor, dv: Tensor, moved: Tensor, table: Tensor, limit: Tensor, scale: float) -> Tensor:
-    """[R, H, D] of one sequence: the new attention weights of q [R, H, D] on positions `moved`, times dv."""
-    wide, page, heads = numeric(q.dtype), k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    longest = max(1, int(limit.max()))
-    slot = torch.arange(longest, device=q.device)
-    k = k_cache[table[slot // page].long(), slot % page].to(wide).repeat_interleave(heads, 1)
-    scores = torch.einsum("rhd,khd->hrk", q.to(wide), k) * scale
-    hidden = slot >= limit[:, None]
-    weight = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
-    seen = moved < longest
-    chosen = weight[:, :, moved[seen]]
-    return torch.einsum("hrk,khd->rhd", chosen, dv[seen].to(wide).repeat_interleave(heads, 1))
+    caches, changes = (k_cache, v_cache), (dv, index, cu_changed)
+    where = (full, positions, page_table, cu_rows, limit)
+    context, sums = partial_context.reference(q, *caches, *changes, c_cache, *where, scale, tau)
+    return context, drifted.reference(sums, full, cu_rows, tau)
 
 
 def fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), torch.empty(q.shape[0], dtype=torch.bool, device=q.device)
 
 
-def samples(generator: torch.Generator) -> Iterator[Sample]:
-    for name, counts, lengths, page, hq, hkv, d, tau, share, dense in (
-        ("some rows", (9, 7), (9, 12), 4, 4, 2, 8, 0.99, 0.3, ()),
-        ("ragged, an empty sequence, a full one", (5, 0, 9, 1), (7, 3, 70, 1), 16, 4, 4, 10, 0.95, 0.4, (2,)),
-        ("every key changed", (4, 5), (4, 5), 2, 2, 1, 8, 0.99, 1.1, ()),
-        ("no key changed", (4, 5), (6, 8), 4, 2, 2, 8, 0.99, -1.0, ()),
-        ("everything salient", (4, 3), (6, 8), 4, 2, 1, 8, 1.01, 0.4, ()),
-        ("nothing salient", (4, 3), (6, 8), 4, 3, 1, 8, -1.01, 0.4, ()),
-        ("no rows", (0, 0), (0, 0), 4, 2, 1, 8, 0.99, 0.5, ()),
-    ):  # fmt: skip
-        limit = torch.tensor(lengths).repeat_interleave(torch.tensor(counts)).int()
-        yield _sample(name, counts, limit, page, hq, hkv, d, tau, share, dense, generator)
-    mixed = torch.tensor([8, 8, 12, 12, 3, 3, 9]).int()
-    yield _sample("several limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, 0.99, 0.5, (), generator)
-
-
-def _sample(
-    name: str,
-    counts: Sequence[int],
-    limit: Tensor,
-    page: int,
-    hq: int,
-    hkv: int,
-    d: int,
-    tau: float,
-    share: float,
-    dense: Sequence[int],
-    generator: torch.Generator,
-) -> Sample:
-    """Rows at the end of each sequence, whose contexts have moved by little or by much."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    rows, cu_rows = sum(counts), cu_rows_of(counts)
-    lengths = [max([0, *part.tolist()]) for part in limit.split(list(counts))]
-    starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-    positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
-    table, pages = page_table_of(lengths, page, generator)
-    k_cache, v_cache = (torch.full((pages, page, hkv, d), torch.nan) for _ in range(2))
-    for s, length in enumerate(lengths):
-        slots = slots_of("sample", torch.arange(length), table[s : s + 1], torch.tensor([0, length]), page)
-        k_cache[slots], v_cache[slots] = draw(length, hkv, d), draw(length, hkv, d)
-    q, scale = draw(rows, hq, d), d**-0.5
-    context = paged_attention.reference(q, k_cache, v_cache, table, cu_rows, limit, scale)
-    c_cache = torch.full((pages, page, hq, d), torch.nan)
-    c_cache[slots_of("sample", positions, table, cu_rows, page)] = drift.nearby(context, generator)
-    chosen = (torch.rand(rows, generator=generator) < share).nonzero().squeeze(1)
-    index = torch.full((rows,), -1)
-    index[: len(chosen)] = chosen
-    cu_changed = torch.searchsorted(chosen, cu_rows.long()).int()
-    dv = draw(rows, hkv, d) * 0.05
-    dv[len(chosen) :] = torch.nan
-    of_row = sequence_of(cu_rows, rows)
-    full = torch.isin(of_row, torch.tensor(dense, dtype=of_row.dtype))
-    rest = (table, cu_rows)
-    wider = tuple(pad_rows(value, 3) for value in (q, dv, full, positions, limit))
-    longer = torch.cat([index, index.new_full((3,), -1)])
-    caches = (k_cache, v_cache)
-    return Sample(
-        name,
-        (q, *caches, dv, index, cu_changed, c_cache.clone(), full, positions, *rest, limit, scale, tau),
-        (wider[0], *caches, wider[1], longer, cu_changed, c_cache, *wider[2:4], *rest, wider[4], scale, tau),
-    )
-
-
 OP = define(
     "partial_attention",
     reference,
-    samples=samples,
+    samples=partial_context.samples,
     contract=CONTRACT,
     fake=fake,
     mutates=("c_cache",),

@@ -68,7 +68,7 @@ class GateFFN(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
-        for attention in graph.find("paged_attention") + graph.find("partial_attention"):
+        for attention in [n for op in ("paged_attention", *salience.UPDATED) for n in graph.find(op)]:
             found = Layer(graph, attention).feed_forward
             if isinstance(found, FeedForward):
                 found = salience.obstacle(found.nodes) or found
@@ -114,8 +114,7 @@ class GateFFN(Pass):
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
         cache = salience.context_cache(graph, attention)
-        args = (attention, cache, full, place.positions, place.page_table, place.cu_rows, tau)
-        return graph.call(OPS["drift"], args, before=attention.next, by=by, like=attention)
+        return salience.drift(graph, attention, cache, full, place.arguments, tau, by)
 
 
 @dataclass(frozen=True)
@@ -129,13 +128,17 @@ class _Place:
     @classmethod
     def of(cls, graph: Graph, attention: Node) -> _Place:
         args = args_of(attention)
-        if attention.target is OPS["partial_attention"].overload:
+        if attention.target in [OPS[op].overload for op in salience.UPDATED]:
             return cls(args[8], args[9], args[10])
         return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[3], args[4])
 
+    @property
+    def arguments(self) -> tuple[Node, Node, Node]:
+        return self.positions, self.page_table, self.cu_rows
+
     def slots(self, graph: Graph, cache: Node, by: str) -> Node:
         """Where the rows lie in a cache, and in any other: found before, or now, as early as may be."""
-        args = (self.positions, self.page_table, self.cu_rows)
+        args = self.arguments
         for node in graph.find("row_slots"):
             if args_of(node)[:3] == args:
                 return node

@@ -93,7 +93,7 @@ class PartialAttention(Pass):
         new = salience.move(graph, nodes, instead, changed, write, by)
         update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows)
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
-        for drift in graph.find("drift", layer):
+        for drift in salience.drifts(graph, layer):
             if args_of(drift)[-1] != tau:
                 raise InputError(
                     f"tau is {tau:g} in layer {layer}, but {op_name(drift.target)} finds its salient rows with "
@@ -110,16 +110,19 @@ class PartialAttention(Pass):
             dv = graph.call(OPS["kv_update"], update, before=write, by=by)
             q, *_, limit, scale = args_of(attention)
             args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table)
-            partial = graph.call(OPS["partial_attention"], (*args, cu_rows, limit, scale, tau), before=attention, by=by)
+            op = OPS["partial_attention" if graph.sharding is None else "partial_context"]
+            partial = graph.call(op, (*args, cu_rows, limit, scale, tau), before=attention, by=by)
             context, salient = graph.parts(partial, 2, by)
-            for drift in graph.find("drift", layer):
-                graph.replace(drift, salient)
+            if graph.sharding is not None:  # the sums of what this rank has
+                salient = salience.drifted(graph, salient, full, cu_rows, tau, by)
+            for drift in salience.drifts(graph, layer):
+                if drift is not salient:
+                    salience.no_longer(graph, drift, salient)
             graph.replace(attention, context)
         else:
             graph.call(OPS["kv_write"], update, before=write, by=by)
-            if not graph.find("drift", layer):
-                turned = (attention, cache, full, positions, page_table, cu_rows, tau)
-                graph.call(OPS["drift"], turned, before=attention.next, by=by, like=attention)
+            if not salience.drifts(graph, layer):
+                salience.drift(graph, attention, cache, full, (positions, page_table, cu_rows), tau, by)
         graph.fx.erase_node(write)
         report.did(
             f"{len(nodes)} calls for keys and values on salient rows, attention "
@@ -148,7 +151,7 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
         return "it runs on masked rows alone, so there is no context of the others to update; use update=False"
     if graph.row_set(attention) != rows and not salience.of_masked(graph, attention):
         return "rows are evicted between the layer's keys and its attention"
-    if graph.find("least_similar", layer):
+    if graph.find("least_similar", layer) + graph.find("least_drifted", layer):
         return "the layer runs on the rows whose values have changed already"
     if layer:
         found = salience.finder(graph, layer - 1)

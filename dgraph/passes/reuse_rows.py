@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import Node
@@ -83,7 +83,7 @@ class ReuseRows(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so there is nothing to compare values with; run CacheKV", node)
-        for node in graph.find("partial_attention"):
+        for node in [n for op in salience.UPDATED for n in graph.find(op)]:
             report.skip("this attention is updated by salient rows already", node)
         for attention in graph.find("paged_attention"):
             if attention.meta["layer"] == 0:
@@ -110,11 +110,12 @@ class ReuseRows(Pass):
         limit, scale = args_of(attention)[-2:]
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
-        similar: tuple[Any, ...] = (v, v_cache, full, positions, page_table, cu_rows, float(self.share))
+        adapt = None
         if self.idle:
             graph.add_input(ADAPT)
-            similar += (graph.on_rows_of("adapt", attention, by),)
-        flags = graph.call(OPS["least_similar"], similar, before=write, by=by)
+            adapt = graph.on_rows_of("adapt", attention, by)
+        place = (positions, page_table, cu_rows)
+        flags = salience.least_similar(graph, (v, v_cache), full, place, float(self.share), adapt, write, by)
         rows = salience.listed(graph, flags, cu_rows, write, by)
 
         layer = Layer(graph, attention)
@@ -125,8 +126,8 @@ class ReuseRows(Pass):
         gathered = graph.call(OPS["compact"], (values, rows.index), before=write, by=by)
         on_rows = dict(zip(values, graph.parts(gathered, len(values), by), strict=True))
         on_rows = salience.move(graph, nodes, on_rows, rows, write, by)
-        place = (on_rows[positions], page_table, rows.cu_rows)
-        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *place), before=write, by=by)
+        at = (on_rows[positions], page_table, rows.cu_rows)
+        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *at), before=write, by=by)
         graph.fx.erase_node(write)
         attend = (on_rows[q], k_cache, v_cache, page_table, rows.cu_rows, on_rows[limit], scale)
         on_rows[attention] = graph.call(OPS["paged_attention"], attend, before=attention, by=by)
@@ -137,7 +138,7 @@ class ReuseRows(Pass):
             width, dtype = int(result.meta["val"].shape[1]), result.meta["val"].dtype
             name = f"{kind}_cache_{attention.meta['layer']}"
             cache = graph.add_input(InputSpec(name, dtype, ("pages", "page", width)))
-            merge = (moved[result], rows.index, cache, positions, page_table, cu_rows)
+            merge = (moved[result], rows.index, cache, *place)
             total.replace_input_with(result, graph.call(OPS["feature_merge"], merge, before=total, by=by, like=result))
 
         ffn = found.ffn

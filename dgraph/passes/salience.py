@@ -59,10 +59,15 @@ def context_cache(graph: Graph, attention: Node) -> Node:
     return graph.add_input(InputSpec(f"c_cache_{attention.meta['layer']}", attention.meta["val"].dtype, shape))
 
 
+FINDERS = ("partial_attention", "drift", "drifted", "least_similar", "least_drifted")
+"""Ops that find the salient rows of their layer."""
+UPDATED = ("partial_attention", "partial_context")
+"""Attention that is updated by what changed; of these the place of its rows is at the same arguments."""
+
+
 def finder(graph: Graph, layer: int) -> Node | None:
     """What finds the salient rows of a layer; None if nothing does."""
-    ops = ("partial_attention", "drift", "least_similar")
-    return next((node for op in ops for node in graph.find(op, layer)), None)
+    return next((node for op in FINDERS for node in graph.find(op, layer)), None)
 
 
 def flags_of(found: Node) -> Node:
@@ -70,6 +75,63 @@ def flags_of(found: Node) -> Node:
     op = op_of(found.target)
     assert op is not None
     return found if op.name != "partial_attention" else next(u for u in found.users if args_of(u)[1] == 1)
+
+
+def drifts(graph: Graph, layer: int) -> list[Node]:
+    """What compares the contexts of a layer with those of the step before."""
+    return graph.find("drift", layer) + graph.find("drifted", layer)
+
+
+def drift(
+    graph: Graph, context: Node, cache: Node, full: Node, place: tuple[Node, Node, Node], tau: float, by: str
+) -> Node:
+    """The rows whose context is another than the cache has, right after it, at a place: positions, page table and
+    offsets. Where ranks have some heads each, the sums of its cosine are added over them.
+    """
+    at, like = context.next, context
+    if graph.sharding is None:
+        return graph.call(OPS["drift"], (context, cache, full, *place, tau), before=at, by=by, like=like)
+    sums = graph.call(OPS["compare_rows"], (context, cache, *place), before=at, by=by, like=like)
+    return drifted(graph, sums, full, place[2], tau, by)
+
+
+def drifted(graph: Graph, sums: Node, full: Node, cu_rows: Node, tau: float, by: str) -> Node:
+    """The rows that have changed by the cosine of which each rank has a share of the sums."""
+    total = graph.over_ranks(sums, by)
+    return graph.call(OPS["drifted"], (total, full, cu_rows, tau), before=total.next, by=by, like=sums)
+
+
+def no_longer(graph: Graph, drift: Node, flags: Node) -> None:
+    """Let readers of what `drift` made read `flags`, and remove what compares rows for it."""
+    op = op_of(drift.target)
+    assert op is not None
+    made = [args_of(drift)[0]] if op.name == "drifted" else []
+    if made and graph.sharding is not None:
+        made.append(args_of(made[0])[0])
+    graph.replace(drift, flags)
+    for node in made:
+        graph.fx.erase_node(node)
+
+
+def least_similar(
+    graph: Graph,
+    values: tuple[Node, Node],
+    full: Node,
+    place: tuple[Node, Node, Node],
+    share: float,
+    adapt: Node | None,
+    before: Node,
+    by: str,
+) -> Node:
+    """The share of rows whose values, the first of two nodes, are least similar to what the second, a cache, has of
+    them; before a node. Sums are added over ranks as in `drift`.
+    """
+    more = () if adapt is None else (adapt,)
+    if graph.sharding is None:
+        return graph.call(OPS["least_similar"], (*values, full, *place, share, *more), before=before, by=by)
+    changes = [graph.call(aten.logical_or.default, (full, node), before=before, by=by) for node in more]
+    total = graph.over_ranks(graph.call(OPS["compare_rows"], (*values, *place, *changes), before=before, by=by), by)
+    return graph.call(OPS["least_drifted"], (total, full, place[2], share, *more), before=before, by=by)
 
 
 def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like: Node | None = None) -> Listed:

@@ -12,6 +12,7 @@ from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
+from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.kv import check_budget, pairs_of
 from dgraph.shapes import InputSpec
@@ -115,7 +116,7 @@ class SparseKV(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so there is nothing to keep of it; run CacheKV first", node)
-        for node in graph.find("partial_attention"):
+        for node in [n for op in salience.UPDATED for n in graph.find(op)]:
             report.skip("this attention is updated by what changes of all keys, so none can be dropped", node)
         for node in graph.find("sparse_attention"):
             report.skip("this attention reads packed keys already", node)

@@ -147,6 +147,6 @@ ATTENTION = Tunable(AttentionShape, AttentionTiling, _attention_shapes, attentio
 LOGITS = Tunable(LogitsShape, lm_head.Tiling, _logits_shapes, logits, trials.logits)
 """Of lm_head."""
 PARTIAL = Tunable(AttentionShape, partial_attention.Tiling, _partial_shapes, partial, trials.partial)
-"""Of partial_attention."""
+"""Of partial_attention and partial_context."""
 PRODUCTS = Tunable(LinearShape, rows_linear.Tiling, _linear_shapes, products, trials.products)
 """Of rows_linear."""

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.triton.drift import cosine_of
+from dgraph.ops.triton.compare_rows import block_of, cosine_of, place_of, renew
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
 
 RANKED = 1024
-"""Rows that a row is compared with at a time."""
+"""Rows that a program looks at, or a row is compared with, at a time."""
 
 
 def kernel(
@@ -32,20 +32,26 @@ def kernel(
     """dgraph::least_similar; see its contract. Nothing is read on the host."""
     check_slots("least_similar", v_cache=v_cache)
     n, heads, d = v.shape
-    chosen = torch.empty(n, dtype=torch.bool, device=v.device)
     if not n:
-        return chosen
+        return full.new_empty(0)
     b = cu_rows.shape[0] - 1
     v, page_table, full = dense_rows(v), dense_rows(page_table), full.contiguous()
     similar = torch.empty(n, dtype=torch.float32, device=v.device)
-    # A tensor: as an argument it would be rounded to fp32.
-    exact = torch.full((1,), share, dtype=torch.float64, device=v.device)
     _compare[(n,)](
         v, v_cache, full, full if adapt is None else adapt.contiguous(), positions, page_table, cu_rows, similar,
         b, v.stride(0), page_table.stride(0), *v_cache.stride()[:2],
-        v_cache.shape[1], heads * d, power_of_two(heads * d, 16, 4096), offsets_block(b), adapt is not None,
+        v_cache.shape[1], heads * d, block_of(heads * d), offsets_block(b), adapt is not None,
         num_warps=4,
     )  # fmt: skip
+    return least_of(similar, full, cu_rows, share)
+
+
+def least_of(similar: Tensor, full: Tensor, cu_rows: Tensor, share: float) -> Tensor:
+    """The rows that are full, and those that `_least` chooses."""
+    n, b = len(full), cu_rows.shape[0] - 1
+    chosen = torch.empty(n, dtype=torch.bool, device=full.device)
+    # A tensor: as an argument it would be rounded to fp32.
+    exact = torch.full((1,), share, dtype=torch.float64, device=full.device)
     _least[(n,)](
         similar, full, exact, cu_rows, chosen, b,
         min(power_of_two(n, 16), RANKED), offsets_block(b), num_warps=4,
@@ -61,14 +67,10 @@ def _compare(
 ):  # fmt: skip
     """similar = the cosine, -2 for no number, and 2 for a row that does not adapt; writes v to the cache."""
     row = tl.program_id(0).to(tl.int64)
-    page = tl.full([], -1, tl.int64)
-    position = page
+    page, place = place_of(positions_ptr, table_ptr, cu_ptr, b, row, table_row, PAGE, OFFSETS)
     full = row < 0
     adapts = full
     if row < tl.load(cu_ptr + b):
-        s = owner_of(cu_ptr, b, row, OFFSETS)
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        page = tl.load(table_ptr + s.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
         full = tl.load(full_ptr + row) != 0
         adapts = full == 0
         if ADAPT:
@@ -76,21 +78,16 @@ def _compare(
     if (page < 0) | ((full | adapts) == 0):
         tl.store(similar_ptr + row, 2.0)
         return
-    slot = page * cache_page + position % PAGE * cache_slot
-    dot, new_sum, old_sum = 0.0, 0.0, 0.0
-    for first in range(0, SIZE, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        value = tl.load(v_ptr + row * v_row + at, mask=at < SIZE, other=0.0)
-        new = value.to(tl.float32)
-        old = tl.load(cache_ptr + slot + at, mask=at < SIZE, other=0.0).to(tl.float32)
-        dot += tl.sum(new * old)
-        new_sum += tl.sum(new * new)
-        old_sum += tl.sum(old * old)
-        tl.debug_barrier()  # a block narrower than the program is held by several threads: all have read it now
-        tl.store(cache_ptr + slot + at, value, mask=at < SIZE)
-    found = cosine_of(dot, new_sum, old_sum)
-    found = tl.where(found == found, found, -2.0)
-    tl.store(similar_ptr + row, tl.where(adapts, found, 2.0))
+    slot = page * cache_page + place * cache_slot
+    dot, new_sum, old_sum = renew(v_ptr + row * v_row, cache_ptr + slot, SIZE, BLOCK)
+    tl.store(similar_ptr + row, tl.where(adapts, ranked(dot, new_sum, old_sum), 2.0))
+
+
+@triton.jit
+def ranked(dot, new, old):
+    """The cosine, -2 for no number."""
+    found = cosine_of(dot, new, old)
+    return tl.where(found == found, found, -2.0)
 
 
 @triton.jit

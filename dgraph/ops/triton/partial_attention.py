@@ -89,17 +89,20 @@ def kernel(
     scale: float,
     tau: float,
     tiling: Tiling | None = None,
+    flags: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """dgraph::partial_attention; see its contract. `tiling` overrides the sizes chosen for the shape."""
-    check_heads("partial_attention", q, k_cache.transpose(1, 2), 1)
-    check_slots("partial_attention", c_cache=c_cache)
+    """dgraph::partial_attention, or with flags=False dgraph::partial_context; see the contracts. `tiling` overrides the
+    sizes chosen for the shape.
+    """
+    op = "partial_attention" if flags else "partial_context"
+    check_heads(op, q, k_cache.transpose(1, 2), 1)
+    check_slots(op, c_cache=c_cache)
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    salient = torch.empty(n, dtype=torch.bool, device=q.device)
     if not out.numel():
-        return out, salient.fill_(False)
+        return out, full.new_zeros(n) if flags else q.new_zeros((n, 3), dtype=torch.float32)
     keys = page_table.shape[1] * page
-    tiling = tiling or chosen("partial_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
+    tiling = tiling or chosen(op, attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
     if tiling is None:
         tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
     sizes = tiling.exact
@@ -143,8 +146,7 @@ def kernel(
             part, mass, exact, c_cache, slots, cu_rows, out, sums, n, b, heads, *c_cache.stride()[:2],
             page, d, width, splits, some, num_warps=4,
         )  # fmt: skip
-    decide(sums, full, cu_rows, out, salient, tau)
-    return out, salient
+    return out, decide(sums, full, cu_rows, out, tau if flags else None)
 
 
 @triton.jit

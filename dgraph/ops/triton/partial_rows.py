@@ -55,13 +55,17 @@ def divide(
     return exact, order, offsets, slots, changed
 
 
-def decide(sums: Tensor, full: Tensor, cu_rows: Tensor, context: Tensor, salient: Tensor, tau: float) -> None:
-    """Fill `salient` from the sums [3, H, N] of the cosines; zero the padding rows of `context`."""
+def decide(sums: Tensor, full: Tensor, cu_rows: Tensor, context: Tensor, tau: float | None) -> Tensor:
+    """The salient rows bool[N] from the sums [3, H, N] of the cosines; without a tau these over heads, f32[N, 3]. Zeros
+    the padding rows of `context`.
+    """
     (_, heads, n), size = sums.shape, context[0].numel()
+    found = torch.empty(n, dtype=torch.bool, device=sums.device) if tau is not None else sums.new_empty((n, 3))
     _decide[(triton.cdiv(n, TOGETHER),)](
-        sums, full.contiguous(), cu_rows, context, salient, n, cu_rows.shape[0] - 1, tau,
-        heads, power_of_two(heads), size, power_of_two(size, 16, 2048), TOGETHER, num_warps=4,
+        sums, full.contiguous(), cu_rows, context, found, n, cu_rows.shape[0] - 1, 0.0 if tau is None else tau,
+        heads, power_of_two(heads), size, power_of_two(size, 16, 2048), TOGETHER, tau is not None, num_warps=4,
     )  # fmt: skip
+    return found
 
 
 @triton.jit
@@ -135,8 +139,9 @@ def _divide(
 
 @triton.jit
 def _decide(
-    sums_ptr, full_ptr, cu_ptr, context_ptr, salient_ptr, n, b, tau,
+    sums_ptr, full_ptr, cu_ptr, context_ptr, found_ptr, n, b, tau,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     row, head = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -147,8 +152,13 @@ def _decide(
     dot = tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), 1)
     new = tl.sum(tl.load(sums_ptr + n * HEADS + at, mask=inside, other=0.0), 1)
     old = tl.sum(tl.load(sums_ptr + 2 * n * HEADS + at, mask=inside, other=0.0), 1)
-    full = tl.load(full_ptr + row, mask=live, other=0) != 0
-    tl.store(salient_ptr + row, live & (full | drifted(dot, new, old, tau)), mask=row < n)
+    if FLAGS:
+        full = tl.load(full_ptr + row, mask=live, other=0) != 0
+        tl.store(found_ptr + row, live & (full | drifted(dot, new, old, tau)), mask=row < n)
+    else:
+        tl.store(found_ptr + 3 * row, dot, mask=row < n)
+        tl.store(found_ptr + 3 * row + 1, new, mask=row < n)
+        tl.store(found_ptr + 3 * row + 2, old, mask=row < n)
     for i in range(tl.maximum(end - first, 0), tl.minimum(n - first, ROWS)):
         for column in range(0, SIZE, BLOCK):
             d = column + tl.arange(0, BLOCK)

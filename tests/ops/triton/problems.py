@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.ops import OPS, paged_attention
+from dgraph.ops.compare_rows import nearby
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.drift import nearby
 from dgraph.ops.rows import sequence_of, slots_of
 from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, kept_rows
 
@@ -213,6 +213,21 @@ def drifting(
     return *(x if x is cache else pad_rows(x, 3) for x in (context, cache, full, positions)), table, cu_rows, 0.97
 
 
+def comparing(counts: Sequence[int], starts: Sequence[int], heads: int = 3, d: int = 20, some: bool = False) -> Call:
+    """The same rows for compare_rows; with `some`, two of three take part."""
+    context, cache, _, positions, table, cu_rows, _ = drifting(counts, starts, heads=heads, d=d)
+    return context, cache, positions, table, cu_rows, torch.arange(len(context)) % 3 > 0 if some else None
+
+
+def summed(counts: Sequence[int]) -> Call:
+    """Sums for least_drifted whose cosines are further apart than rounding; every fifth row is full."""
+    count = sum(counts)
+    cosines = torch.linspace(-0.9, 0.9, count)[torch.randperm(count, generator=torch.Generator().manual_seed(count))]
+    sums = pad_rows(torch.stack([cosines, torch.ones(count), torch.ones(count)], 1), 3)
+    rows = torch.arange(count + 3)
+    return sums, rows % 5 == 0, cu_rows_of(counts), 0.25, rows % 7 > 0
+
+
 def features(counts: Sequence[int], starts: Sequence[int], *, width: int = 40, page: int = 16, seed: int = 0) -> Call:
     """Values that are views, and a cache: a call of feature_write, and without the values one of feature_read."""
     generator = torch.Generator().manual_seed(seed)
@@ -321,6 +336,9 @@ LARGER: list[tuple[str, str, Call]] = [
     ("drift", "rows longer than a block", drifting((5, 0, 9), (3, 0, 60), heads=9, d=500)),
     ("least_similar", "more sequences than fit in a block of offsets", (*drifting(MANY, MANY)[:-1], 0.5)),
     ("least_similar", "many rows", (*drifting((90, 0, 41, 9), (3, 0, 60, 1))[:-1], 0.25)),
+    ("compare_rows", "more sequences than fit in a block of offsets", comparing(MANY, MANY)),
+    ("compare_rows", "rows longer than a block, some take part", comparing((5, 0, 9), (3, 0, 60), 9, 500, some=True)),
+    ("least_drifted", "many rows", summed((1300, 0, 41, 9))),
     ("feature_write", "views", features((7, 0, 33, 2), (0, 0, 15, 63))),
     ("feature_write", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)),
     ("feature_read", "rows longer than a block", features((3, 2), (1, 0), width=4100, page=4)[1:]),
@@ -340,6 +358,8 @@ LARGER: list[tuple[str, str, Call]] = [
     ("partial_attention", "many rows of few sequences", partial((70, 3), (96, 9), heads=(4, 1), page=64, share=0.6)),
     ("partial_attention", "a group of seven", partial((20, 5), (130, 31), heads=(14, 2), page=128, seed=3)),
     ("partial_attention", "more sequences than fit in a block of offsets", partial(MANY, MANY, heads=(1, 1), d=8)),
+    ("partial_context", "ragged, one full", partial((9, 0, 1, 17, 4), (40, 0, 5, 90, 33), full=(3,))),
+    ("partial_context", "many rows of few sequences", partial((70, 3), (96, 9), heads=(4, 1), page=64, share=0.6)),
     ("list_kept", "many rows", keeping((300, 0, 41, 259), -1)[:2]),
     *(
         ("rows_linear", f"{rows} of 150 rows", product(rows, 150, 96, 200, bias=rows % 2 == 0))

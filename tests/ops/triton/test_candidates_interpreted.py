@@ -53,7 +53,7 @@ def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None
     for shape in shapes(op, dtype):
         if isinstance(shape, AttentionShape):
             sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-            kernel = partial_attention if op == "partial_attention" else attention_tiling
+            kernel = partial_attention if op.startswith("partial") else attention_tiling
             default: Any = kernel.tiling_for(shape.rows, shape.sequences, *sizes, MULTIPROCESSORS)
         elif isinstance(shape, LinearShape):
             default = rows_linear.tiling_for(itemsize(shape))
@@ -135,6 +135,7 @@ attention = AttentionShape(21, 4, 4, 2, 16, 16, 64, "float32")
 shapes = {
     "paged_attention": [attention, replace(attention, rows=3), replace(attention, keys=16, sequences=1)],
     "partial_attention": [attention, replace(attention, rows=3)],
+    "partial_context": [attention],
     "rows_linear": [LinearShape(20, 32, 48, "float32"), LinearShape(1, 16, 16, "float32")],
     "lm_head": [LogitsShape(5, 100, "float32")],
 }
