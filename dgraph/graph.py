@@ -268,6 +268,7 @@ class Graph:
             if not node.users:
                 self.fx.erase_node(node)
                 del self.tensors[name]
+                self.divided.pop(name, None)
         return removed
 
     def propagate(self) -> None:

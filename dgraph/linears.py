@@ -155,7 +155,9 @@ def head_of(graph: Graph) -> Linear | str:
 
 
 def embedding_of(graph: Graph) -> Node | str:
-    """The call that looks up the tokens' vectors, embedding(weight, input_ids); or why it is not one."""
-    tokens = graph.input("input_ids")
-    found = [n for n in graph.calls if n.target is aten.embedding.default and viewed(args_of(n)[1]) is tokens]
+    """The call that looks up the tokens' vectors, embedding(weight, input_ids), or those that a rank has; or why it is
+    not one.
+    """
+    tokens, targets = graph.input("input_ids"), (aten.embedding.default, OPS["embedding_part"].overload)
+    found = [n for n in graph.calls if n.target in targets and viewed(args_of(n)[1]) is tokens]
     return found[0] if len(found) == 1 else f"{len(found)} embeddings read input_ids; expected one"

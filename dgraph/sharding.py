@@ -27,6 +27,10 @@ class Sharding:
     world: int
     group: str = GROUP
 
+    def __str__(self) -> str:
+        """As it reads in a dump: "over 2 ranks (tp)"."""
+        return f"over {self.world} ranks ({self.group})"
+
 
 @dataclass(frozen=True)
 class Part:

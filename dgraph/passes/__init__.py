@@ -20,6 +20,7 @@ from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.passes.slot_kv import SlotKV
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.plugins import Table, check_class
@@ -29,6 +30,7 @@ GROUP = "dgraph.passes"
 _OWN: dict[str, type[Pass]] = {
     cls.__name__: cls
     for cls in (
+        ShardTensorParallel,
         PackRows,
         FuseProjections,
         CacheKV,
@@ -68,6 +70,7 @@ __all__ = [
     "Pass",
     "Report",
     "ReuseRows",
+    "ShardTensorParallel",
     "SlotKV",
     "SparseKV",
     "run_passes",

@@ -112,7 +112,7 @@ class Pass:
 
     def to_json(self) -> dict[str, Any]:
         """The pass's name and configuration as plain values."""
-        return {"pass": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+        return {"pass": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.compare}}
 
 
 def pass_from_json(value: Mapping[str, Any], known: Mapping[str, type[Pass]]) -> Pass:

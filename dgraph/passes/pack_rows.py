@@ -177,7 +177,8 @@ class _Packer:
         return self._call(node, node.target, (self._of(args_of(node)[0]), *args_of(node)[1:]))
 
     def _embedding(self, node: Node) -> Node:
-        return self._call(node, node.target, (args_of(node)[0], self._of(args_of(node)[1])))
+        weight, ids, *rest = args_of(node)
+        return self._call(node, node.target, (weight, self._of(ids), *rest))
 
     def _reshape(self, node: Node) -> Node:
         source = args_of(node)[0]
@@ -306,6 +307,9 @@ _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
     "dgraph.attention": _Packer._attention,
     "dgraph.route": _Packer._linear,
     "dgraph.experts": _Packer._experts,
+    "dgraph.all_reduce": _Packer._linear,
+    "dgraph.all_gather": _Packer._linear,
+    "dgraph.embedding_part": _Packer._embedding,
     "to": _Packer._pointwise,
     "linear": _Packer._linear,
     "layer_norm": _Packer._norm,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch.fx import Node
+
 from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.shapes import DTYPES
@@ -79,6 +81,7 @@ def to_json(graph: Graph, full: bool = False, layer: int | None = None) -> dict[
         "symbols": dict(symbols(found)),
         "inputs": [{"name": s.name, "type": input_type(s)} for s in graph.inputs.values()],
         "weights": {"tensors": len(graph.tensors), "elements": _elements(graph)},
+        **_sharding(graph),
         "groups": [block.to_json() for block in blocks(found, full, layer)],
         "outputs": [
             {"name": name, "value": show(ref), "type": graph.type_text(graph.result(name))}
@@ -238,7 +241,17 @@ def header(found: Listing) -> list[str]:
     out += wrapped("symbols", [f"{name} = {meaning}" for name, meaning in symbols(found)])
     out += wrapped("inputs", _inputs(found))
     out += wrapped("weights", [f"{len(graph.tensors)} tensors", f"{_elements(graph):,} elements"])
+    if graph.sharding is not None:
+        out.append(f"{'sharded':<9} {graph.sharding}, as one of them sees it")
+        out += wrapped(
+            "divided", fold_names({n: f"{graph.type_text(w)} {graph.divided[n].kind}" for n, w in divided(graph)})
+        )
     return out
+
+
+def divided(graph: Graph) -> list[tuple[str, Node]]:
+    """The weights of which a rank has a part, in order."""
+    return [(name, node) for name, node in graph.weight_nodes().items() if name in graph.divided]
 
 
 def wrapped(title: str, items: Iterable[str]) -> list[str]:
@@ -256,6 +269,14 @@ def wrapped(title: str, items: Iterable[str]) -> list[str]:
 def _inputs(found: Listing) -> list[str]:
     """Declarations of the inputs, folded."""
     return fold_names({s.name: input_type(s) for s in found.graph.inputs.values()})
+
+
+def _sharding(graph: Graph) -> dict[str, Any]:
+    """Over whom a graph is divided, and what each weight's part is; nothing for a whole one."""
+    if graph.sharding is None:
+        return {}
+    parts = {name: {"type": graph.type_text(node), "kind": graph.divided[name].kind} for name, node in divided(graph)}
+    return {"sharding": {"world": graph.sharding.world, "group": graph.sharding.group, "divided": parts}}
 
 
 def _elements(graph: Graph) -> int:

@@ -1,0 +1,49 @@
+"""dgraph::embedding_part: the vectors of those ids that a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.ops.draws import pad_rows
+from dgraph.ops.registry import Sample, define
+
+CONTRACT = """\
+weight [V, d], the vectors of the ids first, ..., first + V - 1; ids i64[...]; first i64[1] -> [..., d] in the dtype of
+weight: the vector of each id, and zeros for an id outside of the part. Summed over ranks that have one part each, that
+is the vector of each id, exactly.
+Row by row: a padding row influences no other row. Inline: the compiler fuses it."""
+
+
+def reference(weight: Tensor, ids: Tensor, first: Tensor) -> Tensor:
+    local = ids - first
+    outside = (local < 0) | (local >= weight.shape[0])
+    return F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    weight = torch.randn((5, 4), generator=generator)
+    for name, shape, first in (
+        ("rows", (9,), 3),
+        ("a padded batch", (2, 3), 0),
+        ("nothing of the part", (4,), 20),
+        ("no rows", (0,), 5),
+    ):
+        ids = torch.randint(0, 11, shape, generator=generator)
+        offset = torch.tensor([first])
+        yield Sample(name, (weight, ids, offset), (weight, pad_rows(ids, 2), offset) if len(shape) == 1 else None)
+
+
+OP = define(
+    "embedding_part",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    by_row=("ids",),
+    padding=(None,),
+    inline=True,
+    in_bounds=True,
+)

@@ -1,0 +1,212 @@
+"""ShardTensorParallel: a captured graph, divided over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.division import Divided, Division
+from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.graph import Graph
+from dgraph.layers import layers_of
+from dgraph.nodes import args_of, where
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.shard_plan import Plan
+from dgraph.sharding import GROUP, KINDS, Part, Sharding
+
+aten = torch.ops.aten
+
+FIRST_ID, FIRST_EXPERT = "shard.first_id", "shard.first_expert"
+"""Weights that say which part a rank has: i64[1] each. No constant of a graph does, so that it is one for all ranks."""
+EXPERTS = ("split", "parallel")
+
+
+@dataclass(frozen=True)
+class ShardTensorParallel(Pass):
+    """Divide a captured graph over ranks: each has some heads, some of what lies between two projections, some ids.
+
+    Projections of queries, keys and values, of gate and up are divided by their outputs, those of what they make (o,
+    down) by their inputs; the results of these are partial sums, which are summed over ranks (Megatron-LM, Shoeybi et
+    al., 2019, section 3). Where there are fewer KV heads than ranks, several ranks have the same one. A bias of a
+    partial sum is the first rank's alone. Embedding and LM head are divided by ids, with zeros after the last one where
+    ranks do not divide their number; the output `logits` is of all ids. Norms and routers are whole on every rank.
+
+        before  %19 = linear(%18, self_attn.o_proj.weight)      f32[b, t, 32]
+                %20 = add(%h, %19)                              f32[b, t, 32]
+        after   %19 = linear(%18, self_attn.o_proj.weight)      f32[b, t, 32]
+                %20 = dgraph.all_reduce(%19, 'tp')              f32[b, t, 32]
+                %21 = add(%h, %20)                              f32[b, t, 32]
+
+    The graph is the same on every rank; only tensors differ, `shard.first_id` and `shard.first_expert` i64[1] among
+    them. It runs on a captured graph, before any other pass, so that all passes of a recipe see a model of fewer heads.
+    `Graph.sharding` says over whom it is divided, `Graph.divided` what this rank has of each weight; heads and KV heads
+    of `Graph.spec` are those of a rank.
+
+    What each weight is, the view of the layers says (`dgraph.layers`), and hints where it does not. Nothing is guessed.
+
+    Reassociates: a sum over inputs is a sum of sums, in the order of ranks. Over one rank it is exact.
+
+    Attributes:
+        world: number of ranks.
+        group: the name of their group, see `dgraph.groups`.
+        experts: "split": each rank has a part of every expert; "parallel": some experts.
+        hints: pairs of a pattern of weights' names ("layers.*.mlp.fc1.weight") and one of `dgraph.sharding.KINDS`,
+            which hold instead of what the view says. "column" is divided by outputs, "row" by inputs. What a
+            "replicated" weight makes must be whole: all weights of a layer's attention, say, or none of them.
+        rank: whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.
+
+    Raises:
+        InputError: sizes that ranks do not divide.
+        PassError: a weight or a call that is not understood; the message says how to declare it.
+    """
+
+    world: int = 1
+    group: str = GROUP
+    experts: str = "split"
+    hints: tuple[tuple[str, str], ...] = ()
+    rank: int = field(default=0, repr=False, compare=False)
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = "divides heads, feed-forward networks, experts and ids over ranks (tensor parallelism)"
+    changes_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hints", tuple((str(pattern), kind) for pattern, kind in self.hints))
+        if type(self.world) is not int or self.world < 1:
+            raise InputError(f"world must be a number of ranks, at least 1, got {self.world!r}.")
+        if not 0 <= self.rank < self.world:
+            raise InputError(f"rank must be one of 0..{self.world - 1}, got {self.rank!r}.")
+        if self.experts not in EXPERTS:
+            raise InputError(f"experts must be one of {', '.join(map(repr, EXPERTS))}, got {self.experts!r}.")
+        for _, kind in self.hints:
+            if kind not in KINDS:
+                raise UnknownName("kind of a weight", kind, KINDS)
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if graph.sharding is not None:
+            raise PassError(f"the graph is divided over {graph.sharding.world} ranks already.")
+        if graph.history or not graph.find("attention"):
+            report.skip("it is no graph as captured; divide it before any other pass", graph.output)
+            return
+        graph.sharding = Sharding(self.world, self.group)
+        plan = Plan(graph, self.world, self.rank, self.experts, self.hints)
+        whole = {node: node.meta["val"] for node in graph.nodes}
+        for node in [n for n in graph.calls if n.target is aten.embedding.default]:
+            self._divide_embedding(graph, node, plan, report.name)
+        for node in graph.find("experts"):
+            self._divide_experts(graph, node, plan, report.name)
+        divided = Divided(graph, plan.divisions, report.name)
+        divided.run()
+        logits = graph.result("logits")
+        self._take(graph, plan)
+        graph.propagate()
+        _check_types(graph, whole, divided)
+        if logits in divided.of:
+            self._gather_logits(graph, logits, divided, report.name)
+        _localise_spec(graph)
+        for layer in layers_of(graph):
+            q, k, _ = args_of(layer.attention)[:3]
+            heads, kv = (f"{v.meta['val'].shape[1]} of {whole[v].shape[1]}" for v in (q, k))
+            report.did(f"{heads} heads, {kv} KV heads a rank; {_kinds(graph, layer.index)}", layer.index)
+        report.did(f"outside the layers: {_kinds(graph, None)}")
+
+    def _divide_embedding(self, graph: Graph, node: Node, plan: Plan, by: str) -> None:
+        weight = args_of(node)[0]
+        if plan.kind(weight) != "vocabulary":
+            return
+        if FIRST_ID not in graph.tensors:
+            first = self.rank * plan.divisions[weight.meta["weight"]].own
+            graph.add_weight(FIRST_ID, torch.tensor([first], device=graph.device))
+        args = (weight, args_of(node)[1], graph.weight(FIRST_ID))
+        part = graph.call(OPS["embedding_part"], args, before=node, by=by, like=node)
+        graph.replace(node, part)
+
+    def _divide_experts(self, graph: Graph, node: Node, plan: Plan, by: str) -> None:
+        x, choice, weight, gate_up, down = args_of(node)
+        if plan.kind(down) != "experts" or self.experts != "parallel":
+            return
+        if FIRST_EXPERT not in graph.tensors:
+            first = self.rank * plan.divisions[down.meta["weight"]].own
+            graph.add_weight(FIRST_EXPERT, torch.tensor([first], device=graph.device))
+        # The numbers of other ranks' experts fall outside of its own, and name no expert.
+        local = graph.call(aten.sub.Tensor, (choice, graph.weight(FIRST_EXPERT)), before=node, by=by, like=node)
+        node.args = (x, local, weight, gate_up, down)
+
+    def _take(self, graph: Graph, plan: Plan) -> None:
+        """Replace weights by this rank's parts; what was one tensor stays one."""
+        taken: dict[tuple[int, Part], Tensor] = {}
+        for name, part in plan.parts.items():
+            tensor = graph.tensors[name]
+            key = id(tensor), part
+            if key not in taken:
+                taken[key] = part.take(tensor)
+            graph.tensors[name], graph.divided[name] = taken[key], part
+            graph.weight(name).meta["val"] = graph.symbols.of(taken[key])
+
+    def _gather_logits(self, graph: Graph, logits: Node, divided: Divided, by: str) -> None:
+        found = divided.of[logits]
+        if len(found.parts) != 1 or found.dim != logits.meta["val"].dim() - 1:
+            raise divided.error(graph.output, logits, "expected logits of all ids, or divided by ids")
+        every = graph.of_all_ranks(logits, by)
+        vocab = sum(part[0] for part in found.parts)
+        if every.meta["val"].shape[-1] != vocab:  # without the ids that fill the last part up
+            every = graph.call(aten.slice.Tensor, (every, found.dim, 0, vocab), before=every.next, by=by, like=logits)
+        graph.set_outputs({name: every if node is logits else node for name, node in graph.results().items()})
+
+
+def _kinds(graph: Graph, layer: int | None) -> str:
+    """How many weights of a layer are divided how."""
+    counts: dict[str, int] = {}
+    for name, node in graph.weight_nodes().items():
+        if name in graph.divided and all(user.meta["layer"] == layer for user in node.users):
+            kind = graph.divided[name].kind
+            counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "every weight whole"
+
+
+def _check_types(graph: Graph, whole: dict[Node, Any], divided: Divided) -> None:
+    """Every value has the type that it had, but for what is divided of it: no constant was missed.
+
+    Raises:
+        PassError: another type.
+    """
+    for node in graph.calls:
+        if node not in whole:
+            continue
+        found = divided.of.get(node)
+        values = [(node.meta["val"], whole[node], found)]
+        if isinstance(whole[node], (tuple, list)):
+            kinds = found if isinstance(found, list) else [found] * len(whole[node])
+            values = list(zip(node.meta["val"], whole[node], kinds, strict=True))
+        for got, before, division in values:
+            if not isinstance(before, Tensor):
+                continue
+            expected = list(before.shape)
+            if isinstance(division, Division) and not division.is_partial:
+                expected[division.dim] = division.own
+            if list(got.shape) != expected:
+                raise PassError(
+                    f"{where(node)} is {graph.symbols.type_text(got)} on a rank, and was "
+                    f"{graph.symbols.type_text(before)}; expected {division.text() if division else 'it whole'}. It "
+                    f"has a constant that counts what is divided; keep that whole on every rank by hints."
+                )
+
+
+def _localise_spec(graph: Graph) -> None:
+    """Let the spec count the heads that a rank has.
+
+    Raises:
+        PassError: layers that differ in them.
+    """
+    found = {tuple(int(v.meta["val"].shape[1]) for v in args_of(layer.attention)[:2]) for layer in layers_of(graph)}
+    if len(found) > 1:
+        raise PassError(
+            f"ranks have {sorted(found)} heads and KV heads of layers; divide the attention of all or of none."
+        )
+    ((heads, kv_heads),) = found
+    graph.spec = replace(graph.spec, heads=heads, kv_heads=kv_heads)
