@@ -22,6 +22,7 @@ from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
+from dgraph.groups import ranks_of
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram
@@ -158,7 +159,8 @@ class Optimized:
         self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
         self.kernels = kernels or Kernels(target_of(captured.device), None)
         self.page_size = _page_size(self.spec.block_length, captured.device)
-        self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" else None
+        ranks = ranks_of(captured.sharding)
+        self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
         self._session = BlockSession(
@@ -172,6 +174,7 @@ class Optimized:
             page_size=self.page_size,
             pool=self.graph_pool,
             compiler=transitions,
+            ranks=ranks,
         )
 
     def with_logit_rows(self, rows: int) -> Optimized:

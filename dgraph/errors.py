@@ -65,6 +65,14 @@ class PoolFull(DgraphError):
     """A pool of KV pages that has not enough free ones; nothing was handed out."""
 
 
+class RankLost(DgraphError):
+    """A rank of a group has ended or failed, so that the others cannot go on."""
+
+
+class RanksDiffer(DgraphError):
+    """Ranks that must do the same do not; the message says what differs first, and on which of them."""
+
+
 class UnknownName(DgraphError, KeyError):
     """A name that is not in a closed set; the message lists the closest ones."""
 

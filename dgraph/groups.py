@@ -7,20 +7,22 @@ in a thread of its own (`dgraph.testing.ranks`), so what a name means belongs to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, RankLost
+from dgraph.sharding import Sharding
 
 
 class Group(Protocol):
-    """What collectives need of a group.
+    """What a group does for its ranks: two collectives for tensors of the device, and messages between their hosts.
 
-    Every rank calls the same ones in the same order, with tensors of the same shape and dtype; all get the same bits.
+    Every rank calls the same collectives in the same order, with tensors of the same shape and dtype; all get the same
+    bits. Messages are values that pickle takes, few and small. Whatever waits raises `RankLost` when a rank has ended.
     """
 
     @property
@@ -39,6 +41,44 @@ class Group(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[world, *x.shape]: what each rank gave, by rank; a new tensor."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """Whether its collectives can be part of a CUDA graph."""
+        ...
+
+    @property
+    def checks(self) -> bool:
+        """Whether ranks compare what they do as they go: slow, to find out where they part."""
+        ...
+
+    def tell(self, message: object) -> None:
+        """Rank 0 tells all others, and waits for none of them."""
+        ...
+
+    def hear(self) -> Any:
+        """What rank 0 tells next; the others wait for it here."""
+        ...
+
+    def exchange(self, value: object) -> list[Any]:
+        """What each rank gives, by rank, when all have."""
+        ...
+
+    def check(self) -> None:
+        """Raises `RankLost` if a rank has ended."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this rank goes no further: what they wait for raises `RankLost` with the reason."""
+        ...
+
+    def when_lost(self, listener: Callable[[RankLost], None]) -> None:
+        """Call it, in a thread of its own, when another rank has ended or failed."""
+        ...
+
+    def forget(self, listener: Callable[[RankLost], None]) -> None:
+        """Call it no more."""
         ...
 
 
@@ -83,10 +123,28 @@ def group_of(name: str) -> Group:
     return _JOINED[name]
 
 
+def ranks_of(sharding: Sharding | None) -> Group:
+    """Who holds a graph that is divided so; None: this process alone.
+
+    Raises:
+        InputError: this process has not joined the group, or it has another number of ranks.
+    """
+    if sharding is None:
+        return Alone()
+    group = group_of(sharding.group)
+    if group.world != sharding.world:
+        raise InputError(
+            f"the model is divided over {sharding.world} ranks, and group {sharding.group!r} has {group.world}; divide "
+            f"it over the mesh whose group this is."
+        )
+    return group
+
+
 class Alone:
-    """A group of one rank."""
+    """A group of one rank, which has nobody to tell."""
 
     rank, world = 0, 1
+    recordable, checks = True, False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """A copy."""
@@ -95,3 +153,26 @@ class Alone:
     def all_gather(self, x: Tensor) -> Tensor:
         """[1, *x.shape]"""
         return x.clone()[None]
+
+    def tell(self, message: object) -> None:
+        """Nobody."""
+
+    def hear(self) -> Any:
+        """Rank 0 decides, and does not hear."""
+        raise InputError("rank 0 tells the others what to do, and hears from nobody.")
+
+    def exchange(self, value: object) -> list[Any]:
+        """[value]"""
+        return [value]
+
+    def check(self) -> None:
+        """Nobody is lost."""
+
+    def fail(self, reason: str) -> None:
+        """Nobody waits."""
+
+    def when_lost(self, listener: Callable[[RankLost], None]) -> None:
+        """Never."""
+
+    def forget(self, listener: Callable[[RankLost], None]) -> None:
+        """It was never called."""

@@ -144,7 +144,9 @@ def build_driver(
     kv_bytes, costs = settings.kv_bytes, None
     if kv_bytes is None and kind == "cuda":
         found = profiled(rows, slots)
-        kv_bytes, costs = found.kv, CostModel.fit(found.steps) if found.steps else None
+        costs = CostModel.fit(found.steps) if found.steps else None
+        every = session.ranks.exchange((found.kv, costs))
+        kv_bytes, costs = min(bytes for bytes, _ in every), every[0][1]  # the times that rank 0 has measured
     limit = _pool_pages(session, slots, tokens + block, kv_bytes or CPU_BYTES)
     scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
     causal = spec.attention == "block_causal"

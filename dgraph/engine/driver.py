@@ -139,21 +139,33 @@ class Driver:
         self.scheduler.submit(self._job(ticket), ticket.times.arrived)
         self.tickets[ticket.number] = ticket
 
-    def ticket(self, name: str, number: int, request: Request, sink: Sink, draft: bool, priority: int) -> Ticket:
-        """A request as a ticket."""
+    def ticket(
+        self,
+        name: str,
+        number: int,
+        request: Request,
+        sink: Sink,
+        draft: bool,
+        priority: int,
+        arrived: float | None = None,
+    ) -> Ticket:
+        """A request as a ticket. arrived: seconds on the clock by which it is scheduled; None for now."""
         writer = Writer(self._tokenizer, request.decoding.stop, request.decoding.min_tokens)
-        times = Served(self.clock(), math.nan, math.nan, math.nan, 0)
+        times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
         return Ticket(name, number, request, sink, writer, draft, priority, request, times)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, cancelled: Sequence[int]) -> Plan:
-        """Decide what the next step is to do; what was cancelled is gone from it."""
+    def plan(self, cancelled: Sequence[int], now: float | None = None) -> Plan:
+        """Decide what the next step is to do; what was cancelled is gone from it.
+
+        now: seconds on the clock by which requests are scheduled; None to look at it.
+        """
         for number in cancelled:
             ticket = self.tickets.get(number)
             if ticket is not None:
                 self._end(ticket, "cancelled")
-        return self.scheduler.plan(self.clock(), self.free_pages)
+        return self.scheduler.plan(self.clock() if now is None else now, self.free_pages)
 
     def turn(self, plan: Plan) -> Report | None:
         """Carry a plan out: admit, prefill, finish the step that runs, and launch the next. None where nothing runs."""

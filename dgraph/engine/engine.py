@@ -14,21 +14,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dgraph.engine.driver import Driver, Sink, Ticket
+from dgraph.engine.driver import Driver, Sink
 from dgraph.engine.events import Event, Response
+from dgraph.engine.loop import EngineClosed, Loop
 from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
-from dgraph.errors import DgraphError, EngineBusy, InputError
+from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
 from dgraph.runtime.scoring import Question
 from dgraph.runtime.stops import Decoder
-
-
-class EngineClosed(DgraphError):
-    """An engine that takes no requests any more."""
 
 
 class Engine:
@@ -63,18 +60,13 @@ class Engine:
         recipe: str,
         tokenizer: Decoder | None,
     ):
-        self._driver, self._questions, self._encode, self._occupied = driver, questions, encode, occupied
+        self._driver, self._questions, self._encode = driver, questions, encode
         self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
-        self._wake = threading.Condition()
-        self._inbox: list[Ticket] = []
-        self._cancelled: list[int] = []
         self._ids: dict[str, int] = {}  # of requests that have not ended
         self._numbers = itertools.count()
-        self._closing = self._aborting = False
-        self._dead: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="dgraph engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(driver, questions, occupied)
+        self._wake = self._loop.wake
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +138,7 @@ class Engine:
             self._driver.fits(ticket)
             self._check_queue(1)
             self._ids[name] = number
-            self._inbox.append(ticket)
+            self._loop.inbox.append(ticket)
             self._wake.notify()
         return name
 
@@ -194,7 +186,7 @@ class Engine:
             number = self._ids.get(request_id)
             if number is None:
                 return False
-            self._cancelled.append(number)
+            self._loop.cancelled.append(number)
             self._wake.notify()
         return True
 
@@ -344,7 +336,7 @@ class Engine:
 
     def _check_queue(self, count: int) -> None:
         """Raises what `Scheduler.check_queue` does."""
-        self._driver.scheduler.check_queue(count, len(self._inbox) + len(self._questions))
+        self._driver.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -356,7 +348,7 @@ class Engine:
         kv = driver.session.kv
         return EngineStats(
             running=len(scheduler.running),
-            waiting=scheduler.waiting + len(self._inbox),
+            waiting=scheduler.waiting + len(self._loop.inbox),
             finished=dict(driver.totals.finished),
             admitted=counters.admitted,
             preempted=driver.totals.preempted,
@@ -404,19 +396,34 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
-        return self._dead is None and not self._closing and self._thread.is_alive()
+        loop = self._loop
+        return loop.dead is None and not loop.closing and loop.thread.is_alive()
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests are given to this rank: the only one, or rank 0. The others call `join`."""
+        return self._loop.leads
+
+    def join(self) -> None:
+        """Serve what rank 0 is asked for, until it closes its engine.
+
+        Raises:
+            InputError: on rank 0, which is asked.
+            RankLost: a rank has ended or failed.
+        """
+        if self.leads:
+            raise InputError("rank 0 is asked for responses, and closes the engine; join it on the other ranks.")
+        self._loop.thread.join()
+        if self._loop.dead is not None:
+            raise self._loop.dead
 
     def close(self, drain: bool = False) -> None:
-        """Take no more requests, end those that there are, and give the memory back.
+        """Take no more requests, end those that there are, and give the memory back. On another rank than 0, wait until
+        rank 0 does so.
 
         drain: let them finish first; else they are cancelled.
         """
-        with self._wake:
-            self._closing = True
-            self._aborting = self._aborting or not drain
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._loop.close(drain)
 
     def __enter__(self) -> Engine:
         return self
@@ -433,55 +440,15 @@ class Engine:
         await asyncio.to_thread(self.close)
 
     def _open(self) -> None:
-        if self._dead is not None:
-            raise EngineClosed(f"the engine has stopped: {self._dead}") from self._dead
-        if self._closing or not self._thread.is_alive():
+        loop = self._loop
+        if not self.leads:
+            raise InputError(
+                f"requests are given to rank 0, and this is rank {loop.ranks.rank}; call Engine.join here."
+            )
+        if loop.dead is not None:
+            raise EngineClosed(f"the engine has stopped: {loop.dead}") from loop.dead
+        if loop.closing or not loop.thread.is_alive():
             raise EngineClosed("the engine is closed; make another one.")
-
-    # -- the thread that drives the device -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        with self._occupied():  # until every page is back
-            cause: BaseException = EngineClosed("the engine was closed before the request had ended.")
-            try:
-                while self._turn():
-                    pass
-            except BaseException as error:
-                cause = error
-            self._die(cause)
-
-    def _turn(self) -> bool:
-        """One turn of the driver, as soon as there is something to do; False when it is over."""
-        driver = self._driver
-        with self._wake:
-            while not (self._inbox or self._cancelled or driver.tickets or self._questions or self._closing):
-                self._wake.wait()
-            for ticket in self._inbox:
-                driver.take(ticket)
-            cancelled = list(driver.tickets) if self._aborting else self._cancelled
-            self._inbox, self._cancelled = [], []
-        if self._aborting:
-            self._questions.fail(EngineClosed("the engine was closed before the question was answered."))
-        report = driver.turn(driver.plan(cancelled))
-        if report is not None:
-            driver.follow(report)
-        self._questions.answer()
-        return not (self._closing and not driver.tickets and not self._inbox and not self._questions)
-
-    def _die(self, error: BaseException) -> None:
-        """Tell everybody who waits."""
-        cause = error if isinstance(error, Exception) else EngineClosed(f"the engine was stopped: {error!r}.")
-        with self._wake:
-            self._closing = True
-            if not isinstance(cause, EngineClosed):
-                self._dead = cause
-            inbox, self._inbox = self._inbox, []
-            self._ids.clear()
-        for ticket in inbox:
-            self._driver.tickets[ticket.number] = ticket
-        self._questions.fail(cause)
-        self._driver.fail(cause)
-        self._driver.close()
 
 
 def _to(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Sink:

@@ -11,6 +11,7 @@ from dgraph.cache.key import Key, profile_key
 from dgraph.engine.dummy import DummyStep
 from dgraph.engine.measure import give_back, measure, seconds
 from dgraph.errors import InputError
+from dgraph.groups import ranks_of
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import GROUPS, HEAD, footprint, size_of
 from dgraph.lowering.kernels import Kernels, kernel_modules
@@ -144,6 +145,8 @@ def found_or_measured(
             known = Peaks.from_json(json.loads(stored.files[FILE]))
         except (KeyError, TypeError, ValueError) as error:
             store.reject(key.digest, f"it does not load ({error})")
+    # Measuring takes steps, which all ranks must run, or none.
+    known = ranks_of(optimized.programs["step"].graph.sharding).exchange(known)[0]
     if known is not None and (known.steps or not steps):
         return known
     found = known or _peaks(optimized, budget, measured, tell)

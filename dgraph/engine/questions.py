@@ -30,6 +30,7 @@ class Questions:
         self._make = scorer
         self._scorer: Scorer | None = None
         self._waiting: deque[tuple[Question, Answer]] = deque()
+        self._taken: Answer | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,13 +41,18 @@ class Questions:
         self._waiting.append((question, answer))
         return answer
 
-    def answer(self) -> None:
-        """Answer the first one, if there is one and somebody waits for it."""
-        if not self._waiting:
-            return
-        question, answer = self._waiting.popleft()
-        if not answer.set_running_or_notify_cancel():
-            return
+    def take(self) -> Question | None:
+        """The first one for whose answer somebody waits, which comes next."""
+        while self._waiting:
+            question, answer = self._waiting.popleft()
+            if answer.set_running_or_notify_cancel():
+                self._taken = answer
+                return question
+        return None
+
+    def answer(self, question: Question) -> None:
+        """Answer what was taken; on a rank that nobody asks, only do what that takes."""
+        answer, self._taken = self._taken or Answer(), None
         try:
             if self._scorer is None:
                 self._scorer = self._make()
@@ -59,6 +65,9 @@ class Questions:
 
     def fail(self, error: Exception) -> None:
         """Tell everybody who waits."""
+        if self._taken is not None:
+            self._taken.set_exception(error)
+            self._taken = None
         while self._waiting:
             _, answer = self._waiting.popleft()
             if answer.set_running_or_notify_cancel():

@@ -7,7 +7,12 @@ from dgraph.runtime.decoding import Decoding
 
 
 def warm_up(engine: Engine, sequences: int = 1) -> None:
-    """Serve so many requests at the same time: one compiles, and CUDA graphs are recorded for each number of them."""
+    """Serve so many requests at the same time: one compiles, and CUDA graphs are recorded for each number of them.
+
+    Called on every rank; rank 0 asks.
+    """
+    if not engine.leads:
+        return
     spec, block = engine.spec, engine.block_length
     special = {spec.mask_id, spec.pad_id, *spec.eos_ids}
     plain = next(token for token in range(spec.vocab) if token not in special)

@@ -41,6 +41,7 @@ __all__ = [
     "new_symbol",
     "pack_region",
     "settle_kernels",
+    "symmetric",
     "tracing",
     "typing",
 ]
@@ -406,3 +407,16 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
         "triton.autotune_pointwise": False,
         "triton.enable_pdl": False,
     }
+
+
+def symmetric(size: int, device: torch.device, group: Any) -> tuple[Tensor, bool]:
+    """u8[size] on this GPU that the other ranks of a process group can read and write, and whether its switch can, too.
+
+    group: a process group. All ranks must call it together, and keep the buffer. The ops on such buffers are
+    `torch.ops.symm_mem`; nothing public allocates them. Checked on 2.11 and 2.13.
+    """
+    from torch.distributed._symmetric_memory import empty, rendezvous
+
+    buffer = empty(size, dtype=torch.uint8, device=device)
+    handle = rendezvous(buffer, group)
+    return buffer, handle.multicast_ptr != 0

@@ -45,6 +45,10 @@ class Report:
         """bool[b, B]"""
         return self._of_block("shown_kept") != 0
 
+    def named(self) -> dict[str, Numbers]:
+        """Everything in it, by name."""
+        return {**{name: getattr(self, name) for name in REPORT}, **{name: self._of_block(name) for name in SHOWN}}
+
     def _of_block(self, name: str) -> Numbers:
         block = (self._numbers.shape[1] - len(REPORT)) // len(SHOWN)
         begin = len(REPORT) + SHOWN.index(name) * block

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
+from dgraph.groups import Alone, Group
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
+from dgraph.runtime.agree import agree, agree_on_step
 from dgraph.runtime.batch import Batch
 from dgraph.runtime.checks import check_canvases, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
@@ -112,6 +114,7 @@ class BlockSession:
             model's longest sequence, so that what was captured serves later calls.
         compiler: finds the transition compiled where it is captured, and compiles it in a warm-up; None captures it
             op by op.
+        ranks: who holds the model; None for this process alone. Each calls the same, with the same arguments.
 
     Raises `InputError`, `UnknownName` or `LoweringError` for what cannot work.
 
@@ -134,7 +137,9 @@ class BlockSession:
         page_size: int | None = None,
         pool: GraphPool | None = None,
         compiler: TraceCompiler | None = None,
+        ranks: Group | None = None,
     ):
+        self.ranks: Group = ranks or Alone()
         if select_noise is None:
             select_noise = any("noise" in program.inputs for program in programs.values())
         check_session(spec, programs, block_cache, select_noise, plan, kv)
@@ -186,9 +191,12 @@ class BlockSession:
         it, None where it is free, as is all after it. Texts in its stop are the caller's to cut;
         stopped says of the tokens of a response that are final whether there is one in them, and it ends there.
 
-        Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist.
+        Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist,
+        `RanksDiffer` where ranks that hold the model together are called with different arguments.
         """
         chosen = Decoding.of(decoding, settings)
+        asked = {"prompts": prompts, "decoding": chosen, "canvas": canvases, "max_batch": max_batch, "keep_kv": keep_kv}
+        agree(self.ranks, "generate", asked)
         ids = check_request(self.spec, prompts, chosen, max_batch)
         began, stats = time.perf_counter(), GenerationStats()
         if not ids:
@@ -217,6 +225,8 @@ class BlockSession:
                 while batch.prefilling:
                     batch.prefill(PREFILL_ROWS)
                 report = batch.turn()
+                self.ranks.check()
+                agree_on_step(self.ranks, stats.steps, report, stats.rows, stats.padded)
                 script.write(report, list(batch.running))
                 done = [slot for slot in batch.running if not report.active[slot]]
                 if stopped is not None:

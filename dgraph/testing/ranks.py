@@ -11,6 +11,7 @@ first, second = ranks(2, function)
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dgraph.errors import RankLost
 from dgraph.groups import joined
 from dgraph.sharding import GROUP
 
@@ -26,7 +28,7 @@ WAIT = 300.0
 """Seconds that a rank waits for the others in a collective; they may compile meanwhile."""
 
 
-class RankEnded(AssertionError):
+class RankEnded(RankLost, AssertionError):
     """A rank waits for one that has ended, failed, or calls something else."""
 
 
@@ -42,6 +44,7 @@ class _Meeting:
         self._given: dict[int, tuple[str, Any]] = {}
         self._rounds = 0
         self._result: Any = None
+        self._told: list[deque[Any]] = [deque() for _ in range(world)]
         self._ended: set[int] = set()
         self._broken: str | None = None
 
@@ -76,6 +79,36 @@ class _Meeting:
             self._take_turn(rank)
             return self._result
 
+    def tell(self, message: Any) -> None:
+        """From one rank to all others."""
+        with self._changed:
+            for told in self._told[1:]:
+                told.append(message)
+            self._changed.notify_all()
+
+    def hear(self, rank: int) -> Any:
+        """What was told next."""
+        told = self._told[rank]
+        with self._changed:
+            if not told:
+                self._leave_turn(rank)
+                self._changed.wait_for(lambda: told or self._ended or self._broken)
+                if not told:
+                    self._check(rank, "hear")
+            self._take_turn(rank)
+            return told.popleft()
+
+    def fail(self, reason: str) -> None:
+        """End what waits."""
+        with self._changed:
+            self._broken = self._broken or reason
+            self._changed.notify_all()
+
+    def check(self, rank: int) -> None:
+        """Raises if a rank has failed."""
+        if self._broken is not None:
+            raise RankEnded(f"rank {rank} goes on, but {self._broken}")
+
     def _finish(self, combine: Callable[[list[Any]], Any]) -> None:
         kinds = {rank: what for rank, (what, _) in sorted(self._given.items())}
         values = [self._given[rank][1] for rank in range(self.world)]
@@ -108,6 +141,8 @@ class _Meeting:
 class ThreadGroup:
     """One rank of a group whose ranks are threads; see `dgraph.groups.Group`. Any thread of a rank may call it."""
 
+    recordable, checks = False, True
+
     def __init__(self, meeting: _Meeting, rank: int):
         self._meeting, self.rank, self.world = meeting, rank, meeting.world
 
@@ -121,9 +156,31 @@ class ThreadGroup:
         every: Tensor = self._meeting.meet(self.rank, f"all_gather of {_like(x)}", x, torch.stack)
         return every.clone()
 
-    def exchange(self, value: T) -> list[T]:
+    def exchange(self, value: object) -> list[Any]:
         """What each rank gave, by rank: any object, which they share."""
         return list(self._meeting.meet(self.rank, "exchange", value, list))
+
+    def tell(self, message: object) -> None:
+        """To all other ranks."""
+        self._meeting.tell(message)
+
+    def hear(self) -> Any:
+        """What rank 0 tells next."""
+        return self._meeting.hear(self.rank)
+
+    def check(self) -> None:
+        """Raises `RankEnded` if a rank has failed."""
+        self._meeting.check(self.rank)
+
+    def fail(self, reason: str) -> None:
+        """End what the others wait for."""
+        self._meeting.fail(f"rank {self.rank} failed: {reason}")
+
+    def when_lost(self, listener: Callable[[RankLost], None]) -> None:
+        """Never: a rank that has ended is found out by who waits for it."""
+
+    def forget(self, listener: Callable[[RankLost], None]) -> None:
+        """It was never called."""
 
 
 def ranks(world: int, function: Callable[[int], T], group: str = GROUP) -> list[T]:

@@ -1,0 +1,193 @@
+"""The thread that drives the device: it takes what has come, and carries it out on every rank.
+
+Where several ranks hold the model, rank 0 decides: before each turn it tells the others what the turn takes in, while
+the step before runs. All that follows from it is the same on every rank, since the driver and the scheduler look at
+nothing but that and at reports, which are the same. Nothing is told while nothing runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+from dataclasses import dataclass
+
+import torch
+
+from dgraph.engine.driver import Driver, Ticket
+from dgraph.engine.events import Event
+from dgraph.engine.questions import Questions
+from dgraph.errors import DgraphError, RankLost
+from dgraph.groups import Group
+from dgraph.runtime.agree import agree_on_step
+from dgraph.runtime.requests import Request
+from dgraph.runtime.scoring import Question
+
+STUCK = 3.0
+"""Seconds that a thread may wait for a rank that is gone, before those who wait for it are told all the same."""
+
+
+class EngineClosed(DgraphError):
+    """An engine that takes no requests any more."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, as rank 0 tells of it: what `Driver.ticket` takes, but for who listens."""
+
+    id: str
+    number: int
+    request: Request
+    draft: bool
+    priority: int
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a turn takes in. Everything else that it does follows from what is known.
+
+    Attributes:
+        now: seconds on rank 0's clock, by which requests are scheduled.
+        arrivals: requests that have come.
+        cancelled: numbers of those that end.
+        question: one that is answered after the step.
+    """
+
+    now: float
+    arrivals: tuple[Arrival, ...]
+    cancelled: tuple[int, ...]
+    question: Question | None
+
+
+class Loop:
+    """Turns of a driver, until it is closed, in a thread of its own.
+
+    Args:
+        driver: takes requests through their slots.
+        questions: answers those about labels.
+        occupied: entered while the driver runs.
+
+    Attributes:
+        ranks: who holds the model; rank 0 leads.
+        wake: guards all of the following, and is told of each change.
+        inbox: requests that have come since the last turn; `cancelled`: numbers of those that are to end.
+        closing: whether it ends when nothing is left; `aborting`: whether what is left is cancelled.
+        dead: the error that ended it, if one did.
+    """
+
+    def __init__(self, driver: Driver, questions: Questions, occupied: Callable[[], AbstractContextManager[object]]):
+        self._driver, self._questions, self._occupied = driver, questions, occupied
+        self.ranks: Group = driver.session.ranks
+        self.wake = threading.Condition()
+        self.inbox: list[Ticket] = []
+        self.cancelled: list[int] = []
+        self.closing = self.aborting = False
+        self.dead: Exception | None = None
+        self._lost: RankLost | None = None
+        self._ended = False
+        self._turns = 0
+        # With the context of its maker, in which a group's name may have a meaning of its own.
+        self.thread = threading.Thread(target=copy_context().run, args=(self._run,), name="dgraph engine", daemon=True)
+        self.ranks.when_lost(self._lose)
+        self.thread.start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests are given to this rank."""
+        return self.ranks.rank == 0
+
+    def close(self, drain: bool) -> None:
+        """End, and wait for the end. On another rank than 0: wait until rank 0 ends."""
+        with self.wake:
+            self.closing = True
+            self.aborting = self.aborting or not drain
+            self.wake.notify()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def _run(self) -> None:
+        device = self._driver.session.device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # of this thread alone: it begins with the first one
+        with self._occupied():  # until every page is back
+            cause: BaseException = EngineClosed("the engine was closed before the request had ended.")
+            try:
+                while (intake := self._decided() if self.leads else self.ranks.hear()) is not None:
+                    self._carry_out(intake)
+            except BaseException as error:
+                cause = error
+            self._die(cause)
+
+    def _decided(self) -> Intake | None:
+        """What the next turn takes in, as soon as there is something to do; None when it is over."""
+        driver = self._driver
+        with self.wake:
+            while not (self.inbox or self.cancelled or driver.tickets or self._questions or self.closing or self._lost):
+                self.wake.wait()
+            if self._lost is not None:
+                raise self._lost
+            over = self.closing and not (driver.tickets or self.inbox or self._questions)
+            arrived = tuple(self.inbox)
+            for ticket in arrived:
+                driver.take(ticket)
+            cancelled = tuple(driver.tickets if self.aborting else self.cancelled)
+            self.inbox, self.cancelled = [], []
+        if self.aborting:
+            self._questions.fail(EngineClosed("the engine was closed before the question was answered."))
+        if over:
+            self.ranks.tell(None)
+            return None
+        known = (Arrival(t.id, t.number, t.request, t.draft, t.priority, t.times.arrived) for t in arrived)
+        alone = self.ranks.world == 1
+        intake = Intake(driver.clock(), () if alone else tuple(known), cancelled, self._questions.take())
+        self.ranks.tell(intake)
+        return intake
+
+    def _carry_out(self, intake: Intake) -> None:
+        driver = self._driver
+        if not self.leads:
+            for one in intake.arrivals:
+                told = one.id, one.number, one.request, _unheard, one.draft, one.priority
+                driver.take(driver.ticket(*told, arrived=one.arrived))
+        report = driver.turn(driver.plan(intake.cancelled, intake.now))
+        self._turns += 1
+        self.ranks.check()
+        if report is not None:
+            agree_on_step(self.ranks, self._turns, report, driver.stages.rows, driver.stages.padded)
+            driver.follow(report)
+        if intake.question is not None:
+            self._questions.answer(intake.question)
+
+    def _lose(self, lost: RankLost) -> None:
+        """A rank has gone: the thread finds out by itself, unless it waits for what that rank was to do."""
+        with self.wake:
+            self._lost = lost
+            self.wake.notify()
+        self.thread.join(STUCK)
+        if self.thread.is_alive():
+            self._die(lost)
+
+    def _die(self, error: BaseException) -> None:
+        """Tell everybody who waits."""
+        cause = error if isinstance(error, Exception) else EngineClosed(f"the engine was stopped: {error!r}.")
+        with self.wake:
+            if self._ended:
+                return
+            self._ended = self.closing = True
+            if not isinstance(cause, EngineClosed):
+                self.dead = cause
+            inbox, self.inbox = self.inbox, []
+        self.ranks.forget(self._lose)
+        if self.dead is not None:
+            self.ranks.fail(f"{type(cause).__name__}: {cause}")
+        for ticket in inbox:
+            self._driver.tickets[ticket.number] = ticket
+        self._questions.fail(cause)
+        self._driver.fail(cause)
+        self._driver.close()
+
+
+def _unheard(event: Event) -> None:
+    """What other ranks than 0 do with what they would say."""

@@ -1,0 +1,45 @@
+"""Which kernel sums over ranks on GPUs: a pure function of what is known before, so that all ranks take the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+Kind = Literal["nccl", "one_shot", "two_shot", "multimem"]
+KINDS: tuple[Kind, ...] = ("nccl", "one_shot", "two_shot", "multimem")
+"""One-shot: every rank reads all of the others' and sums by itself. Two-shot: every rank sums a part and gives it to
+the others. Multimem: as two-shot, but the switch sums (NVLink multicast). NCCL: as it sees fit."""
+
+ALIGNMENT = 16
+"""Bytes that the kernels of symmetric memory move at a time."""
+LARGEST = 64 << 20
+"""Bytes up to which they are used: above, NCCL is bound by the link as well, and needs no buffer of that size."""
+ONE_SHOT: Mapping[int, int] = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
+"""Bytes up to which one-shot is taken, by world: it waits once where two-shot waits twice, and reads as often as there
+are others."""
+MULTIMEM: Mapping[int, tuple[int, ...]] = {9: (4, 8), 10: (8,)}
+"""Worlds for which the switch sums faster than the ranks do, by the major number of the compute capability. For two
+ranks each reads no more than it would send."""
+
+
+def choose(
+    size: int, world: int, capability: tuple[int, int], available: Collection[str], largest: int = LARGEST
+) -> Kind:
+    """The kernel for a sum of so many bytes.
+
+    Args:
+        size: bytes of one rank's tensor.
+        world: ranks.
+        capability: of the GPUs, the lowest of all.
+        available: kinds that work on every rank.
+        largest: bytes of the symmetric buffer.
+    """
+    if size > largest or size % ALIGNMENT:
+        return "nccl"
+    if "one_shot" in available and size <= ONE_SHOT.get(world, 0):
+        return "one_shot"
+    if size % (ALIGNMENT * world):
+        return "nccl"
+    if "multimem" in available and world in MULTIMEM.get(capability[0], ()):
+        return "multimem"
+    return "two_shot" if "two_shot" in available else "nccl"

@@ -1,0 +1,68 @@
+"""Ranks as real processes over gloo: collectives, messages, agreement, and what becomes of the others when one dies."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.processes import started
+
+COLLECTIVES = """
+import torch, dgraph.parallel
+from dgraph.groups import group_of
+assert dgraph.parallel.init("cpu") is dgraph.parallel.init("cpu")
+group = group_of("tp")
+for dtype in (torch.float32, torch.bfloat16, torch.int64):
+    own = torch.arange(6).reshape(2, 3).to(dtype) * (group.rank + 1)
+    assert group.all_reduce(own).tolist() == [[0, 3, 6], [9, 12, 15]]
+    assert group.all_gather(own)[1].tolist() == [[0, 2, 4], [6, 8, 10]]
+assert group.all_reduce(torch.zeros(0, 3)).shape == (0, 3)
+assert group.exchange(group.rank) == [0, 1]
+if group.rank == 0:
+    group.tell({"some": "thing"})
+else:
+    assert group.hear() == {"some": "thing"}
+print("well", flush=True)
+"""
+
+OPTIMIZED = """
+import os, dgraph, dgraph.api, dgraph.parallel
+from dgraph.groups import group_of
+dgraph.parallel.init("cpu")
+group = group_of("tp")
+dgraph.api.ranks_of = lambda sharding: group  # every rank has the whole model: what is tested is who decides
+optimized = dgraph.optimize("tiny_sdar", "focus", backend="eager", artifacts=False)
+prompts = ["Sort these words: river stone", "Add 12 and 30.", "Sort these words: b a c"]
+"""
+
+SERVE = (
+    OPTIMIZED
+    + """
+engine = optimized.engine(max_sequences=2, max_tokens=256)
+print("ready", flush=True)
+if not engine.leads:
+    engine.join()
+else:
+    for count in range(int(os.environ.get("ROUNDS", 1))):
+        texts = [response.text for response in engine.generate(prompts, max_new_tokens=32)]
+        print(texts, flush=True)
+    engine.close()
+print("steps", engine.stats.steps, flush=True)
+"""
+)
+
+
+def test_collectives_and_messages_whoever_comes_first() -> None:
+    with started(2, COLLECTIVES, order=[1, 0]) as ranks:
+        for rank in range(2):
+            code, out, err = ranks.ends(rank)
+            assert (code, out) == (0, "well\n"), err
+
+
+@pytest.mark.release
+def test_an_engine_decides_on_rank_0_and_runs_on_all() -> None:
+    with started(2, SERVE, environment={"DGRAPH_CHECK_RANKS": "1"}) as ranks:
+        (first, out, err), (second, other, said) = ranks.ends(0), ranks.ends(1)
+    assert (first, second) == (0, 0), err + said
+    assert out.splitlines()[-1] == other.splitlines()[-1], "both took the same steps"
+    assert other.splitlines()[0] == "ready"
+    assert len(other.splitlines()) == 2
