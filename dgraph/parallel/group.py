@@ -58,7 +58,8 @@ class ProcessGroup:
         self.rank, self.world, self.checks = star.rank, star.world, checks
         self.device, self.capability = device, capability
         self.recordable = device.type != "cuda" or dist.get_backend(process_group) != "gloo"
-        self._of_torch, self._star, self._symmetric, self._forced = process_group, star, symmetric, forced
+        self.process_group, self.symmetric = process_group, symmetric
+        self._star, self._forced = star, forced
         self._calls = 0
         self._closed = threading.Event()
         star.when_lost(self._abort)
@@ -72,10 +73,10 @@ class ProcessGroup:
         with self._called("all_reduce", x):
             kind = self.kind(x)
             if kind != "nccl":
-                assert self._symmetric is not None
-                return self._symmetric.all_reduce(x, kind)
+                assert self.symmetric is not None
+                return self.symmetric.all_reduce(x, kind)
             total = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self._of_torch)
+            dist.all_reduce(total, group=self.process_group)
             return total
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -83,15 +84,15 @@ class ProcessGroup:
         every = x.new_empty((self.world, *x.shape))
         if x.numel():
             with self._called("all_gather", x):
-                _gather(every.view(-1), x.contiguous().view(-1), group=self._of_torch)
+                _gather(every.view(-1), x.contiguous().view(-1), group=self.process_group)
         return every
 
     def kind(self, x: Tensor) -> Kind:
         """The kernel that sums a tensor like this one ("nccl" for whatever torch.distributed was given)."""
-        if self._symmetric is None or x.dtype not in DTYPES or self._forced == "nccl":
+        if self.symmetric is None or x.dtype not in DTYPES or self._forced == "nccl":
             return "nccl"
-        kinds = self._symmetric.kinds if self._forced is None else (self._forced,)
-        return choose(x.numel() * x.element_size(), self.world, self.capability, kinds, self._symmetric.size)
+        kinds = self.symmetric.kinds if self._forced is None else (self._forced,)
+        return choose(x.numel() * x.element_size(), self.world, self.capability, kinds, self.symmetric.size)
 
     @contextlib.contextmanager
     def _called(self, what: str, x: Tensor) -> Iterator[None]:
@@ -150,7 +151,7 @@ class ProcessGroup:
     def _abort(self, lost: RankLost) -> None:
         """End what waits for a rank that is gone."""
         with contextlib.suppress(Exception):  # not every back end can
-            self._of_torch.abort()
+            self.process_group.abort()
         if not self._closed.wait(GRACE):
             print(f"error: {lost}", file=sys.stderr, flush=True)
             os._exit(1)
