@@ -86,7 +86,7 @@ class Blueprint:
         """
         from dgraph.api import load, optimize
 
-        self._unpack()
+        self.unpack()
         tell("loading")
         found = load(self.model, self.dtype, self.device, **self.facts)
         title = self.name or found.name
@@ -103,8 +103,8 @@ class Blueprint:
             engines[title if len(self.recipes) == 1 else f"{title}:{recipe}"] = engine
         return engines
 
-    def _unpack(self) -> None:
-        """Add what was shipped to the cache."""
+    def unpack(self) -> None:
+        """Add what was shipped to the artifact cache; `engines` does it first."""
         if self.shipped is None:
             return
         store = open_store(self.compilation.artifacts)

@@ -63,6 +63,8 @@ class Answers:
 
     def __init__(self, path: str | Path, ids: Collection[Id]):
         self.path, self.errors = Path(path), 0
+        if not self.path.parent.is_dir():  # a lock would make the folder
+            raise InputError(f"--out {path} cannot be written: there is no folder {self.path.parent}.")
         self._lock = FileLock(f"{path}.lock")
         try:
             self._lock.acquire(blocking=False)

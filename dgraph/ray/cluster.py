@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from dgraph.blueprint import Blueprint
@@ -32,24 +33,26 @@ def actor_options(blueprint: Blueprint, given: dict[str, Any]) -> dict[str, Any]
 @contextmanager
 def joined() -> Iterator[None]:
     """Part of a cluster: the one that `RAY_ADDRESS` names, or that runs on this machine; else a new one, which ends
-    with the block. One that this process is part of already is left as it is.
+    with the block. One that this process is part of already is left as it is. What Ray says meanwhile goes to stderr:
+    stdout is for results.
 
     Raises:
         DgraphError: it cannot be reached.
     """
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        ray.init(logging_level=logging.WARNING)
-    except Exception as error:  # of many kinds
-        raise DgraphError(f"Ray cannot be started, or reached: {str(error).partition(chr(10))[0]}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with redirect_stdout(sys.stderr):
+        if ray.is_initialized():
+            yield
+            return
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except Exception as error:  # of many kinds
+            raise DgraphError(f"Ray cannot be started, or reached: {str(error).partition(chr(10))[0]}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def needs(actor: dict[str, Any]) -> dict[str, float]:

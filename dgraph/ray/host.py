@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from dgraph.blueprint import Blueprint
@@ -86,6 +87,7 @@ def serve_with(
         )
 
     tell("starting Ray")
+    out = sys.stdout
     with joined():
         from ray import serve
 
@@ -101,7 +103,8 @@ def serve_with(
                 tell("starting replicas")
                 models = serve.run(made(), name=NAME).models.remote().result()
                 tell("serving; Ctrl-C stops")
-                ready(at, models)
+                with redirect_stdout(out):
+                    ready(at, models)
                 while True:
                     time.sleep(3600.0)
             except Stopped:

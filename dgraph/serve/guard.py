@@ -66,7 +66,7 @@ class Guard:
             write(record)
 
     def _check_key(self, scope: Scope) -> None:
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # where the application is mounted
         if not self._keys or scope["method"] == "OPTIONS" or not (path == "/v1" or path.startswith("/v1/")):
             return
         given = _header(scope["headers"], b"authorization")

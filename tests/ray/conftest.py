@@ -1,0 +1,54 @@
+"""One cluster for all tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dgraph.serve.host import bind
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ray on this machine, and Serve in it.
+
+    Attributes:
+        url: of Serve's proxy.
+        logs: the folder of what its processes write.
+    """
+
+    url: str
+    logs: Path
+
+    def run(self, name: str, **settings: Any) -> str:
+        """Deploy a tiny model under a name; the address of its server."""
+        from ray import serve
+
+        import dgraph.ray
+
+        made = dgraph.ray.deployment(
+            "tiny_sdar", "focus", backend="eager", ray_actor_options={"num_cpus": 0}, **settings
+        )
+        serve.run(made, name=name, route_prefix=f"/{name}")
+        return f"{self.url}/{name}"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch, bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[test]'")
+        serve = pytest.importorskip("ray.serve")
+        listener.close()
+        started = ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
+            yield Cluster(f"http://127.0.0.1:{port}", Path(started.address_info["session_dir"]) / "logs")
+        finally:
+            serve.shutdown()
+            ray.shutdown()
