@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dgraph.serve.host import bind
+
+if find_spec("ray") is None:
+    collect_ignore = ["test_dataset.py", "test_replicas.py"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch, bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[test]'")
-        serve = pytest.importorskip("ray.serve")
+        import ray
+        from ray import serve
+
         listener.close()
         started = ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
         try:
