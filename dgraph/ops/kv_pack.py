@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ score f32[M, Hkv], finite; k, v [M, Hkv, D] and k_pack, v_pack of one dtype; key
 sequence; cu_keys i32[b+1]; window i32[b, 2]; action i32[b]; pack_count i32[b, Hkv]; pack_index i32[entries], or i32[0]:
 positions are not kept, and no sequence may be in REPACK; pack_start i32[L, b]. Sequences may have no rows; pack_count
 may have more than b.
+With first i64[1], score is f32[M, H] of all H heads, and k, v, the packed caches and pack_count are of the Hkv of them
+from head `first` on (a rank's own): budgets are divided over the H heads, and each of the Hkv keeps what it keeps
+there. The heads before and after are chosen for in the same way where they are, and leave nothing here.
 Padding rows may hold anything. Too few entries for a sequence, or a position without a row, is an error in the
 reference; a kernel leaves such entries alone. Deterministic; a kernel may sum a head's scores in another order."""
 
@@ -55,6 +59,15 @@ def check_options(ratio: float, pairs: int, heads: str, floor: float, pool: int,
     ):
         if not right:
             raise InputError(f"dgraph::kv_pack: {what}, got {got!r}.")
+
+
+def check_own(score: Tensor, k: Tensor, first: Tensor | None) -> None:
+    """Refuse scores of other heads than the keys', unless it is said which of them these are."""
+    if score.shape[1] != k.shape[1] and (first is None or score.shape[1] < k.shape[1]):
+        raise InputError(
+            f"dgraph::kv_pack: score is of {score.shape[1]} heads, but k of {k.shape[1]}. Pass scores of as many, or "
+            f"of all heads with `first`, the number of the first one that k holds."
+        )
 
 
 def reference(
@@ -78,8 +91,12 @@ def reference(
     pool: int,
     pooling: str,
     recent: int,
+    first: Tensor | None = None,
 ) -> None:
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
+    check_own(score, k, first)
+    begin = 0 if first is None else int(first)
+    own = slice(begin, begin + k.shape[1])
     starts, entries = pack_start[layer].tolist(), k_pack.shape[0]
     chosen: list[tuple[int, list[Tensor]]] = []
     for s, _, rows in spans_of(action, SELECT, cu_keys, cu_keys):
@@ -93,7 +110,7 @@ def reference(
         n = len(outside)
         budget = min(n, int(ratio * n) if ratio > 0 else pairs)
         counts = sizes(plain, ranked, budget, heads, floor)
-        kept = [outside[best(of, count)] for of, count in zip(ranked, counts, strict=True)]
+        kept = [outside[best(of, count)] for of, count in zip(ranked[own], counts[own], strict=True)]
         if starts[s] + sum(map(len, kept)) > entries:
             raise InputError(
                 f"dgraph::kv_pack: sequence {s} keeps {sum(map(len, kept))} entries from {starts[s]} on, but there are "
@@ -181,6 +198,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     ):  # fmt: skip
         call = draw(generator, actions, counts, windows, settings, levels=levels)
         yield Sample(name, call, padded(call))
+    for how in ("uniform", "mass", "adaptive"):
+        settings = (0.0, 3, how, 0.1, 1, "max", 0)
+        call = draw(generator, every, (11, 7, 6, 14), ((4, 8), (2, 5), (2, 5), (0, 4)), settings)
+        scores = torch.rand(len(call[0]), 5, generator=generator) * (1 + torch.arange(5))
+        call = (scores, *call[1:], torch.tensor([1]))
+        yield Sample(f"some of the heads, {how}", call, padded(call))
 
 
 def draw(
@@ -193,7 +216,7 @@ def draw(
     d: int = 6,
     levels: int = 0,
     keep_index: bool = True,
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """A random call, with an entry more than each sequence can need; with `levels`, scores are that coarse."""
     m, b = sum(counts), len(counts)
     score = torch.rand(m, heads, generator=generator) * (1 + torch.arange(heads))
@@ -215,7 +238,7 @@ def draw(
     return score, *kv, positions, cu_keys, per_sequence(windows).view(-1, 2), per_sequence(actions), *into, 1, *settings
 
 
-def padded(call: tuple[object, ...]) -> tuple[object, ...]:
+def padded(call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same call on copies of what it writes, with padding rows."""
     return (
         *(pad_rows(x, 3) for x in call[:4] if isinstance(x, Tensor)),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.kv_pack import check_options
+from dgraph.ops.kv_pack import check_options, check_own
 from dgraph.ops.sparse import REPACK, SELECT
 from dgraph.ops.triton.kv_pack_sizes import PLAN, ROUNDS, count_joint, divide, list_best, share
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
@@ -45,10 +45,12 @@ def kernel(
     pool: int,
     pooling: str,
     recent: int,
+    first: Tensor | None = None,
     tile: int | None = None,
 ) -> None:
     """dgraph::kv_pack; see its contract. `tile`: candidates that a count takes at once, by default 256 to 8192."""
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
+    check_own(score, k, first)
     for name, x in (("k_pack", k_pack), ("v_pack", v_pack), ("pack_count", pack_count)):
         if x.stride(-1) != 1:
             raise InputError(f"dgraph::kv_pack: the last dimension of {name} must be contiguous, got {x.stride()}.")
@@ -63,10 +65,12 @@ def kernel(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=score.device)
 
-    plan, keys, listed = empty(b, 4), empty(count, m), empty(count, m)
+    own = k.shape[1]
+    plan, keys, listed = empty(b, 4), empty(count, m), empty(own, m)
+    sizes = pack_count if first is None else empty(b, count)
     _outline[(b,)](
-        key_positions, cu_keys, window, action, pack_count, plan, pairs,
-        pack_count.stride(0), count, width, ratio, 256, num_warps=4,
+        key_positions, cu_keys, window, action, sizes, plan, pairs,
+        sizes.stride(0), count, width, ratio, 256, num_warps=4,
     )  # fmt: skip
     tiles = triton.cdiv(m, rows) + b
     sums = empty(tiles, count, dtype=torch.float64) if heads == "mass" else None
@@ -76,7 +80,7 @@ def kernel(
     )  # fmt: skip
     if heads == "mass":
         share[(b,)](
-            sums, cu_keys, plan, pack_count, pack_count.stride(0), count, width, floor, rows, 64,
+            sums, cu_keys, plan, sizes, sizes.stride(0), count, width, floor, rows, 64,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     elif heads == "adaptive":
@@ -88,14 +92,16 @@ def kernel(
                 count, width, tile, num_warps=warps,
             )  # fmt: skip
         divide[(b,)](
-            counts[rounds], plan, pack_count, pack_count.stride(0), count, width, floor,
+            counts[rounds], plan, sizes, sizes.stride(0), count, width, floor,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    list_best[(b, count)](keys, cu_keys, plan, pack_count, listed, m, pack_count.stride(0), tile, num_warps=warps)
-    _copy[(triton.cdiv(m, COPIED) + b, count)](
+    if first is not None:
+        _own[(b,)](sizes, first, action, pack_count, count, pack_count.stride(0), own, power_of_two(own), num_warps=1)
+    list_best[(b, own)](keys, cu_keys, plan, sizes, first, listed, m, sizes.stride(0), tile, num_warps=warps)
+    _copy[(triton.cdiv(m, COPIED) + b, own)](
         k, v, key_positions, cu_keys, action, pack_count, starts, listed, k_pack, v_pack, pack_index,
         m, b, k.stride(0), v.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
-        k_pack.shape[0], pack_index.shape[0], width, d, power_of_two(d), COPIED, offsets, num_warps=8,
+        k_pack.shape[0], pack_index.shape[0], power_of_two(own), d, power_of_two(d), COPIED, offsets, num_warps=8,
     )  # fmt: skip
 
 
@@ -188,6 +194,17 @@ def _rank(
     key = tl.where(((c < below) & (c >= below - recent))[:, None], INFINITE, key)
     at = head.to(tl.int64)[None, :] * m + (start + c)[:, None]
     tl.store(keys_ptr + at, key, mask=(c < n)[:, None] & (head < HEADS)[None, :])
+
+
+@triton.jit
+def _own(
+    sizes_ptr, first_ptr, action_ptr, count_ptr, sizes_row, count_row, OWN: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """What each head of this rank keeps, of what all heads do, where a sequence chooses."""
+    s, head = tl.program_id(0), tl.arange(0, WIDTH)
+    if tl.load(action_ptr + s) == CHOOSING:
+        size = tl.load(sizes_ptr + s * sizes_row + tl.load(first_ptr) + head, mask=head < OWN, other=0)
+        tl.store(count_ptr + s.to(tl.int64) * count_row + head, size, mask=head < OWN)
 
 
 @triton.jit

@@ -127,10 +127,14 @@ def divide(
 
 @triton.jit
 def list_best(
-    keys_ptr, cu_ptr, plan_ptr, count_ptr, listed_ptr, m, count_row, TILE: tl.constexpr
+    keys_ptr, cu_ptr, plan_ptr, count_ptr, first_ptr, listed_ptr, m, count_row, TILE: tl.constexpr
 ):  # fmt: skip
-    """listed[h, cu[s] + i]: rows of the candidates that head h keeps, ascending."""
-    s, head = tl.program_id(0), tl.program_id(1)
+    """listed[h, cu[s] + i]: rows of the candidates that head h keeps, ascending; h counts from the first of those that
+    are listed."""
+    s, mine = tl.program_id(0), tl.program_id(1)
+    head = mine.to(tl.int64)
+    if first_ptr is not None:
+        head += tl.load(first_ptr)
     n = tl.load(plan_ptr + s * PLAN)
     if n == 0:
         return
@@ -138,8 +142,8 @@ def list_best(
     if size == 0:
         return
     start = tl.load(cu_ptr + s)
-    run = head.to(tl.int64) * m + start
-    keys_ptr += run
+    run = mine.to(tl.int64) * m + start
+    keys_ptr += head * m + start
     bound = tl.full([], LEAST, tl.int64)
     ties = 0
     if size < n:
