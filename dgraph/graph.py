@@ -64,6 +64,8 @@ class Graph:
         history: `repr` of each pass that was applied, in order.
         sharding: over whom it is divided; None for a whole one.
         divided: by name, what a rank has of each weight that is divided.
+        whole: the facts of the whole model, where `spec` counts the heads that a rank has; None for a whole graph.
+        own: numbers that differ between ranks, by name, i64[1] each; see `own_number`.
     """
 
     def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
@@ -76,6 +78,8 @@ class Graph:
         self.history: tuple[str, ...] = ()
         self.sharding: Sharding | None = None
         self.divided: dict[str, Part] = {}
+        self.whole: ModelSpec | None = None
+        self.own: dict[str, Tensor] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -223,6 +227,10 @@ class Graph:
             return value
         args = (value, self.sharding.group, self.sharding.world)
         return self.call(OPS["all_gather"], args, before=value.next, by=by, like=value)
+
+    def own_number(self, name: str) -> Node:
+        """A number that differs between ranks, as a weight: as a constant it would make each rank's graph another."""
+        return self.weight(name) if name in self.tensors else self.add_weight(name, self.own[name])
 
     def new_row_set(self) -> str:
         """A name for the row set that the next cut makes: K, K1, K2, ..."""
@@ -439,6 +447,7 @@ class Graph:
         other.tensors, other.inputs = dict(self.tensors), dict(self.inputs)
         other.outputs, other.history = self.outputs, self.history
         other.sharding, other.divided = self.sharding, dict(self.divided)
+        other.whole, other.own = self.whole, dict(self.own)
         return other
 
     def _placeholder(self, name: str, before: Node | None) -> Node:

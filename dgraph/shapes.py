@@ -79,6 +79,8 @@ class InputSpec:
             "never" for what is written in place, else "step".
         initial: every element after a reset.
         layer: of packed entries, the layer whose number of entries they have.
+        budgets: of the numbers of packed entries by head, how many heads' budgets these heads may use, where others
+            (on other ranks) share theirs with them; 0: their own.
 
     Raises:
         InputError: a reset that such an input cannot have.
@@ -90,6 +92,7 @@ class InputSpec:
     reset: str = ""
     initial: float = 0
     layer: int | None = None
+    budgets: int = 0
 
     def __post_init__(self) -> None:
         allowed = _RESETS.get(self.per, ("step",))

@@ -32,6 +32,10 @@ class Sharding:
         return f"over {self.world} ranks ({self.group})"
 
 
+FIRST_KV_HEAD = "shard.first_kv_head"
+"""Which of the model's KV heads is the first that a rank has; see `Graph.own`."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What a rank has of a weight.

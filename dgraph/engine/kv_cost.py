@@ -22,7 +22,7 @@ class KVCost:
         page: positions of a page.
         plan: what a sequence keeps of its keys and values; None for all.
         packed: of each layer with packed keys: its number, bytes of an entry, KV heads, and bytes of the numbers of
-            entries that a sequence has there.
+            entries that a sequence has there; then, where they share the budgets of other ranks' heads, of how many.
         causal: whether attention is block-causal.
         block, shift: rows of a block, and the logit shift of the model.
     """
@@ -30,7 +30,7 @@ class KVCost:
     position: int
     page: int
     plan: KVPlan | None
-    packed: tuple[tuple[int, int, int, int], ...]
+    packed: tuple[tuple[int, ...], ...]
     causal: bool
     block: int
     shift: int
@@ -48,14 +48,14 @@ class KVCost:
         Raises:
             InputError: a cache whose sizes are not numbers.
         """
-        position, entries, counts = 0, dict[int, int](), dict[int, tuple[int, int]]()
+        position, entries, counts = 0, dict[int, int](), dict[int, tuple[int, ...]]()
         for one in inputs:
             size = math.prod(one.element) * one.dtype.itemsize if one.in_place else 0
             if one.per == "position":
                 position += size
             elif one.per == "packed" and one.layer is not None:
                 if one.shape[0] == "sequences":
-                    counts[one.layer] = one.element[0], size
+                    counts[one.layer] = (one.element[0], size, *([one.budgets] if one.budgets else []))
                 else:
                     entries[one.layer] = entries.get(one.layer, 0) + size
         packed = tuple((layer, entries[layer], *counts[layer]) for layer in sorted(entries))
@@ -95,7 +95,8 @@ class KVCost:
             return 0
         candidates = prompt + (response if self.plan.window == "block" else 0)
         return sum(
-            size * self.plan.entries(layer, candidates, heads) + counts for layer, size, heads, counts in self.packed
+            size * self.plan.entries(layer, candidates, heads, *budgets) + counts
+            for layer, size, heads, counts, *budgets in self.packed
         )
 
     def to_json(self) -> dict[str, Any]:

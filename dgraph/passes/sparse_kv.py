@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -16,6 +16,9 @@ from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.kv import check_budget, pairs_of
 from dgraph.shapes import InputSpec
+from dgraph.sharding import FIRST_KV_HEAD
+
+aten = torch.ops.aten
 
 WINDOW = InputSpec("window", torch.int32, ("b", 2))
 ACTION = InputSpec("action", torch.int32, ("b",))
@@ -52,6 +55,10 @@ class SparseKV(Pass):
                                pack_start, 0, ...)
                 %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
                                               pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0)
+
+    Where ranks have some heads each, a choice that looks at all of them (a mean over heads, budgets that are divided
+    over a layer's heads, a KV head whose queries several ranks have) is made on every rank alike, from scores gathered
+    over ranks; each packs its own heads.
 
     Run it after passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
     dense program of the same rows.
@@ -91,6 +98,7 @@ class SparseKV(Pass):
         {"window", "action", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}
         | {"key_positions", "cu_keys"}
     )
+    changes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.pairs, list):  # as JSON has it
@@ -146,7 +154,9 @@ class SparseKV(Pass):
         k_pack, v_pack = (
             graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer)) for n in "kv"
         )
-        count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads), layer=layer))
+        budgets = _kv_heads(graph) if self.heads != "uniform" and _kv_heads(graph) > heads else 0
+        shape = ("sequences", heads)
+        count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, shape, layer=layer, budgets=budgets))
         if self.cached and not self.reuse:
             key_positions, cu_keys = graph.add_input(KEY_POSITIONS), graph.add_input(CU_KEYS)
             places = (key_positions, page_table, cu_keys)
@@ -160,8 +170,9 @@ class SparseKV(Pass):
             score = self._score(graph, attention, k, keys, (window, action), by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
+            score, *first = self._over_heads(graph, score, heads, attention, by)
             packed = (k_pack, v_pack, count, index, start, layer)
-            args = (score, k, v, *keys, window, action, *packed, *settings)
+            args = (score, k, v, *keys, window, action, *packed, *settings, *first)
             graph.call(OPS["kv_pack"], args, before=attention, by=by)
         caches = (k_cache, v_cache, page_table, k_pack, v_pack, count, start)
         seen = (key_positions, cu_rows, cu_keys, limit, window, action, scale, layer, not self.reuse)
@@ -182,3 +193,33 @@ class SparseKV(Pass):
             return graph.call(OPS["kv_votes"], args, before=attention, by=by)
         shared = (q, k, positions, cu_rows, cu_keys, *where, scale, SCORES[self.selector])
         return graph.call(OPS["kv_scores"], shared, before=attention, by=by)
+
+    def _over_heads(self, graph: Graph, score: Node, heads: int, before: Node, by: str) -> tuple[Node, ...]:
+        """What chooses: the scores; where a choice looks at heads of other ranks, those of all heads, and the number of
+        the first that is this rank's.
+        """
+        if graph.sharding is None or graph.whole is None or graph.whole.heads == graph.spec.heads:
+            return (score,)
+        every, shared = _kv_heads(graph), SCORES.get(self.selector, False)
+        copies = graph.sharding.world * heads // every  # ranks that have the same KV head, for other queries
+
+        def call(target: Any, *args: Any) -> Node:
+            return graph.call(target, args, before=before, by=by)
+
+        if copies == 1 and not shared and self.heads == "uniform":
+            return (score,)
+        found = graph.of_all_ranks(score, by)
+        if shared:
+            mean = call(aten.mean.dim, found, [1], True)
+            found = call(aten.expand.default, mean, [-1, heads if self.heads == "uniform" else every])
+            if self.heads == "uniform":
+                return (found,)
+        elif copies > 1:
+            each = call(aten.reshape.default, found, [-1, every, copies])
+            found = call(aten.amax.default, each, [2]) if self.selector in SCORES else call(aten.mean.dim, each, [2])
+        return found, graph.own_number(FIRST_KV_HEAD)
+
+
+def _kv_heads(graph: Graph) -> int:
+    """KV heads of the whole model."""
+    return (graph.whole or graph.spec).kv_heads

@@ -51,10 +51,17 @@ class KVPlan:
         """Whether kept entries get new values later, so that their positions must be remembered."""
         return self.window == "response"
 
-    def entries(self, layer: int, candidates: int, kv_heads: int) -> int:
-        """The most entries that a sequence keeps in a layer, over all heads."""
+    def entries(self, layer: int, candidates: int, kv_heads: int, budgets: int = 0) -> int:
+        """The most entries that a sequence keeps in a layer, over so many heads.
+
+        Args:
+            layer: which; it may have a number of its own.
+            candidates: of the sequence; no head keeps more.
+            kv_heads: whose entries are counted.
+            budgets: of how many heads they may use the budgets; 0: of their own.
+        """
         pairs = pairs_of(self.pairs, layer) if self.pairs else int(self.ratio * candidates)
-        return min(pairs, candidates) * kv_heads
+        return min(min(pairs, candidates) * (budgets or kv_heads), candidates * kv_heads)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KVPlan:

@@ -108,7 +108,7 @@ class PackedKV:
         for layer, spec in self._counts.items():
             like, (heads,) = self._like(layer), spec.element
             if like not in found:
-                counts = [self.plan.entries(layer, n, heads) for n in candidates]
+                counts = [self.plan.entries(layer, n, heads, spec.budgets) for n in candidates]
                 begins = [self._runs[like].take(slot, n) for slot, n in zip(slots, counts, strict=True)]
                 found[like] = begins, max(b + n for b, n in zip(begins, counts, strict=True))
             begins, end = found[like]
