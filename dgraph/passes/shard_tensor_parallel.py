@@ -17,7 +17,7 @@ from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
-from dgraph.sharding import GROUP, KINDS, Part, Sharding
+from dgraph.sharding import FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class ShardTensorParallel(Pass):
     The graph is the same on every rank; only tensors differ, `shard.first_id` and `shard.first_expert` i64[1] among
     them. It runs on a captured graph, before any other pass, so that all passes of a recipe see a model of fewer heads.
     `Graph.sharding` says over whom it is divided, `Graph.divided` what this rank has of each weight; heads and KV heads
-    of `Graph.spec` are those of a rank.
+    of `Graph.spec` are those of a rank, `Graph.whole` has those of the model.
 
     What each weight is, the view of the layers says (`dgraph.layers`), and hints where it does not. Nothing is guessed.
 
@@ -108,7 +108,7 @@ class ShardTensorParallel(Pass):
         _check_types(graph, whole, divided)
         if logits in divided.of:
             self._gather_logits(graph, logits, divided, report.name)
-        _localise_spec(graph)
+        _localise_spec(graph, graph.sharding, self.rank)
         for layer in layers_of(graph):
             q, k, _ = args_of(layer.attention)[:3]
             heads, kv = (f"{v.meta['val'].shape[1]} of {whole[v].shape[1]}" for v in (q, k))
@@ -197,8 +197,8 @@ def _check_types(graph: Graph, whole: dict[Node, Any], divided: Divided) -> None
                 )
 
 
-def _localise_spec(graph: Graph) -> None:
-    """Let the spec count the heads that a rank has.
+def _localise_spec(graph: Graph, sharding: Sharding, rank: int) -> None:
+    """Let the spec count the heads that a rank has, and keep what it was, and which heads these are.
 
     Raises:
         PassError: layers that differ in them.
@@ -209,4 +209,7 @@ def _localise_spec(graph: Graph) -> None:
             f"ranks have {sorted(found)} heads and KV heads of layers; divide the attention of all or of none."
         )
     ((heads, kv_heads),) = found
+    first = rank * graph.spec.kv_heads // sharding.world
+    graph.own[FIRST_KV_HEAD] = torch.tensor([first], device=graph.device)
+    graph.whole = graph.spec
     graph.spec = replace(graph.spec, heads=heads, kv_heads=kv_heads)

@@ -11,9 +11,22 @@ from torch import Tensor
 
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
-from dgraph.passes import ChunkLMHead, FuseProjections, GateFFN, PartialAttention, ReuseRows
+from dgraph.ops import OPS
+from dgraph.passes import (
+    CacheKV,
+    ChunkLMHead,
+    FuseProjections,
+    GateFFN,
+    PackRows,
+    PartialAttention,
+    ReuseRows,
+    ShardTensorParallel,
+)
 from dgraph.passes.base import Pass
 from dgraph.sharding import Sharding
+from dgraph.testing import models
+from dgraph.text.writer import dump
+from tests.golden_files import check_golden
 from tests.passes.sparse_step import LENGTHS, family_of, memory_of, three_steps
 from tests.tiny import interpret, ops_of, rewritten
 
@@ -80,8 +93,6 @@ def test_decisions_follow_sums_that_are_added_over_ranks() -> None:
 
 def test_a_part_of_the_heads_decides_with_the_sums_of_all() -> None:
     """Two ranks' contexts, each by itself and one after the other: the sums of both decide as the whole does."""
-    from dgraph.ops import OPS
-
     whole: tuple[Any, ...] = next(iter(OPS["drift"].samples(torch.Generator().manual_seed(3)))).args
     context, cache, full, *place, tau = whole
     heads = context.shape[1] // 2
@@ -94,3 +105,14 @@ def test_a_part_of_the_heads_decides_with_the_sums_of_all() -> None:
     assert 0 < int(found.sum()) < len(found)
     # KV heads that two ranks hold are counted twice, and alike.
     assert OPS["drifted"].reference(sums + sums, full, place[-1], tau).equal(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"), [("dyllm", [PartialAttention(), GateFFN()]), ("idle", [ReuseRows(idle=True)])], ids=str
+)
+def test_dumps_of_a_step_on_two_ranks(name: str, passes: list[Pass]) -> None:
+    (tiny,) = models(None, "sdar")
+    made = (PackRows(), FuseProjections(), CacheKV(), *passes)
+    texts = [dump(rewritten(tiny.graph, ShardTensorParallel(2, rank=rank), *made)) for rank in (0, 1)]
+    assert texts[0] == texts[1]
+    check_golden(f"sdar_{name}_step_of_2_ranks.txt", texts[0])
