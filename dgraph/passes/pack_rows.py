@@ -178,7 +178,8 @@ class _Packer:
 
     def _embedding(self, node: Node) -> Node:
         weight, ids, *rest = args_of(node)
-        return self._call(node, node.target, (weight, self._of(ids), *rest))
+        # Which id is padding concerns gradients alone.
+        return self._call(node, node.target, (weight, self._of(ids), *(a for a in rest if isinstance(a, Node))))
 
     def _reshape(self, node: Node) -> Node:
         source = args_of(node)[0]
