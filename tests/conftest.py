@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -39,13 +39,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long by itself; skip what needs a GPU where there is none, and say so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes long by itself; skip what needs a GPU where there is none, and say so; leave out what only
+    a release needs, unless `-m` speaks of it or a test is named on the command line.
+    """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if "release" in config.getoption("markexpr"):
+        return
+    named, kept, left_out = _named_tests(config), [], []
+    for item in items:
+        (kept if item.get_closest_marker("release") is None or named(item) else left_out).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _named_tests(config: pytest.Config) -> Callable[[pytest.Item], bool]:
+    """Whether the command line names a test: by its node id, or by that of its function without parameters."""
+    start = config.invocation_params.dir
+    split = [arg.partition("::") for arg in config.args]
+    ids = {((start / path).resolve(), name) for path, _, name in split if name}
+
+    def named(item: pytest.Item) -> bool:
+        name = item.nodeid.partition("::")[2]
+        return any((item.path, each) in ids for each in (name, name.partition("[")[0]))
+
+    return named
 
 
 @pytest.fixture(scope="session", autouse=True)

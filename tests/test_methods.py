@@ -38,6 +38,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_its_tests_pass(installed: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.engine_load import main
 from tests.cli.folders import write_checkpoint
 
 
+@pytest.mark.release
 def test_all_parts_are_measured_and_written(tmp_path: Path) -> None:
     model = ("--model", str(write_checkpoint(tmp_path / "small")), "--recipe", "dense", "--backend", "eager")
     load = ("--requests", "6", "--prompt", "uniform:5-20", "--tokens", "uniform:4-12", "--load-requests", "4")

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import maskkv_speed
 
 
+@pytest.mark.release
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = "--layers 2 --prompt 40 --tokens 16 --block 8 --batch 2 --contexts 48 --batch-tokens 16 --full-steps 1"
     arms = "--arms maskkv fast_dllm dllm_serve --full 5 --backend eager --device cpu"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.sampling import RowContext, Sampler
 from dgraph.runtime.stats import StepRecord
 from dgraph.runtime.stops import trim
+from tests.amounts import drawn
 from tests.engine.driven import Asked, Letters, Turns, alone, filled
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 
@@ -126,16 +127,14 @@ def served(kind: str, asked: list[Asked], engine: dict[str, Any], **changes: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(10, 60, data=st.data())
 def test_every_request_gets_what_it_gets_alone(kind: str, data: st.DataObject) -> None:
     served(kind, data.draw(schedules(kind)), data.draw(engines()))
 
 
 @pytest.mark.parametrize("page", [2, 4, 8])
 @pytest.mark.parametrize("recommit", [True, False])
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(3, 15, data=st.data())
 def test_pages_of_other_sizes_and_blocks_that_are_not_computed_again(
     page: int, recommit: bool, data: st.DataObject
 ) -> None:
@@ -167,8 +166,14 @@ def test_events_say_what_an_observer_sees(kind: str) -> None:
 
 
 @pytest.mark.parametrize("text", [False, True])
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(prompt=st.sampled_from(PROMPTS), new=st.integers(1, 12), least=st.integers(0, 12), rule=st.sampled_from(RULES))
+@drawn(
+    10,
+    40,
+    prompt=st.sampled_from(PROMPTS),
+    new=st.integers(1, 12),
+    least=st.integers(0, 12),
+    rule=st.sampled_from(RULES),
+)
 def test_nothing_ends_a_response_that_is_too_short(
     text: bool, prompt: tuple[int, ...], new: int, least: int, rule: dict[str, Any]
 ) -> None:
@@ -189,8 +194,7 @@ def test_nothing_ends_a_response_that_is_too_short(
 
 
 @pytest.mark.parametrize("rule", ["joint_threshold", "hierarchical_remask", "llada2.1"])
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(5, 30, data=st.data())
 def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: st.DataObject) -> None:
     decoding = Decoding(max_new_tokens=11, policy=rule, ignore_eos=data.draw(st.booleans()))
     one = st.builds(Asked, ids=st.sampled_from(PROMPTS), decoding=st.just(decoding), turn=st.integers(0, 3))
@@ -199,8 +203,9 @@ def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: 
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("step", "off"), ("step", "dc"), ("evict", "dc+"), ("evict", "off")])
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(
+@drawn(
+    8,
+    30,
     prompt=st.sampled_from(PROMPTS),
     decoding=st.builds(lambda rule: Decoding(max_new_tokens=17, ignore_eos=True, **rule), st.sampled_from(RULES)),
     fixed=st.lists(st.integers(0, MASK - 1), min_size=2 * BLOCK, max_size=2 * BLOCK),
@@ -282,8 +287,7 @@ MARK = 27
 assert all(prompt[0] != MARK for prompt in PROMPTS)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(10, 50, data=st.data())
 def test_one_whose_numbers_go_wrong_fails_alone(data: st.DataObject) -> None:
     asked = data.draw(schedules("step"))
     for prompt in data.draw(st.lists(st.sampled_from([(MARK,), (MARK, 1, 2, 3, 4, 5), (MARK, 7)]), min_size=1)):
@@ -315,8 +319,7 @@ class Raises:
         return logits
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(10, 50, data=st.data())
 def test_one_whose_sampler_raises_fails_alone(data: st.DataObject) -> None:
     asked = data.draw(schedules("logits"))
     broken = []

@@ -22,6 +22,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import FixedSteps
 from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_value
 from tests.lowering.one_region import compilations
 from tests.passes.scene import Scene
 from tests.recipes.bidirectional import Setup, prompts_for, setup_of
@@ -86,19 +87,21 @@ def decode(made: Optimized, chunk_rows: int | None) -> tuple[list[list[int]], li
     return found.token_ids, records, caches, sum(len(chunks_of(program)) for program in programs.values())
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("dense", {}),
-        ("fast_dllm", {}),
-        ("focus", {}),
-        ("dyllm", {}),
-        ("dllm_cache", {}),
-        ("dllm_serve", {}),
-        ("maskkv", {"pairs": 6, "prompt_interval": 3}),
-    ],
+@every_value(
+    ("chunk_rows", [1, 7]),
+    (
+        "recipe, options",
+        [
+            ("dense", {}),
+            ("fast_dllm", {}),
+            ("focus", {}),
+            ("dyllm", {}),
+            ("dllm_cache", {}),
+            ("dllm_serve", {}),
+            ("maskkv", {"pairs": 6, "prompt_interval": 3}),
+        ],
+    ),
 )
-@pytest.mark.parametrize("chunk_rows", [1, 7])
 def test_a_generation_in_chunks_is_the_one_without(
     llada: Setup, recipe: str, options: dict[str, Any], chunk_rows: int
 ) -> None:

@@ -167,6 +167,7 @@ def test_it_answers_held_out_prompts(model: TinyModel) -> None:
         assert run_examples(model, TOKENIZER, examples)["exact_match"] == 100
 
 
+@pytest.mark.release
 def test_it_retrieves_at_every_length_and_depth(model: TinyModel) -> None:
     table = needle_table(model, TOKENIZER, 1)
     assert table == {str(length): [100] * DEPTHS for length in NEEDLE_LENGTHS["llada"]}

@@ -148,6 +148,7 @@ def test_a_few_steps_reduce_the_loss() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.release
 def test_what_is_learnt_is_what_is_decoded() -> None:
     """A model that knows three documents by heart decodes them: block by block, whole, one token a step or many."""
     torch.manual_seed(0)

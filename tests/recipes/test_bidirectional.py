@@ -16,6 +16,7 @@ from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
+from tests.amounts import every_value
 from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
 from tests.tiny import tiny_spec
 
@@ -65,8 +66,7 @@ def same_bits(got: Result, want: Result) -> None:
                 assert torch.equal(got_kv, want_kv)
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("limit", LIMITS))
 def test_lossless_limits(setups: dict[str, Setup], family: str, limit: str) -> None:
     runs = [setups[family].optimized(name, 16, **options) for name, options in LIMITS[limit]]
     settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 40, "keep_kv": True}

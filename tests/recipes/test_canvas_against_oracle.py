@@ -20,6 +20,7 @@ from dgraph.runtime.policies import policy_of
 from dgraph.runtime.seeds import policy_order, row_seeds, sequence_keys, uniform
 from dgraph.runtime.session import BlockSession, Generation
 from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_pair, every_value
 from tests.oracle import canvas as oracle
 from tests.oracle import dream, llada
 from tests.oracle.qwen3 import Cache
@@ -293,30 +294,25 @@ def test_fast_dllm_on_llada_may_open_blocks_in_the_same_way(setups: dict[str, Se
     check(setups["llada"], 8, run, "threshold", oracle.fast_dllm(), first=True)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("family", "rule"), PAIRS)
+@every_value(("family, rule", PAIRS), ("case", CASES))
 def test_recipes(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     recipe, options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized(recipe, 16, **options), rule, method)
 
 
-@pytest.mark.parametrize("block", [8, 32])
-@pytest.mark.parametrize("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity 2, 3"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_pair(("family", FAMILIES), ("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity 2, 3"]), ("block", [8, 32]))
 def test_other_blocks(setups: dict[str, Setup], family: str, case: str, block: int) -> None:
     recipe, options, method = CASES[case]
     check(setups[family], block, setups[family].optimized(recipe, block, **options), "threshold", method)
 
 
-@pytest.mark.parametrize("options", FOCUS.values(), ids=FOCUS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_focus(setups: dict[str, Setup], family: str, options: dict[str, Any]) -> None:
+@every_value(("family", FAMILIES), ("case", FOCUS))
+def test_focus(setups: dict[str, Setup], family: str, case: str) -> None:
+    options = FOCUS[case]
     check_focus(setups[family], 16, setups[family].optimized("focus", 16, **options), "high threshold", options)
 
 
-@pytest.mark.parametrize("rule", ["steps", "dream"])
-@pytest.mark.parametrize("block", [8, 32])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_pair(("family", FAMILIES), ("block", [8, 32]), ("rule", ["steps", "dream"]))
 def test_focus_by_other_rules(setups: dict[str, Setup], family: str, block: int, rule: str) -> None:
     check_focus(setups[family], block, setups[family].optimized("focus", block), rule, {})
 
@@ -334,9 +330,7 @@ def test_focus_with_a_fixed_number_of_rows(setups: dict[str, Setup], family: str
     check_focus(setups[family], 16, setups[family].optimized("focus", 16, keep=4), "high threshold", {"keep": 4})
 
 
-@pytest.mark.parametrize("rule", FORESEEING)
-@pytest.mark.parametrize("case", GREEDY)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_pair(("family", FAMILIES), ("case", GREEDY), ("rule", FORESEEING))
 def test_dkv_greedy(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     options, method = GREEDY[case]
     found = check(
@@ -368,8 +362,7 @@ def test_greedy_cases_differ(setups: dict[str, Setup]) -> None:
 # -- how it is run ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "buckets"), PADDED)
-@pytest.mark.parametrize("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity"])
+@every_value(("family, buckets", PADDED), ("case", ["dense", "prefix", "dual dc+", "dkv", "vicinity"]))
 def test_padded_rows(setups: dict[str, Setup], family: str, case: str, buckets: Any) -> None:
     recipe, options, method = CASES[case]
     run = setups[family].optimized(recipe, 16, buckets=buckets, **options)
@@ -390,17 +383,19 @@ def test_compiled_by_inductor(setups: dict[str, Setup], family: str, buckets: An
     check_focus(setup, 16, setup.optimized("focus", 16, "inductor", buckets), "high threshold", {})
 
 
-@pytest.mark.parametrize(
-    ("case", "rule"),
-    [
-        ("dual dc+", "threshold"),
-        ("dkv every 3", "dream"),
-        ("vicinity", "threshold"),
-        ("focus", "high threshold"),
-        ("focus", "dream"),
-    ],
+@every_value(
+    ("family", FAMILIES),
+    (
+        "case, rule",
+        [
+            ("dual dc+", "threshold"),
+            ("dkv every 3", "dream"),
+            ("vicinity", "threshold"),
+            ("focus", "high threshold"),
+            ("focus", "dream"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_gives_what_each_prompt_gives_alone(
     setups: dict[str, Setup], family: str, case: str, rule: str
 ) -> None:
@@ -415,8 +410,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(
     assert together.token_ids == run.generate(input_ids=prompts_for(16), max_batch=2, **settings).token_ids
 
 
-@pytest.mark.parametrize("rule", FORESEEING)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("rule", FORESEEING))
 def test_a_batch_of_greedy_gives_what_each_prompt_gives_alone(setups: dict[str, Setup], family: str, rule: str) -> None:
     """An order belongs to the prompt's index, so each prompt stands where it stood, beside others."""
     run = setups[family].optimized("dkv_cache", 16, variant="greedy", every=3)
@@ -433,8 +427,9 @@ def test_a_batch_of_greedy_gives_what_each_prompt_gives_alone(setups: dict[str, 
     assert run.generate(input_ids=[[6, 7], *prompts[1:]], **settings).token_ids[1:] == together.token_ids[1:]
 
 
-@pytest.mark.parametrize("case", ["dense", "dense dc", "dual dc+", "dkv every 3", "greedy", "vicinity", "focus"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(
+    ("family", FAMILIES), ("case", ["dense", "dense dc", "dual dc+", "dkv every 3", "greedy", "vicinity", "focus"])
+)
 def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Setup], family: str, case: str) -> None:
     setup = setups[family]
     name, options, *_ = {"greedy": ("dkv_cache", {"variant": "greedy"}), **CASES}.get(case, (case, {}))

@@ -17,6 +17,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_value
 from tests.oracle import canvas, dllm_cache
 from tests.oracle.dllm_cache import Memory, Method, Step
 from tests.passes.sparse_step import memory_of
@@ -75,15 +76,13 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
 # -- the recipe against the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("family", "rule"), PAIRS)
+@every_value(("family, rule", PAIRS), ("case", CASES))
 def test_tokens_rows_and_caches(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized("dllm_cache", 16, **options), rule, method)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("case", CASES))
 def test_rows_of_each_layer_and_every_cache(setups: dict[str, Setup], family: str, case: str) -> None:
     """Each step of the oracle, replayed on the graph: logits, the rows of each layer, and what all caches hold."""
     options, method = CASES[case]

@@ -16,6 +16,7 @@ from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
+from tests.amounts import every_value
 from tests.oracle import canvas, dyllm
 from tests.oracle.dyllm import Memory, Method, Step
 from tests.passes.sparse_step import memory_of, run, step_of
@@ -84,15 +85,13 @@ def step_graph(setup: Setup, **options: Any) -> Graph:
 # -- the recipe against the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("family", "rule"), PAIRS)
+@every_value(("family, rule", PAIRS), ("case", CASES))
 def test_tokens_rows_and_caches(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     options, method = CASES[case]
     check(setups[family], 16, setups[family].optimized("dyllm", 16, **options), rule, method)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("case", CASES))
 def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, case: str) -> None:
     """Each step of the oracle, replayed on the graph: logits, salient rows of each layer, and what all caches hold."""
     options, method = CASES[case]

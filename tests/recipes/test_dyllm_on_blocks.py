@@ -15,6 +15,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.session import BlockSession
+from tests.amounts import every_value
 from tests.recipes.block_dyllm import (
     BLOCK,
     CACHES,
@@ -45,26 +46,22 @@ def check_run(
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("case", CASES))
 def test_tokens_rows_and_keys(family: str, case: str) -> None:
     check_run(family, case, {"threshold": 0.7})
 
 
-@pytest.mark.parametrize("case", ["tau 0.8", "gate only", "partial only"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("case", ["tau 0.8", "gate only", "partial only"]))
 def test_one_token_a_step(family: str, case: str) -> None:
     check_run(family, case, {"steps": BLOCK})
 
 
-@pytest.mark.parametrize(("block_cache", "recommit"), CACHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("block_cache, recommit", CACHES))
 def test_beside_a_block_cache(family: str, block_cache: str, recommit: bool) -> None:
     check_run(family, "tau 0.8", {"threshold": 0.7}, block_cache=block_cache, recommit=recommit)
 
 
-@pytest.mark.parametrize("buckets", [None, "hybrid", [48, 200]])
-@pytest.mark.parametrize("family", ["sdar", "llada2"])
+@every_value(("family", ["sdar", "llada2"]), ("buckets", [None, "hybrid", [48, 200]]))
 def test_compiled_by_inductor(family: str, buckets: Any) -> None:
     check_run(family, "tau 0.8", {"threshold": 0.7}, "inductor", buckets)
 
@@ -72,10 +69,10 @@ def test_compiled_by_inductor(family: str, buckets: Any) -> None:
 # -- salient rows and every cache --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "block_cache", "recommit"), [("sdar", *CACHES[0]), *((family, *CACHES[5]) for family in FAMILIES)]
+@every_value(
+    ("case", CASES),
+    ("family, block_cache, recommit", [("sdar", *CACHES[0]), *((family, *CACHES[5]) for family in FAMILIES)]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, recommit: bool) -> None:
     """Of each step of a ragged batch: rows, limits, salient rows of each layer, and what all caches hold."""
     options, method = CASES[case]

@@ -13,6 +13,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_value
 from tests.oracle import sparse
 from tests.oracle.sparse import Method
 from tests.recipes.bidirectional import FAMILIES, LAYERS, Setup, prompts_for, setup_of
@@ -127,8 +128,7 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
                 torch.testing.assert_close(got[low - first : high - first], want[layer][low:high], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "rule"), [("llada", "threshold"), ("llada", "steps"), ("dream", "threshold")])
-@pytest.mark.parametrize("case", CASES)
+@every_value(("case", CASES), ("family, rule", [("llada", "threshold"), ("llada", "steps"), ("dream", "threshold")]))
 def test_tokens_rows_and_what_is_kept(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
     name, options, method = case_of(case, family)
     check(setups[family], 16, setups[family].optimized(name, 16, **options), rule, method)

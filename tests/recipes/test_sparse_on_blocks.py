@@ -9,6 +9,7 @@ import torch
 
 from dgraph.api import Optimized
 from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_value
 from tests.oracle import dyllm, focus
 from tests.oracle.sparse import Method
 from tests.oracle.sparse_blocks import SparseBlocks
@@ -94,8 +95,7 @@ def check(family: str, run: Optimized, method: Method, rule: dict[str, Any]) -> 
     assert reused > 3 * len(prompts())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("family", "rule"), [("sdar", "threshold"), ("sdar", "steps"), ("sdar_moe", "threshold")])
+@every_value(("case", CASES), ("family, rule", [("sdar", "threshold"), ("sdar", "steps"), ("sdar_moe", "threshold")]))
 def test_tokens_rows_and_what_is_kept(family: str, case: str, rule: str) -> None:
     name, options, method = CASES[case]
     check(family, optimized(setup_of(family), name, **options), method, RULES[rule])

@@ -11,6 +11,7 @@ import torch
 
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps, Progress, StepRecord
 from dgraph.runtime.decoding import Decoding
+from tests.amounts import every_pair
 from tests.runtime.fake import MASK, FakeProgram, fake_spec, make_session, random_prompts
 from tests.runtime.simulate import Simulation, simulate
 
@@ -34,10 +35,9 @@ def check_steps(records: list[StepRecord], prompt: int, expected: Simulation) ->
             assert record.states["reached"][at].item() == step.reached
 
 
-@pytest.mark.parametrize("block", [4, 8, 32])
-@pytest.mark.parametrize("block_cache", ["off", "dc", "dc+"])
-@pytest.mark.parametrize("recommit", [True, False])
-@pytest.mark.parametrize("evict", [False, True])
+@every_pair(
+    ("evict", [False, True]), ("recommit", [True, False]), ("block_cache", ["off", "dc", "dc+"]), ("block", [4, 8, 32])
+)
 def test_session_does_what_the_simulation_does(block: int, block_cache: str, recommit: bool, evict: bool) -> None:
     rng = random.Random(f"{block} {block_cache} {recommit} {evict}")
     page_size = rng.choice([block // 2, block, 2 * block])

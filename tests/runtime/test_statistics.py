@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import dgraph
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
@@ -21,6 +20,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import Candidates, Carried, ConfidenceThreshold, Policy, statistics_of
 from dgraph.runtime.policies.base import DecodeRule, best
 from dgraph.runtime.session import BlockSession, measuring
+from dgraph.testing import TinyModel, models
 from tests.runtime.test_cudagraph import Recorder
 
 PROMPTS = [list(range(6, 30)), list(range(40, 45))]
@@ -89,20 +89,21 @@ class Watched:
         return self.rule.choose(candidates)
 
 
-def run(model: str, recipe: Any, policy: Policy, **options: Any) -> Any:
-    made = dgraph.optimize(model, recipe, backend="eager", buckets="hybrid")
+SDAR, LLADA = models(None, "sdar", "llada")[::-1]
+
+
+def run(tiny: TinyModel, recipe: Any, policy: Policy, **options: Any) -> Any:
+    made = tiny.optimized(recipe, buckets="hybrid")
     return made.generate(input_ids=PROMPTS, max_new_tokens=12, policy=policy, **options)
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"), [("tiny_sdar", "dense"), ("tiny_sdar", "focus"), ("tiny_llada", "fast_dllm")], ids=str
-)
-def test_statistics_of_the_lm_head_are_those_of_its_logits(model: str, recipe: str) -> None:
+@pytest.mark.parametrize(("tiny", "recipe"), [(SDAR, "dense"), (SDAR, "focus"), (LLADA, "fast_dllm")], ids=str)
+def test_statistics_of_the_lm_head_are_those_of_its_logits(tiny: TinyModel, recipe: str) -> None:
     """Computed in chunks without keeping logits, and from whole logits by the runtime."""
     chunked, whole = Watched(Stable(), []), Watched(Stable(), [])
-    value = dgraph.recipe(recipe, dgraph.load(model).spec)
-    got = run(model, value, chunked)
-    want = run(model, value.keeping_logits(), whole)
+    value = tiny.recipe(recipe)
+    got = run(tiny, value, chunked)
+    want = run(tiny, value.keeping_logits(), whole)
     assert got.token_ids == want.token_ids
     assert len(chunked.seen) == len(whole.seen) > 3
     first = chunked.seen[0]
@@ -117,7 +118,7 @@ def test_statistics_of_the_lm_head_are_those_of_its_logits(model: str, recipe: s
 
 
 def test_a_captured_step_measures_what_a_plain_one_does_and_begins_anew_in_each_call() -> None:
-    made = dgraph.optimize("tiny_sdar", "focus", backend="eager", buckets="hybrid")
+    made = SDAR.optimized("focus", buckets="hybrid")
     policy = Stable()
     pool, compiler = GraphPool(recorder=Recorder), RegionCompiler("eager")
     session = BlockSession(made.spec, made.programs, block_cache="dc+", pool=pool)
@@ -138,7 +139,7 @@ def test_a_captured_step_measures_what_a_plain_one_does_and_begins_anew_in_each_
 
 
 def test_a_program_without_the_statistics_is_refused() -> None:
-    made = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    made = SDAR.optimized("dense")
     session = BlockSession(made.spec, made.programs)
     with pytest.raises(InputError, match="Stable: needs kl, got none; it takes a step program that outputs kl, or log"):
         session.generate(PROMPTS, max_new_tokens=4, policy=Stable())

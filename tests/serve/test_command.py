@@ -20,6 +20,7 @@ from tests.serve.asking import SORTED, chat, refused
 from tests.serve.live import WAIT
 
 
+@pytest.mark.release
 def test_from_the_command_to_the_signal(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("first\n\nsecond\n")

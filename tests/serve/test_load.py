@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 import dgraph
 from benchmarks.server_load import measure, report_of
 from dgraph.bench.serve import LoadTest, prompts_for
 from dgraph.engine.load import Request
 
 
+@pytest.mark.release
 def test_both_arms_are_served_the_same(sdar: dgraph.Optimized) -> None:
     requests = [Request(0.0, 8, 8) for _ in range(4)]
     decoding = dgraph.Decoding(steps=2, ignore_eos=True)

@@ -115,6 +115,7 @@ def test_clients_that_hang_up_at_random_moments(held: Held) -> None:
     assert held.engine.stats.finished.get("cancelled", 0) > 0
 
 
+@pytest.mark.release
 def test_a_hundred_streams_at_once_say_what_generate_says() -> None:
     sdar = dgraph.optimize("tiny_sdar", "focus", backend="eager")  # that of the module's server is in use
     draw = random.Random(1)

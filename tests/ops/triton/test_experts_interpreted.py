@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from tests.amounts import every_value
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.mixtures import draw, literal, mixture, routing
 
@@ -28,22 +29,23 @@ def check_routing(interpreted: Interpreter, *args: Any) -> None:
     assert_close(weight, weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("count", "groups", "top_groups", "topk"),
-    [
-        (256, 8, 4, 8),
-        (256, 1, 1, 8),
-        (16, 8, 4, 8),  # all of what is open
-        (12, 3, 2, 5),
-        (35, 5, 5, 3),
-        (10, 5, 1, 2),
-        (97, 1, 1, 97),
-        (1, 1, 1, 1),
-        (1200, 2, 1, 9),
-    ],
+@every_value(
+    ("biased, score", [(True, "sigmoid"), (False, "sigmoid"), (True, "softmax"), (False, "softmax")]),
+    (
+        "count, groups, top_groups, topk",
+        [
+            (256, 8, 4, 8),
+            (256, 1, 1, 8),
+            (16, 8, 4, 8),  # all of what is open
+            (12, 3, 2, 5),
+            (35, 5, 5, 3),
+            (10, 5, 1, 2),
+            (97, 1, 1, 97),
+            (1, 1, 1, 1),
+            (1200, 2, 1, 9),
+        ],
+    ),
 )
-@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("biased", [True, False])
 def test_routing_in_any_groups(
     interpreted: Interpreter, count: int, groups: int, top_groups: int, topk: int, score: str, biased: bool
 ) -> None:

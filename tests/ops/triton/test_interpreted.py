@@ -13,6 +13,7 @@ from dgraph.errors import InputError
 from dgraph.ops import OPS, Sample
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.lm_head import decode_logits
+from tests.amounts import every_pair, every_value
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import (
     LARGER,
@@ -96,8 +97,10 @@ def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interp
     compare(results(interpreted, "paged_attention", tuple(args)), want)
 
 
-@pytest.mark.parametrize(("block_m", "least", "few"), [(16, 0, 0), (32, 16, 0), (64, 0, 32), (64, 16, 32)])
-@pytest.mark.parametrize(("block_n", "splits", "bulk"), [(8, 1, True), (16, 3, False), (32, 2, True)])
+@every_value(
+    ("block_n, splits, bulk", [(8, 1, True), (16, 3, False), (32, 2, True)]),
+    ("block_m, least, few", [(16, 0, 0), (32, 16, 0), (64, 0, 32), (64, 16, 32)]),
+)
 def test_partial_attention_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, least: int, few: int, block_n: int, splits: int, bulk: bool
 ) -> None:
@@ -185,8 +188,7 @@ def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits
         assert (found[~masked] == filler).all()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
-@pytest.mark.parametrize("which", ["scattered", "none", "all", "the last", "a whole chunk"])
+@every_value(("which", ["scattered", "none", "all", "the last", "a whole chunk"]), ("chunk", [1, 7, 16, 100]))
 def test_masked_rows_are_projected_whether_listed_or_not(interpreted: Interpreter, which: str, chunk: int) -> None:
     h, weight, bias, masked, temperature, seed, _, suppress = heading(21, vocab=50, d=20, bias=chunk != 7)
     row = torch.arange(21)
@@ -278,10 +280,12 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
             interpreted(name, args)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32, 33, 48, 49, 70, 100])
-@pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
+@every_pair(
+    ("name", ["rows_linear", "rows_glu"]),
+    ("splits", [1, 3]),
+    ("bulk", [False, True]),
+    ("rows", [0, 1, 15, 16, 17, 32, 33, 48, 49, 70, 100]),
+)
 def test_a_product_in_any_tiles_and_shares(
     interpreted: Interpreter, name: str, rows: int, bulk: bool, splits: int
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from tests.amounts import every_value
 from tests.ops.test_sparse_scores import ALL, Call, call_of
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected
@@ -23,13 +24,20 @@ def check(interpreted: Interpreter, call: Call, *rest: Any, **options: Any) -> N
     compare([result], expected(name, args))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "heads"),
-    [((16, 16, 16, 16), (4, 1)), ((32, 16, 32, 16), (2, 2)), ((16, 32, 64, 32), (7, 1)), ((64, 64, 16, 64), (6, 2))],
-)
-@pytest.mark.parametrize(
-    ("first", "last", "resident", "cuts"),
-    [(0, ALL, 1, True), (-40, 0, 4, False), (-ALL - 1, ALL, 2, True), (500, ALL, 2, False)],
+@every_value(
+    (
+        "first, last, resident, cuts",
+        [(0, ALL, 1, True), (-40, 0, 4, False), (-ALL - 1, ALL, 2, True), (500, ALL, 2, False)],
+    ),
+    (
+        "sizes, heads",
+        [
+            ((16, 16, 16, 16), (4, 1)),
+            ((32, 16, 32, 16), (2, 2)),
+            ((16, 32, 64, 32), (7, 1)),
+            ((64, 64, 16, 64), (6, 2)),
+        ],
+    ),
 )
 def test_votes_in_any_tiles_and_shares(
     interpreted: Interpreter,

@@ -10,6 +10,7 @@ import torch
 from dgraph.ops import OPS
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw
+from tests.amounts import every_value
 from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, moved
@@ -38,8 +39,7 @@ def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None
     compare([found], expected("sparse_attention", args))
 
 
-@pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (8, 8, 3), (64, 32, 8), (32, 16, 2)])
-@pytest.mark.parametrize("bulk", [True, False])
+@every_value(("bulk", [True, False]), ("block_m, block_n, splits", [(16, 16, 1), (8, 8, 3), (64, 32, 8), (32, 16, 2)]))
 def test_interpreted_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, block_n: int, splits: int, bulk: bool
 ) -> None:
