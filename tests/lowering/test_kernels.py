@@ -101,6 +101,7 @@ def test_a_fresh_process_compiles_nothing(made_by_two: tuple[Path, list[Said]], 
     assert len(unpacked(only_file(store).read_bytes())) == 3
 
 
+@pytest.mark.release
 def test_two_processes_restore_at_once(store: Store, tmp_path: Path) -> None:
     running = [process(store.root, tmp_path / "triton", 256, 128) for _ in range(2)]
     assert [result_of(p)["compiled"] for p in running] == [[], []]
