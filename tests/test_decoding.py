@@ -1,4 +1,4 @@
-"""Rules, samplers and stop texts as a caller of `generate` meets them, on the embedded model."""
+"""Rules, samplers and stop texts as a caller of `generate` meets them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dgraph.runtime import ConfidenceThreshold, StepRecord
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler
 from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.testing import models, prompts
 
 PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
@@ -31,14 +32,16 @@ def focus() -> dgraph.Optimized:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_published_rule_decodes_to_the_end(dense: dgraph.Optimized, name: str) -> None:
-    steps = {"steps": 8} if hasattr(PRESETS[name], "steps") else {}
-    result = dense.generate(PROMPTS, policy=name, **steps, **OPTIONS)
-    assert all(result.token_ids)
+def test_every_published_rule_decodes_to_the_end(name: str) -> None:
+    (tiny,) = models(None, "sdar")
+    options = {**OPTIONS, "ignore_eos": True, **({"steps": 8} if hasattr(PRESETS[name], "steps") else {})}
+    made, ids = tiny.optimized("dense"), prompts(tiny)[:2]
+    result = made.generate(input_ids=ids, policy=name, **options)
+    assert [len(found) for found in result.token_ids] == [40, 40]
     assert result.stats.decoded >= sum(map(len, result.token_ids))
-    alone = [dense.generate(prompt, policy=name, **steps, **OPTIONS).token_ids[0] for prompt in PROMPTS]
-    if not (PRESETS[name].needs & {"noise"} or policy_sampler(PRESETS[name]).temperature):
-        # Draws belong to the index of a prompt.
+    alone = [made.generate(input_ids=[prompt], policy=name, **options).token_ids[0] for prompt in ids]
+    if not (PRESETS[name].needs & {"noise", "order"} or policy_sampler(PRESETS[name]).temperature):
+        # Draws and drawn orders belong to the index of a prompt.
         assert alone == result.token_ids
 
 

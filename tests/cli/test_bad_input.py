@@ -15,6 +15,7 @@ import torch
 
 from tests.cli.conftest import Run
 from tests.cli.folders import WINDOW, weights, write_checkpoint
+from tests.cli.refusals import refused
 from tests.tiny import MASK
 
 PROMPT = ("-p", "w3 w4")
@@ -24,17 +25,6 @@ PROMPT = ("-p", "w3 w4")
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad input is to be refused before anything is compiled (the backend of these tests is the default one)."""
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *_, **__: pytest.fail("compiled"))
-
-
-def refused(result: Any, *parts: str, folder: Path | None = None) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert "Traceback" not in result.stderr
-    message = " ".join(result.stderr.split())
-    for part in parts:
-        assert part in message, message
-    assert not list((folder or Path.cwd()).iterdir()), "something was written"
 
 
 GENERATE = [

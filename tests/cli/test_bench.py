@@ -13,9 +13,10 @@ import torch
 from dgraph import api
 from dgraph.bench.measure import Bench
 from dgraph.bench.traces import Trace, read_trace, synthesise
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.models import shapes
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import refused
 
 EAGER = ("--backend", "eager", "--repeat", 1, "--batch", 2, "--tokens", 16, "--prompt", 9)
 SMALL = {
@@ -32,7 +33,8 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def arms_share_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is most of their time here, and passes leave it as it is."""
-    monkeypatch.setattr(api, "capture_or_load", functools.cache(api.capture_or_load))
+    once = functools.cache(lambda module, spec, prefix: capture_or_load(module, spec, prefix, None))
+    monkeypatch.setattr(api, "capture_or_load", lambda module, spec, prefix, store: once(module, spec, prefix))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from dgraph import api
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import refused
 
 SMALL = ("--backend", "eager", "--requests", 6, "--prompt", "uniform:5-20", "--tokens", "uniform:4-12", "--steps", 3)
 SLOTS = ("--sequences", 2, "--block", 8, "--ignore-eos")

@@ -16,7 +16,7 @@ from dgraph.models.tasks import TASKS, is_held_out
 from dgraph.plans.calibration import FILE, read_calibration
 from tests.cli.conftest import Run
 from tests.cli.folders import WINDOW, write_checkpoint
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import refused
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import dgraph
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.run import Evaluation
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import refused
 from tests.evaluate import programs
 from tests.recipes.bidirectional import setup_of
 

@@ -13,7 +13,7 @@ from dgraph.engine.costs import CostModel
 from dgraph.engine.profile import Profile
 from dgraph.errors import InputError
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import refused
+from tests.cli.refusals import refused
 
 
 def test_memory_by_what_has_it(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_nothing_ends_a_response_that_is_too_short(
 
 
 @pytest.mark.parametrize("rule", ["joint_threshold", "hierarchical_remask", "llada2.1"])
-@drawn(5, 30, data=st.data())
+@drawn(4, 30, data=st.data())
 def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: st.DataObject) -> None:
     decoding = Decoding(max_new_tokens=11, policy=rule, ignore_eos=data.draw(st.booleans()))
     one = st.builds(Asked, ids=st.sampled_from(PROMPTS), decoding=st.just(decoding), turn=st.integers(0, 3))

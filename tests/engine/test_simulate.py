@@ -99,6 +99,7 @@ def test_look_ahead_loses_no_throughput_above_it() -> None:
     assert rates["look_ahead"] > 0.98 * max(rates.values()), rates
 
 
+@pytest.mark.release
 def test_twenty_thousand_requests_all_end() -> None:
     requests = drawn(
         arrivals("gamma:2", 30.0, 20_000), Lengths("lognormal:100,0.8"), Lengths("uniform:8-96", "--tokens")

@@ -26,7 +26,7 @@ from tests.amounts import every_value
 from tests.lowering.one_region import compilations
 from tests.passes.scene import Scene
 from tests.recipes.bidirectional import Setup, prompts_for, setup_of
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 from tests.tiny import Hand
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from dgraph.runtime.session import BlockSession
 from tests.lowering.test_executor import ROWS, lower
 from tests.passes.scene import Scene
 from tests.recipes.bidirectional import Setup, prompts_for, setup_of
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 from tests.tiny import Hand, interpret
 
 aten = torch.ops.aten

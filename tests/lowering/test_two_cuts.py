@@ -21,7 +21,7 @@ from dgraph.runtime.rows import inverse
 from dgraph.shapes import InputSpec
 from tests.oracle.models import to_transformers
 from tests.passes.scene import BLOCKS, CONFIG, WEIGHTS, Scene
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 from tests.tiny import BLOCK, MASK, interpret, read_cache, rewritten
 
 ROWS = 32

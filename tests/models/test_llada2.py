@@ -20,7 +20,7 @@ from dgraph.models.shapes import SHAPES, random_model
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
 from tests.oracle import llada2 as oracle
 from tests.oracle.qwen3 import Cache, project
-from tests.recipes.test_against_oracle import Setup, check, optimized, prompts_for
+from tests.recipes.block_causal import Setup, check, optimized, prompts_for
 from tests.remote import SEQUENCES, change_tensors, check_head, logits_of, stand_in, write
 from tests.tiny import caches_of, interpret, ops_of, rewritten, rows_of
 
@@ -113,8 +113,11 @@ def test_a_sum_that_routes_is_not_fused() -> None:
     "sizes",
     [
         oracle.Config(dense=0, groups=1, top_groups=1),
-        oracle.Config(dense=2, topk=1, rotary=1.0),
-        oracle.Config(layers=2, experts=4, groups=2, top_groups=1, topk=2, kv_heads=4, rotary=0.25),
+        pytest.param(oracle.Config(dense=2, topk=1, rotary=1.0), marks=pytest.mark.release),
+        pytest.param(
+            oracle.Config(layers=2, experts=4, groups=2, top_groups=1, topk=2, kv_heads=4, rotary=0.25),
+            marks=pytest.mark.release,
+        ),
     ],
     ids=["no dense layer, no groups", "one expert, all rotated", "one group"],
 )
@@ -340,7 +343,7 @@ def test_a_remote_code_model_that_does_not_fit() -> None:
 # -- shapes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llada2-mini", "sdar-30b-a3b"])
+@pytest.mark.parametrize("name", ["llada2-mini", pytest.param("sdar-30b-a3b", marks=pytest.mark.release)])
 def test_a_shape_with_random_weights(name: str) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "num_experts": 16}
     small |= {"moe_intermediate_size": 16, "mask_id": 96, "eos_ids": (5,), "pad_id": 0, "block_length": 8}

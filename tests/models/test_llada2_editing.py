@@ -21,7 +21,13 @@ def dense() -> dgraph.Optimized:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "edit_threshold", "passes"), [(0.5, 0.0, 16), (0.3, 0.4, 16), (0.05, 0.0, 3), (0.7, 0.9, 0)]
+    ("threshold", "edit_threshold", "passes"),
+    [
+        (0.5, 0.0, 16),
+        pytest.param(0.3, 0.4, 16, marks=pytest.mark.release),
+        (0.05, 0.0, 3),
+        pytest.param(0.7, 0.9, 0, marks=pytest.mark.release),
+    ],
 )
 def test_generations_are_the_oracles(
     dense: dgraph.Optimized, threshold: float, edit_threshold: float, passes: int

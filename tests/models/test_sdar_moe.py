@@ -18,7 +18,7 @@ from tests.oracle import qwen3
 from tests.oracle.llada2 import experts_of, mixture, softmax_routing
 from tests.oracle.models import random_weights as dense_weights
 from tests.oracle.models import tiny_config
-from tests.recipes.test_against_oracle import Setup, check, optimized, prompts_for
+from tests.recipes.block_causal import Setup, check, optimized, prompts_for
 from tests.remote import SEQUENCES, change_tensors, logits_of, stand_in, write
 from tests.tiny import interpret, ops_of, rewritten, rows_of
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.amounts import every_value
 from tests.oracle.focus import Trace, generate, ready_columns
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 from tests.oracle.qwen3 import Cache, forward, project
@@ -101,11 +102,9 @@ def test_a_read_of_something_never_written_is_an_error() -> None:
         forward(WEIGHTS[0], CONFIG, [1, 2], [2, 3], [4, 4], cache)
 
 
-@pytest.mark.parametrize(("size", "length"), [(8, 0), (8, 5), (8, 16), (8, 21), (16, 19), (32, 37), (64, 70)])
-@pytest.mark.parametrize(
-    "policy",
-    [{"threshold": 0.5}, {"threshold": 0.8}, {"steps": 5}, {"steps": 100}],
-    ids=["threshold0.5", "threshold0.8", "steps5", "steps100"],
+@every_value(
+    ("policy", [{"threshold": 0.5}, {"threshold": 0.8}, {"steps": 5}, {"steps": 100}]),
+    ("size, length", [(8, 0), (8, 5), (8, 16), (8, 21), (16, 19), (32, 37), (64, 70)]),
 )
 def test_dense_equals_full_recompute(size: int, length: int, policy: dict[str, Any]) -> None:
     new = 19 if size < 32 else 30
@@ -154,21 +153,22 @@ def check_invariants(trace: Trace, evict: bool, signal: str, select: str) -> Non
             assert all(x == 0 for x, q in zip(step.score, step.positions, strict=True) if q not in m)
 
 
-@pytest.mark.parametrize("size", [8, 16, 32, 64])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"alpha": 1.0, "block_cache": "dc"},
-        {"alpha": 1.2, "block_cache": "off", "signal": "importance"},
-        {"alpha": 2.5, "recommit": False, "after": 2},
-        {"signal": "importance", "after": 0},
-        {"keep": 2, "select": "bottom", "signal": "importance"},
-        {"keep": 4, "select": "random"},
-        {"steps": 7, "block_cache": "dc", "recommit": False},
-        {"threshold": 0.5, "after": 3},
-    ],
-    ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default",
+@every_value(
+    ("size", [8, 16, 32, 64]),
+    (
+        "options",
+        [
+            {},
+            {"alpha": 1.0, "block_cache": "dc"},
+            {"alpha": 1.2, "block_cache": "off", "signal": "importance"},
+            {"alpha": 2.5, "recommit": False, "after": 2},
+            {"signal": "importance", "after": 0},
+            {"keep": 2, "select": "bottom", "signal": "importance"},
+            {"keep": 4, "select": "random"},
+            {"steps": 7, "block_cache": "dc", "recommit": False},
+            {"threshold": 0.5, "after": 3},
+        ],
+    ),
 )
 def test_focus_invariants(size: int, options: dict[str, Any]) -> None:
     options = dict(options)

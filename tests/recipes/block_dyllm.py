@@ -22,7 +22,7 @@ from tests.oracle.dyllm import Memory, Method
 from tests.oracle.dyllm_blocks import Blocks, Pass, as_qwen3, llada2_parts
 from tests.passes.sparse_step import Found
 from tests.passes.sparse_step import run as run_graph
-from tests.recipes.test_against_oracle import EOS, LAYERS, Setup, new_tokens, setup_for
+from tests.recipes.block_causal import EOS, LAYERS, Setup, new_tokens, setup_for
 
 FAMILIES = ("sdar", "sdar_moe", "llada2")
 BLOCK = 16

@@ -26,7 +26,7 @@ from tests.oracle import dream, llada
 from tests.oracle.qwen3 import Cache
 from tests.oracle.scoring import Eviction
 from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, VOCAB, Setup, prompts_for, setup_of
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 
 # How tokens are committed: settings of `generate`, and the oracle's words for them.
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -24,9 +24,9 @@ from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Generation
 from tests.oracle import qwen3
 from tests.oracle.dyllm import Method
+from tests.recipes.block_causal import LAYERS, optimized, prompts_for
 from tests.recipes.block_dyllm import BLOCK, CACHES, FAMILIES, NEW, oracle_of, setup_of
-from tests.recipes.test_against_oracle import LAYERS, optimized, prompts_for
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 from tests.tiny import tiny_spec
 
 # -- limits ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dgraph.recipes import RECIPES, build
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.session import BlockSession
 from tests.amounts import every_value
+from tests.recipes.block_causal import LAYERS, check, optimized, prompts_for
 from tests.recipes.block_dyllm import (
     BLOCK,
     CACHES,
@@ -27,7 +28,6 @@ from tests.recipes.block_dyllm import (
     setup_of,
     watched_by_oracle,
 )
-from tests.recipes.test_against_oracle import LAYERS, check, optimized, prompts_for
 
 # -- rows, tokens, keys and values -------------------------------------------------------------------------------
 

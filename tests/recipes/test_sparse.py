@@ -35,7 +35,7 @@ from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import prompts_for, setup_of
-from tests.recipes.test_against_oracle import optimized
+from tests.recipes.block_causal import optimized
 from tests.tiny import tiny_spec
 
 BOTH, CAUSAL = tiny_spec(attention="bidirectional"), tiny_spec()

@@ -13,8 +13,8 @@ from tests.amounts import every_value
 from tests.oracle import dyllm, focus
 from tests.oracle.sparse import Method
 from tests.oracle.sparse_blocks import SparseBlocks
+from tests.recipes.block_causal import optimized, steps_of
 from tests.recipes.block_dyllm import BLOCK, EOS, LAYERS, NEW, oracle_of, setup_of
-from tests.recipes.test_against_oracle import optimized, steps_of
 from tests.recipes.test_sparse_against_oracle import packed
 
 RULES: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.7}, "steps": {"steps": 5}}

@@ -19,8 +19,8 @@ from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Generation
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import LAYERS, Setup, prompts_for, setup_of
-from tests.recipes.test_against_oracle import optimized
-from tests.runtime.test_cudagraph import Recorder
+from tests.recipes.block_causal import optimized
+from tests.runtime.recorder import Recorder
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "maskkv": ("maskkv", {"pairs": 5}),

@@ -39,7 +39,7 @@ from dgraph.runtime.session import BlockSession
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 
 MASK, BLOCK = 99, 8
 NEEDED: dict[str, dict[str, Any]] = {"confidence_threshold": {"threshold": 0.6}, "fixed_steps": {"steps": 3}}

@@ -25,20 +25,7 @@ from dgraph.runtime.cudagraph import IDLE, GraphPool
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy, policy_key
 from dgraph.runtime.session import BlockSession, Generation
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
-
-
-class Recorder:
-    """Runs a function once when it is captured, and again on each replay."""
-
-    def __init__(self, function: Callable[[], None]):
-        self.function = function
-        function()
-        self.replays = 0
-
-    def replay(self) -> None:
-        """Run it on what its buffers hold now."""
-        self.replays += 1
-        self.function()
+from tests.runtime.recorder import Recorder
 
 
 @pytest.fixture(scope="module")

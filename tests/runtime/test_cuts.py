@@ -23,7 +23,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.session import BlockSession, Generation
 from tests.lowering.test_schedule import two_cuts
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 from tests.tiny import Hand
 
 aten = torch.ops.aten
@@ -224,6 +224,7 @@ def test_a_full_pool(graph: Graph, limit: int) -> None:
 # -- a whole generation ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_a_generation_of_a_trained_model() -> None:
     """Of a batch whose sequences end at different times: rows go through many buckets, down and up again."""
     made = dgraph.optimize("tiny_sdar", "focus", backend="eager")

@@ -44,7 +44,7 @@ from dgraph.runtime.policies import (
 from dgraph.runtime.policies.mixture import Attribute
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
-from tests.runtime.test_policies_rules import draw, together
+from tests.runtime.formulas import draw, together
 from tests.runtime.test_policies_settings import RULES, decided, other, part
 from tests.runtime.test_statistics import Stable
 

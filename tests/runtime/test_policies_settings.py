@@ -40,7 +40,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import BlockStep, Script
-from tests.runtime.test_policies_rules import _plain, draw, together
+from tests.runtime.formulas import draw, plain, together
 
 NEEDED: dict[str, dict[str, Any]] = {"confidence_threshold": {"threshold": 0.6}, "fixed_steps": {"steps": 3}}
 RULES: dict[str, DecodeRule] = {
@@ -234,7 +234,7 @@ def test_what_was_compiled_serves_other_settings(name: str) -> None:
 
 def test_the_factor_rule_counts_in_float64() -> None:
     """Its bounds, here 1/2, 2/3, ..., follow no default dtype; torch divides a number by whole numbers in that."""
-    seen = together([_plain([0.99, 0.665, 0.1, 0.1], 0)])
+    seen = together([plain([0.99, 0.665, 0.1, 0.1], 0)])
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

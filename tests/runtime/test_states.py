@@ -20,7 +20,7 @@ from dgraph.runtime.offers import OFFERS
 from dgraph.runtime.sampling import Sampler
 from dgraph.shapes import InputSpec
 from tests.runtime.fake import FakeProgram, fake_spec, offered
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 
 BLOCKWISE = InputSpec("level", torch.float32, ("b", 2), reset="block", initial=0.5)
 LASTING = InputSpec("count", torch.int64, ("b",), reset="response", initial=3)

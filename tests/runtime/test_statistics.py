@@ -21,7 +21,7 @@ from dgraph.runtime.policies import Candidates, Carried, ConfidenceThreshold, Po
 from dgraph.runtime.policies.base import DecodeRule, best
 from dgraph.runtime.session import BlockSession, measuring
 from dgraph.testing import TinyModel, models
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 
 PROMPTS = [list(range(6, 30)), list(range(40, 45))]
 

@@ -20,7 +20,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.session import BlockSession
 from tests.recipes.bidirectional import Setup, setup_of
-from tests.runtime.test_cudagraph import Recorder
+from tests.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:block_length=8, but:dgraph.errors.DgraphWarning")
 PROMPTS = [list(range(6, 20)), [7, 8, 9]]

@@ -46,6 +46,7 @@ def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter) -> None:
     compare([got], expected("paged_attention", args))
 
 
+@pytest.mark.release
 def test_it_compiles_for_the_device_it_is_made_for() -> None:
     found = found_by("compiled_roles")
     # A first block, one with a mask, one without, and the last values: 8 instructions of 16 each, for two groups.

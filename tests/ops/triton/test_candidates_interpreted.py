@@ -79,6 +79,7 @@ def test_tilings_of_attention_stay_within_what_they_may_be() -> None:
             assert shape.head_dim <= 128 or tiling.block_n <= max(32, default.block_n)
 
 
+@pytest.mark.release
 def test_every_tiling_of_attention_is_right(interpreted: Interpreter) -> None:
     args = attention((9, 0, 5, 2), (300, 0, 12, 33), page=32, heads=(4, 1), d=16)
     want = expected("paged_attention", args)
@@ -87,6 +88,7 @@ def test_every_tiling_of_attention_is_right(interpreted: Interpreter) -> None:
         compare(flat(result), want)
 
 
+@pytest.mark.release
 def test_every_tiling_of_partial_attention_is_right(interpreted: Interpreter) -> None:
     args = partial((18, 0, 5, 9), (70, 0, 12, 33), full=(3,), page=32, heads=(4, 1))
     want = expected("partial_attention", args)
@@ -95,6 +97,7 @@ def test_every_tiling_of_partial_attention_is_right(interpreted: Interpreter) ->
         compare(flat(result) + mutated("partial_attention", after), want)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("rows", [3, 50])
 def test_every_tiling_of_products_is_right(interpreted: Interpreter, rows: int) -> None:
     args = product(rows, 60, 144, 112, bias=True)
@@ -104,6 +107,7 @@ def test_every_tiling_of_products_is_right(interpreted: Interpreter, rows: int) 
         compare(settled("rows_linear", args, flat(result)), want)
 
 
+@pytest.mark.release
 def test_every_tiling_of_logits_gives_the_same_tokens(interpreted: Interpreter) -> None:
     from dgraph.ops.lm_head import decode_logits
 

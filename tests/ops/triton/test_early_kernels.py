@@ -23,6 +23,7 @@ def fresh() -> Iterator[None]:
     starts_early.cache_clear()
 
 
+@pytest.mark.release
 def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None:
     found = found_by("compiled_early", TRITON_CACHE_DIR=str(tmp_path / "triton"))
     assert found.pop("restored") == {"same": True, "early": True, "compiled": []}

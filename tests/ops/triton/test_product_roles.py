@@ -56,6 +56,7 @@ def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter, name: st
     compare(settled(name, args, flat(result)), expected(name, args))
 
 
+@pytest.mark.release
 def test_it_compiles_for_the_device_it_is_made_for() -> None:
     found = found_by("compiled_product")
     # Four instructions of 16 for each box along the inner dimension and each accumulator. Few rows: two boxes, and of
