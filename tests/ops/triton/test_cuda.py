@@ -11,7 +11,7 @@ import torch
 from dgraph.cache.store import Store
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops import OPS, Sample
-from dgraph.ops.drift import cosine
+from dgraph.ops.compare_rows import cosine_of, sums_of
 from dgraph.ops.lm_head import decode_logits, gumbel
 from dgraph.ops.rows import slots_of
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
@@ -114,7 +114,7 @@ def test_partial_attention_at_the_sizes_of_models(
     # Who is salient follows from the context as it came out, unless the cosine is tau up to rounding.
     before, dense, positions, table, cu_rows = args[6:11]
     live = int(cu_rows[-1])
-    found = cosine(context[:live].cpu(), before[slots_of("test", positions, table, cu_rows, page)])
+    found = cosine_of(sums_of(context[:live].cpu(), before[slots_of("test", positions, table, cu_rows, page)]))
     assert ((found - args[-1]).abs() < 1e-4).sum() < 3
     wrong = salient[:live].cpu() != (dense[:live] | (found < args[-1]))
     assert not (wrong & ((found - args[-1]).abs() > 1e-5)).any()
