@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,15 +38,19 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
-from dgraph.runtime.checks import canvases_of
+from dgraph.runtime.checks import canvases_of, ids_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.kv import page_size_for
 from dgraph.runtime.policies import Mixture, statistics_of
 from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import says_stop, trim
 from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load(
@@ -140,6 +144,7 @@ class Optimized:
         transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
         programs: the lowered program of each phase.
         page_size: positions of a KV page.
+        ranks: who holds the model together; see `dgraph.groups`.
     """
 
     def __init__(
@@ -158,8 +163,8 @@ class Optimized:
         self.phases = rewrite(captured, recipe)
         self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
         self.kernels = kernels or Kernels(target_of(captured.device), None)
-        self.page_size = _page_size(self.spec.block_length, captured.device)
-        ranks = ranks_of(captured.sharding)
+        self.page_size = page_size_for(self.spec.block_length, captured.device)
+        self.ranks = ranks = ranks_of(captured.sharding)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
@@ -254,7 +259,7 @@ class Optimized:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
-        ids = self._encode(prompts) if prompts is not None else _as_lists(input_ids)
+        ids = self._encode(prompts) if prompts is not None else ids_of(input_ids)
         tokenizer = self.model.tokenizer
 
         def stopped(final: Sequence[int]) -> bool:
@@ -402,22 +407,6 @@ class Optimized:
         return [self.model.tokenizer.encode(text) for text in texts]
 
 
-def _page_size(block: int, device: torch.device) -> int:
-    """Positions per KV page: attention on a GPU reads pages of about 128 fastest, a block does elsewhere."""
-    return block * max(1, 128 // block) if device.type == "cuda" else block
-
-
-def _as_lists(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"input_ids must be int64 [b, t], got {input_ids.dtype} {list(input_ids.shape)}.")
-        return input_ids.tolist()
-    try:
-        return [list(ids) for ids in input_ids or ()]
-    except TypeError:
-        raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
-
-
 def optimize(
     model: Any,
     recipe: str | Recipe = "focus",
@@ -427,6 +416,7 @@ def optimize(
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
+    mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Optimized:
     """Capture a model, rewrite it by a recipe, and compile it.
@@ -442,6 +432,7 @@ def optimize(
         dtype, device: where and how to load a name or folder; see `load`.
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         progress: called with what is being done, for display.
+        mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
         options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
             backend, buckets, graphs, warmup, artifacts, tune.
 
@@ -466,6 +457,10 @@ def optimize(
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
     graph, _ = capture_or_load(found.module, found.spec, found.prefix, store)
+    if mesh is not None:
+        from dgraph.parallel.divide import divide
+
+        graph = divide(graph, mesh, {"model": found.spec, "recipe": chosen.to_json(), "compilation": how})
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = Tuning(graph.device, code_store, tell) if how.tune and code_store is not None and on_gpu else None

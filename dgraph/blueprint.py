@@ -17,6 +17,7 @@ from dgraph.recipes import RECIPES, builder_of, options_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from dgraph.engine.engine import Engine
 
@@ -76,16 +77,24 @@ class Blueprint:
         """The kind of device: "cpu" or "cuda"."""
         return str(self.device or "cpu").partition(":")[0]
 
-    def engines(self, tell: Callable[[str], None] = lambda what: None) -> dict[str, Engine]:
+    def engines(
+        self, tell: Callable[[str], None] = lambda what: None, mesh: DeviceMesh | None = None
+    ) -> dict[str, Engine]:
         """Build them, each of which has served a request then; by the names that clients call them.
 
         Args:
             tell: called with what is being done.
+            mesh: ranks over which the model is divided, each of which calls this; then only for one recipe.
 
         Raises what `dgraph.load`, `dgraph.optimize` and `Optimized.engine` do.
         """
         from dgraph.api import load, optimize
 
+        if mesh is not None and len(self.recipes) > 1:
+            raise InputError(
+                f"ranks that share a model serve it under one recipe, got {', '.join(self.recipes)}; serve each in "
+                f"processes of its own."
+            )
         self.unpack()
         tell("loading")
         found = load(self.model, self.dtype, self.device, **self.facts)
@@ -95,7 +104,7 @@ class Blueprint:
             tell(f"{recipe}: compiling")
             known = options_of(builder_of(RECIPES, recipe))
             own = {key: value for key, value in self.options.items() if key in known}
-            optimized = optimize(found, recipe, self.compilation, progress=tell, **own)
+            optimized = optimize(found, recipe, self.compilation, progress=tell, mesh=mesh, **own)
             tell(f"{recipe}: making room for keys and values")
             engine = optimized.engine(self.engine)
             tell(f"{recipe}: warming up")

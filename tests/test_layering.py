@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"errors"},
     "settings": {"errors"},
     "compilation": {"errors", "lowering", "runtime"},
-    "parallel": {"errors", "groups", "private", "sharding"},
+    "parallel": {"errors", "graph", "groups", "passes", "private", "runtime", "sharding"},
     "passes": CORE - {"private"} | {"ops", "plans", "plugins"},
     "recipes": {"errors", "passes", "plans", "plugins", "spec"},
     "phases": {"errors", "graph", "linears", "passes", "recipes"},

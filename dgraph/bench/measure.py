@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from dgraph.bench.record import evicts
 from dgraph.families import Model
 from dgraph.runtime.session import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ class Bench:
     buckets: str | Sequence[int] | None = None
     repeat: int = 3
     profile_steps: int = 8
+    mesh: DeviceMesh | None = None
 
     def __call__(self, arm: Arm, tell: Callable[[str], None] | None = None) -> Measured:
         """Measure one arm.
@@ -209,7 +213,13 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device.device)
         begin = time.perf_counter()
         optimized = optimize(
-            self.model, arm.recipe, backend=self.backend, buckets=self.buckets, graphs=arm.graphs, progress=tell
+            self.model,
+            arm.recipe,
+            backend=self.backend,
+            buckets=self.buckets,
+            graphs=arm.graphs,
+            progress=tell,
+            mesh=self.mesh,
         )
         built = time.perf_counter() - begin
         if optimized.transitions is not None:

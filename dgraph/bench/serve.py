@@ -250,7 +250,7 @@ class LoadTest:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> ServedLoad:
-        """Serve the workload once.
+        """Serve the workload once. Every rank calls it, and gets what rank 0 has measured.
 
         Args:
             policy: who runs.
@@ -268,17 +268,23 @@ class LoadTest:
             times = arrivals(pattern, rate, len(chosen), seed)
             chosen = [replace(request, arrival=time) for request, time in zip(chosen, times, strict=True)]
         settings = replace(self.settings, policy=policy, decoding=self.decoding)
+        served = None
         with self.optimized.engine(settings) as engine:
-            return serve_load(
-                engine,
-                chosen,
-                self.prompts[: len(chosen)],
-                self.decoding,
-                clients=clients,
-                warm_up=self.warm_up,
-                limit=self.limit,
-                progress=progress,
-            )
+            if engine.leads:
+                served = serve_load(
+                    engine,
+                    chosen,
+                    self.prompts[: len(chosen)],
+                    self.decoding,
+                    clients=clients,
+                    warm_up=self.warm_up,
+                    limit=self.limit,
+                    progress=progress,
+                )
+            else:
+                engine.join()
+        found: ServedLoad = self.optimized.ranks.exchange(served)[0]
+        return found
 
     def prepare(
         self,

@@ -13,11 +13,13 @@ import typer
 from typer.core import TyperGroup
 
 from dgraph.cli.output import complain, one_line_warnings, print_text
-from dgraph.errors import DgraphError
+from dgraph.cli.ranks import is_mine
+from dgraph.errors import DgraphError, RankLost
 
 # The base of typer.BadParameter from which all errors of a command line derive; typer gives it no public name.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
+LOST = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -78,7 +80,7 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit.
 
-        Exit codes: 0, 1 for a check of `doctor` that failed, 2 for bad input, 130 for Ctrl-C.
+        Exit codes: 0, 1 for a check of `doctor` that failed or a rank that died, 2 for bad input, 130 for Ctrl-C.
         """
         with _errors(), one_line_warnings():
             code = super().main(*args, **{**extra, "standalone_mode": False})
@@ -89,8 +91,12 @@ class Commands(TyperGroup):
 def _errors() -> Iterator[None]:
     try:
         yield
-    except DgraphError as error:
+    except RankLost as error:
         complain(str(error))
+        sys.exit(LOST)
+    except DgraphError as error:
+        if is_mine(error):
+            complain(str(error))
         sys.exit(BAD_INPUT)
     except UsageError as error:
         if not error.format_message():  # no command at all: the help has been printed

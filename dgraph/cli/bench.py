@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,8 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli import workload
 from dgraph.cli.bench_serve import serve
-from dgraph.cli.output import ERR, OUT, complain, print_json, print_table, print_text, status
+from dgraph.cli.output import ERR, complain, print_json, print_table, print_text, status, writes
+from dgraph.cli.ranks import ranks
 from dgraph.errors import DgraphError, InputError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ def bench(
     repeat: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
     dtype: workload.Dtype = None,
     device: workload.Device = None,
+    tp: given.Ranks = 1,
     fact: given.Facts = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
@@ -91,11 +94,28 @@ def bench(
     rows = given.bucket_list(buckets)
     load = _load(commits, steps, threshold, prompt, batch, tokens, block)
     kind = workload.dtype_of(dtype, where)
-    with status("loading"):
-        length = load.trace.block if load.trace else block
-        found = endless(workload.model_of(model, shape, where, kind, random_weights, layers, length, facts))
-        measure = _bench(found, load, where, backend, rows, repeat)
-        arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
+    with ranks(tp, str(where)) as mesh:
+        with status("loading"):
+            length = load.trace.block if load.trace else block
+            found = endless(workload.model_of(model, shape, where, kind, random_weights, layers, length, facts))
+            measure = replace(_bench(found, load, where, backend, rows, repeat), mesh=mesh)
+            arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
+        over = "" if mesh is None else f" over {mesh.size()} ranks"
+        title = (
+            f"{found.name}{over}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
+        )
+        setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
+        said = {"steps": load.decoding.steps, "threshold": load.decoding.threshold}
+        setting["commits"] = commits or {name: value for name, value in said.items() if value is not None}
+        _measure(measure, arms, load, setting, json, plot)
+
+
+def _measure(
+    measure: Bench, arms: Sequence[Arm], load: Load, setting: dict[str, Any], json: Path | None, plot: Path | None
+) -> None:
+    """Measure every arm, and show what came of it."""
+    import dgraph.bench.report as written
+
     done: list[Measured] = []
     failed: dict[str, str] = {}
     try:
@@ -108,15 +128,11 @@ def bench(
                         raise
                     failed[arm.label] = str(error).partition("\n")[0]
     finally:  # after Ctrl-C, too: shows what was measured until then
-        title = f"{found.name}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
-        setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
-        said = {"steps": load.decoding.steps, "threshold": load.decoding.threshold}
-        setting["commits"] = commits or {name: value for name, value in said.items() if value is not None}
-        _show(done, failed, load, title, setting)
+        _show(done, failed, load, setting["title"], setting)
         if json is not None and done:
             workload.write_json(json, written.to_json(done, failed, setting))
-        if plot is not None and done:
-            written.plot(done, plot, title)
+        if plot is not None and done and writes():
+            written.plot(done, plot, setting["title"])
     if not done:
         raise InputError("no arm could be measured.")
 
@@ -198,8 +214,6 @@ def _bench(
     buckets: str | list[int] | None,
     repeat: int,
 ) -> Bench:
-    from dataclasses import replace
-
     from dgraph.bench.floor import Device
     from dgraph.bench.load import prompts_of
     from dgraph.bench.measure import Bench
@@ -242,7 +256,7 @@ def _show(done: Sequence[Measured], failed: dict[str, str], load: Load, title: s
     import dgraph.bench.report as written
 
     if done:
-        OUT.print(f"{title}; {setting['device']}, torch {setting['torch']}")
+        print_text(f"{title}; {setting['device']}, torch {setting['torch']}")
         if load.trace is not None:
             rows = load.trace.redundancy()
             print_text(

@@ -11,7 +11,8 @@ import typer
 
 from dgraph.cli import options as given
 from dgraph.cli import workload
-from dgraph.cli.output import print_table, print_text, status
+from dgraph.cli.output import print_table, print_text, status, writes
+from dgraph.cli.ranks import ranks
 from dgraph.errors import InputError, warn
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def serve(
     backend: workload.Backend = "inductor",
     dtype: workload.Dtype = None,
     device: workload.Device = None,
+    tp: given.Ranks = 1,
     fact: given.Facts = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
@@ -147,7 +149,7 @@ def serve(
         prefix_cache=not no_prefix_cache,
     )
     done: list[Row] = []
-    with status("loading") as tell:
+    with ranks(tp, str(where)) as mesh, status("loading") as tell:
         length = followed.block if followed else block
         kind = workload.dtype_of(dtype, where)
         found = workload.model_of(model, shape, where, kind, random_weights, layers, length, facts)
@@ -155,7 +157,7 @@ def serve(
         asked, longest = _fitting(asked, max_tokens, found.spec.max_positions)
         settings = replace(settings, max_tokens=longest, block_length=found.spec.block_length)
         running: dict[str, Any] = {"backend": backend, "buckets": given.bucket_list(buckets), "graphs": not no_graphs}
-        optimized = dgraph.optimize(found, chosen, progress=tell, **running)
+        optimized = dgraph.optimize(found, chosen, progress=tell, mesh=mesh, **running)
         prompts = serving.prompts_for(found, asked, shared, seed)
         decoding = replace(decoding, ignore_eos=ignore_eos)
         test = serving.LoadTest(optimized, asked, prompts, decoding, settings, limit, warm_share)
@@ -171,12 +173,13 @@ def serve(
                     tell(f"{name}, {_label(what, value)}")
                     done.append((_label(what, value), _run(test, name, what, value, base, arrivals, seed, tell)))
         finally:  # after Ctrl-C, too: shows what was measured until then
-            title = f"{found.name}, {recipe}: {len(asked)} requests, {slots} slots"
+            over = "" if mesh is None else f", {mesh.size()} ranks"
+            title = f"{found.name}, {recipe}{over}: {len(asked)} requests, {slots} slots"
             setting = {**machine(where), "title": title, "model": found.spec.to_json(), "engine": asdict(test.settings)}
             setting["commits"] = commits or {"steps": decoding.steps, "threshold": decoding.threshold}
             if json is not None and done:
                 workload.write_json(json, written.to_json(done, setting))
-            if plot is not None and len(done) > 1:
+            if plot is not None and len(done) > 1 and writes():
                 written.plot([row for row in done if row[0] != "capacity"], plot, title)
             for titles, rows_of in (written.latency_table(done), written.inside_table(done)) if done else ():
                 print_text("")

@@ -10,6 +10,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.cache_args import Folder, open_cache
 from dgraph.cli.output import print_json, print_text, status
+from dgraph.cli.ranks import ranks
 
 
 def compile_(
@@ -21,6 +22,7 @@ def compile_(
     ] = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
+    tp: given.Ranks = 1,
     fact: given.Facts = None,
     batch: Annotated[
         int | None,
@@ -47,7 +49,7 @@ def compile_(
     facts = given.facts(fact)
     options, rows, store = given.recipe_options(recipe, option), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
-    with status("loading") as tell:
+    with ranks(tp, device) as mesh, status("loading") as tell:
         made = dgraph.optimize(
             model,
             recipe,
@@ -58,6 +60,7 @@ def compile_(
             warmup=None if batch is None else dgraph.WarmUp(batch=batch, tokens=tokens),
             artifacts=store.root,
             progress=tell,
+            mesh=mesh,
             **options,
         )
     seconds, compiler = time.perf_counter() - start, made.compiler

@@ -12,6 +12,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.generate_data import generate_data
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
+from dgraph.cli.ranks import ranks
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def generate(
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --html run.html
     dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
+    dgraph generate ./SDAR-8B-Chat-b32 --device cuda --tp 2 -p "Why is the sky blue?"
     dgraph generate tiny_sdar --data in.jsonl --out out.jsonl
     """
     import dgraph
@@ -116,8 +118,10 @@ def generate(
         stop=stop or (),
         seed=seed,
     )
-    if not ray and (tp > 1 or replicas > 1):
-        raise InputError("--tp and --replicas say how the actors of --ray are; add --ray, or leave them out.")
+    if not ray and replicas > 1:
+        raise InputError("--replicas says how many actors --ray has; add --ray, or leave it out.")
+    if data is not None and not ray and tp > 1:
+        raise InputError("--data is answered by one process, or by those of --ray; add --ray, or leave --tp out.")
     if ray and data is None:
         raise InputError("--ray answers --data; give that, or leave --ray out.")
     if data is not None or out is not None:
@@ -138,12 +142,12 @@ def generate(
     prompts = given.read_prompts(prompt, prompt_file)
     if html is not None:
         check_page(html)
-    with status("loading") as tell:
+    with ranks(tp, device) as mesh, status("loading") as tell:
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
         build(RECIPES, recipe, found.spec, options)
         _check(found, prompts, decoding, max_batch)
         optimized = dgraph.optimize(
-            found, recipe, backend=backend, buckets=rows, artifacts=cache, progress=tell, **options
+            found, recipe, backend=backend, buckets=rows, artifacts=cache, progress=tell, mesh=mesh, **options
         )
 
         def count(progress: Progress) -> None:
@@ -201,6 +205,9 @@ def _watched(
     with optimized.engine(
         max_sequences=max_batch or len(prompts), max_tokens=longest + decoding.max_new_tokens, block_length=block
     ) as engine:
+        if not engine.leads:
+            engine.join()
+            raise typer.Exit
         with engine.together():
             for index, prompt in enumerate(prompts):
                 engine.submit(prompt, decoding, sink=sink_of(told[index]), draft=True, index=index)

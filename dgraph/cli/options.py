@@ -38,7 +38,15 @@ Buckets = Annotated[
         show_default="exact on a CPU, hybrid on a GPU",
     ),
 ]
-Ranks = Annotated[int, typer.Option("--tp", help="Devices that share one model (tensor parallel).")]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        help="GPUs of this machine (on a CPU, processes) that share one model (tensor parallel).",
+        show_default="1, or the ranks that torchrun has started",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", show_default="cpu")]
 Dtype = Annotated[str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", show_default=False)]
 

@@ -53,6 +53,7 @@ OUT = Console(**_PLAIN)
 """The console of results."""
 ERR = Console(stderr=True, **_PLAIN)
 """The console of everything else; one, so that a message finds its place beside a spinner."""
+_HUSHED = False
 
 
 def print_text(text: str) -> None:
@@ -105,6 +106,8 @@ def write_page(file: str, text: str) -> None:
     Raises:
         InputError: the file cannot be written.
     """
+    if not writes():
+        return
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -124,14 +127,32 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def complain(message: str) -> None:
-    """Print an error."""
+    """Print an error, whatever else is silent."""
+    before, ERR.quiet = ERR.quiet, False
     ERR.print(f"error: {message}")
+    ERR.quiet = before
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Print errors alone, and write no files: what another process prints and writes as well."""
+    global _HUSHED
+    before, _HUSHED, ERR.quiet = _HUSHED, True, True
+    try:
+        yield
+    finally:
+        _HUSHED, ERR.quiet = before, False
+
+
+def writes() -> bool:
+    """Whether files are this process's to write."""
+    return not _HUSHED
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
     """What is being done, beside a spinner, while stderr is a terminal; yields a function that changes it."""
-    if not ERR.is_terminal:
+    if _HUSHED or not ERR.is_terminal:
         yield lambda what: None
         return
     with ERR.status(what) as shown:

@@ -6,13 +6,20 @@ import gc
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dgraph.cli import options as given
 from dgraph.cli.output import print_text, status
+from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dgraph.blueprint import Blueprint
+    from dgraph.serve.host import Host
 
 MODEL = "tiny_sdar"
 KEY_VARIABLE = "DGRAPH_API_KEY"
@@ -140,7 +147,6 @@ def serve(
     from dgraph.cache.place import parse_size
     from dgraph.compilation import Compilation
     from dgraph.engine.build import EngineSettings
-    from dgraph.serve.access_log import to_stderr
     from dgraph.serve.host import Host, bind
 
     recipes = list(dict.fromkeys(recipe or ["focus"]))
@@ -173,8 +179,8 @@ def serve(
         prefix_cache=not no_prefix_cache,
         queue=queue,
     )
-    if not ray and (tp > 1 or replicas != "auto"):
-        raise InputError("--tp and --replicas say how the replicas of --ray are; add --ray, or leave them out.")
+    if not ray and replicas != "auto":
+        raise InputError("--replicas says how many replicas --ray has; add --ray, or leave it out.")
     blueprint = Blueprint(
         model=model,
         recipes=tuple(recipes),
@@ -204,8 +210,20 @@ def serve(
                 ready=_print_address,
             )
         return
-    found = Host(bind(host, port), settings, shutdown_timeout)
-    with status("loading") as tell, to_stderr(not no_access_log):
+    listener = bind(host, port) if leads() else None
+    with ranks(tp, device) as mesh:
+        if listener is None:
+            for served in blueprint.engines(mesh=mesh).values():
+                served.join()
+        else:
+            _serve_here(blueprint, mesh, Host(listener, settings, shutdown_timeout), not no_access_log)
+
+
+def _serve_here(blueprint: Blueprint, mesh: DeviceMesh | None, found: Host, access_log: bool) -> None:
+    """Serve from this process, until a signal comes."""
+    from dgraph.serve.access_log import to_stderr
+
+    with status("loading") as tell, to_stderr(access_log):
 
         def ready(address: str) -> None:
             gc.collect()
@@ -213,7 +231,7 @@ def serve(
             tell("serving; Ctrl-C stops")
             _print_address(address, found.lifetime.models)
 
-        found.serve_with(blueprint.engines, tell, ready)
+        found.serve_with(lambda told: blueprint.engines(told, mesh), tell, ready)
 
 
 def _print_address(address: str, models: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import plain
+from dgraph.cli.output import plain, writes
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def check_files(numbers: Path | None, plot: Path | None) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write results."""
-    path.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if writes():
+        path.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def device_of(name: str | None) -> torch.device:

@@ -126,6 +126,10 @@ class ProcessGroup:
         """See `Group.exchange`."""
         return self._star.exchange(value)
 
+    def wait_lost(self, seconds: float) -> RankLost | None:
+        """What became of a rank that takes no part any more, if that is heard of within so many seconds."""
+        return self._star.wait_lost(seconds)
+
     def check(self) -> None:
         """See `Group.check`."""
         self._star.check()

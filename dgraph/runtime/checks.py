@@ -8,6 +8,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dgraph.errors import InputError, LoweringError, UnknownName, warn
 from dgraph.lowering.program import Program
 from dgraph.ops.statistics import GIVEN
@@ -171,6 +174,22 @@ def check_request(
         _check_prompt(spec, index, prompt, decoding.max_new_tokens, block_length)
         for index, prompt in enumerate(prompts)
     ]
+
+
+def ids_of(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
+    """Prompts that are given as ids, as lists.
+
+    Raises:
+        InputError: neither lists of ids nor an integer tensor [b, t].
+    """
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"input_ids must be int64 [b, t], got {input_ids.dtype} {list(input_ids.shape)}.")
+        return input_ids.tolist()
+    try:
+        return [list(ids) for ids in input_ids or ()]
+    except TypeError:
+        raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
 
 
 def canvases_of(

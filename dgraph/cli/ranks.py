@@ -1,0 +1,210 @@
+"""Ranks of a command: started by torchrun, or by the command itself (`--tp`), which is then the first of them.
+
+The others run the same command line, print nothing but errors of their own, and end when the first one does: it waits
+for them when all is well and ends them else, and they end when their standard input does, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dgraph.cli import output
+from dgraph.errors import DgraphError, InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+FOLLOWS = "DGRAPH_FOLLOWS"
+"""Set for ranks that another one has started, whose standard input is a pipe from there."""
+PATIENCE = 10.0
+"""Seconds that a rank may take to end by itself."""
+NOTICE = 2.0
+"""Seconds for what the first rank says of an error that all have."""
+
+
+@contextmanager
+def ranks(tp: int, device: str | None) -> Iterator[DeviceMesh | None]:
+    """The ranks of this command, started now if `--tp` asks for several and torchrun has not started them.
+
+    Args:
+        tp: how many; 1 for those of torchrun, or this process alone.
+        device: as `--device` has it.
+
+    Yields:
+        The mesh to shard a model over; None for one process alone.
+
+    Raises:
+        InputError: more than there are GPUs, another number than torchrun has started, or a GPU by number.
+    """
+    if tp < 1:
+        raise InputError(f"--tp is the number of ranks, at least 1, got {tp}.")
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if tp > 1 and started not in (1, tp):
+        raise InputError(f"--tp {tp} does not fit the {started} ranks that torchrun has started; leave it out.")
+    world = max(started, tp)
+    if world == 1:
+        yield None
+        return
+    kind, colon, number = str(device or "cpu").partition(":")
+    if colon:
+        raise InputError(
+            f"--device {device} is one GPU, and {world} ranks have one each. Say --device {kind}, and which with "
+            f"CUDA_VISIBLE_DEVICES={number},..."
+        )
+    if started > 1:
+        _follow()
+        with _joined(kind) as mesh:
+            yield mesh
+        return
+    if kind == "cuda":
+        _check_gpus(world)
+    with _others(world, kind), _joined(kind) as mesh:
+        yield mesh
+
+
+def leads() -> bool:
+    """Whether this process is rank 0, or alone: what is printed and written is its."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+
+
+def is_mine(error: DgraphError) -> bool:
+    """Whether this rank is to print an error. One that the first rank has as well, it prints; the others hear of it."""
+    group = _group()
+    if group is None:
+        return True
+    if group.rank:
+        lost = group.wait_lost(NOTICE)
+        if lost is not None and str(error) in str(lost):
+            return False
+    group.fail(str(error))
+    return True
+
+
+def _group() -> Any:
+    """The group that this command has joined, if it has."""
+    if "dgraph.parallel" not in sys.modules:
+        return None
+    from dgraph.errors import InputError as Missing
+    from dgraph.groups import group_of
+    from dgraph.sharding import GROUP
+
+    with suppress(Missing):
+        return group_of(GROUP)
+    return None
+
+
+@contextmanager
+def _joined(kind: str) -> Iterator[DeviceMesh]:
+    import dgraph.parallel
+
+    mesh = dgraph.parallel.init(kind)
+    if leads():
+        yield mesh
+    else:
+        with output.hushed(), open(os.devnull, "w", encoding="utf-8") as nowhere:
+            before, sys.stdout = sys.stdout, nowhere
+            try:
+                yield mesh
+            finally:
+                sys.stdout = before
+
+
+def _check_gpus(world: int) -> None:
+    import torch
+
+    here = torch.cuda.device_count()
+    if world > here and not (here and os.environ.get("DGRAPH_SHARE_GPU", "0") != "0"):
+        raise InputError(f"--tp {world} needs as many GPUs, and this machine has {here}; ask for fewer.")
+
+
+@contextmanager
+def _others(world: int, kind: str) -> Iterator[None]:
+    """Ranks 1 and up as processes, and this one as rank 0. They have ended when this has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    own = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if kind == "cpu":  # or every rank would want every core
+        own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    os.environ.update({**own, "RANK": "0", "LOCAL_RANK": "0"})
+    children: list[subprocess.Popen[bytes]] = []
+    ending = threading.Event()
+    try:
+        with _ended_by_sigterm():
+            for rank in range(1, world):
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), FOLLOWS: "1"}
+                command = [sys.executable, "-m", "dgraph", *sys.argv[1:]]
+                children.append(subprocess.Popen(command, env={**os.environ, **numbers}, stdin=subprocess.PIPE))
+                watch = threading.Thread(target=_watch, args=(rank, children[-1], ending), daemon=True)
+                watch.start()
+            yield
+            ending.set()
+            _wait(children, PATIENCE)
+    finally:
+        ending.set()
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for child in children:
+                if child.poll() is None:
+                    end(child)
+            _wait(children, NOTICE)
+        for name in (*own, "RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+
+
+def _wait(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all have ended, or so long."""
+    until = time.monotonic() + seconds
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, until - time.monotonic()))
+
+
+def _watch(rank: int, child: subprocess.Popen[bytes], ending: threading.Event) -> None:
+    """A rank that ends before it has joined is waited for by nobody else; later its connection tells."""
+    code = child.wait()
+    if code and not ending.wait(NOTICE) and _group() is None:
+        output.complain(f"rank {rank} ended with code {code} before it had joined the others.")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as an error, which ends the other ranks, too."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _follow() -> None:
+    """End when the rank that started this one has ended, and not by signals that are meant for it."""
+    if FOLLOWS not in os.environ:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        time.sleep(PATIENCE)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dgraph follows", daemon=True).start()

@@ -1,0 +1,36 @@
+"""A captured graph over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dgraph.graph import Graph
+from dgraph.groups import group_of
+from dgraph.parallel import of
+from dgraph.passes.manager import run_passes
+from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
+from dgraph.runtime.agree import agree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def divide(graph: Graph, mesh: DeviceMesh, facts: Mapping[str, object]) -> Graph:
+    """This rank's part of a captured graph.
+
+    Args:
+        graph: the whole one.
+        mesh: of one dimension; every rank of it calls this.
+        facts: by name, what must be the same on all of them.
+
+    Raises:
+        InputError: a mesh or a model that cannot be divided so.
+        RanksDiffer: facts that are not the same.
+    """
+    sharding = of(mesh)
+    group = group_of(sharding.group)
+    agree(group, "optimize", facts)
+    divided = graph.copy()
+    run_passes(divided, [ShardTensorParallel(sharding.world, sharding.group, rank=group.rank)])
+    return divided
