@@ -27,7 +27,7 @@ from benchmarks.needle_tables import DENSE, PER_BLOCK, Arm, Score, Scores, cells
 from benchmarks.tables import Report
 from dgraph.api import Optimized
 from dgraph.errors import DgraphError, InputError
-from dgraph.evaluate.questions import right
+from dgraph.evaluate.comparisons import exact
 from dgraph.families import Model
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -129,7 +129,7 @@ class Bench:
         found: Scores = {}
         for index, (prompt, text, ids) in enumerate(zip(prompts, result.texts, result.token_ids, strict=True)):
             cell = (prompt.length, prompt.depth)
-            one = steps.score(index, right(prompt.answer, text), len(ids))
+            one = steps.score(index, exact(prompt.answer, text), len(ids))
             found[cell] = Score.of([found.get(cell, Score()), one])
         return found
 

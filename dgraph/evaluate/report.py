@@ -10,12 +10,19 @@ from typing import Any
 
 from dgraph.bench.report import Table, check_plot, number
 from dgraph.errors import InputError
+from dgraph.evaluate.judge import NGRAM
+from dgraph.evaluate.paired import Difference
 from dgraph.evaluate.questions import Question
 from dgraph.evaluate.run import Evaluation
 from dgraph.evaluate.salience import Salience
 from dgraph.evaluate.scores import Score, wilson
 
 QUALITY = "EM % (95 %)"
+JUDGED = ("arm", "judged", "NLL/token", "perplexity", f"repeated {NGRAM}-grams %", "tokens")
+"""NLL in nats per token of the judge; tokens: of a response, by the tokenizer of the model that wrote it."""
+PAIRED = ("against", "n", "EM points (95 %)", "right only here, there", "p", "NLL/token (95 %)", "repeated (95 %)")
+"""Less the same figure of the other arm, on the same prompts; p: exact McNemar test, for one comparison; repeated: in
+points."""
 SALIENT = "salient rows, % of a sparse step"
 PARTS = 4
 """Layers and ranges of steps of which a table shows the salient rows."""
@@ -59,6 +66,42 @@ def arms_table(evaluation: Evaluation) -> Table:
     return TITLES, rows
 
 
+def judged_table(evaluation: Evaluation) -> Table:
+    """What the judge says of each arm, with repetition and length; no rows without a judge."""
+    rows: list[tuple[str, ...]] = []
+    for arm in evaluation.arms if evaluation.judge is not None else ():
+        score = evaluation.score(arm)
+        if score.prompts:
+            nll = (score.nll_per_token, score.perplexity)
+            cells = (*("n/a" if x is None else f"{x:.3f}" for x in nll), percent(score.repetition))
+            rows.append((arm.label, str(score.judged), *cells, number(score.tokens_per_response)))
+    return JUDGED, rows
+
+
+def paired_table(evaluation: Evaluation) -> Table:
+    """Differences of each arm to the one that it is compared with; the title says how many are shown."""
+    rows: list[tuple[str, ...]] = []
+    for arm in evaluation.arms:
+        paired, reference = evaluation.paired(arm), evaluation.references.get(arm)
+        if paired is None or reference is None:
+            continue
+        right = paired.accuracy
+        marks = ("n/a",) * 3
+        if right is not None:
+            marks = (_difference(right.difference(), 100, 1), f"{right.mine}, {right.other}", f"{right.p:.2g}")
+        read = (_difference(paired.nll, 1, 3), _difference(paired.repetition, 100, 1))
+        rows.append((arm.label, reference.recipe.name, str(paired.prompts), *marks, *read))
+    return (f"difference ({evaluation.comparisons} compared)", *PAIRED), rows
+
+
+def _difference(found: Difference | None, scale: float, digits: int) -> str:
+    """A difference and its interval with signs, "n/a" for None."""
+    if found is None:
+        return "n/a"
+    value, low, high = (f"{scale * x:+.{digits}f}" for x in (found.value, found.low, found.high))
+    return f"{value} ({low} to {high})"
+
+
 def tasks_table(evaluation: Evaluation) -> Table:
     """Exact match with its interval by arm and task; no rows where there is one task."""
     tasks = [t for t in evaluation.tasks if any(q.task == t and q.answer is not None for q in evaluation.questions)]
@@ -98,7 +141,8 @@ def saliences(evaluation: Evaluation) -> list[tuple[str, Salience]]:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     """All that have rows."""
-    found = (arms_table(evaluation), tasks_table(evaluation), salience_table(evaluation))
+    makers = (arms_table, tasks_table, judged_table, paired_table, salience_table)
+    found = (make(evaluation) for make in makers)
     return [(titles, rows) for titles, rows in found if rows]
 
 

@@ -1,6 +1,7 @@
 """Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes.
 
-Where a recipe counts salient rows, there is a record per batch, too, before the results of its prompts.
+Where a recipe counts salient rows, there is a record per batch, too, before the results of its prompts. What a judge
+made of a response is a record of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from dgraph.errors import InputError, warn
 from dgraph.evaluate.arms import Arm
+from dgraph.evaluate.judge import Judged
 from dgraph.evaluate.salience import Counted
 from dgraph.families import Model, embedded
 
@@ -71,8 +73,14 @@ def fingerprint(model: Model, name: str) -> str:
     """
     known = embedded()
     folder = known[name].folder if name in known else Path(name)
-    digest = hashlib.sha256(model.spec.family.encode())
-    for path in sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name == "config.json"):
+    files = (p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name == "config.json")
+    return digest_of(model.spec.family, files)
+
+
+def digest_of(kind: str, files: Iterable[Path]) -> str:
+    """SHA-256 of a kind of model and of files by name and content."""
+    digest = hashlib.sha256(kind.encode())
+    for path in sorted(files):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
@@ -117,6 +125,7 @@ class Store:
         self.path = None if path is None else Path(path)
         self._found: dict[str, Result] = {}
         self._counted: dict[str, Counted] = {}
+        self._judged: dict[str, Judged] = {}
         self._torn = False
         if self.path is not None and self.path.exists():
             self._read(self.path)
@@ -136,6 +145,16 @@ class Store:
                 found[id(record)] = (record, found.get(id(record), (record, 0))[1] + 1)
         return list(found.values())
 
+    def judged(self, key: str) -> Judged | None:
+        """What a judge made of a response, by `Judge.key`."""
+        return self._judged.get(key)
+
+    def add_judged(self, judged: Iterable[Judged]) -> None:
+        """Keep judgements whose keys are new, and write them to the file at once."""
+        new = {one.key: one for one in judged if one.key not in self._judged}
+        self._judged |= new
+        self._write(asdict(one) for one in new.values())
+
     def add(self, results: Iterable[Result], counted: Counted | None = None) -> None:
         """Keep results whose keys are new, and write them to the file at once.
 
@@ -145,12 +164,15 @@ class Store:
         self._found |= new
         if counted is not None and new:
             self._count(counted)
-        if self.path is None or not new:
-            return
         records = [asdict(result) for result in new.values()]
-        if counted is not None:  # first: a write that is cut short then costs results, which are decoded again
+        if counted is not None and new:  # first: a write that is cut short costs results, which are decoded again
             records.insert(0, counted.to_json())
+        self._write(records)
+
+    def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        if self.path is None or not lines:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(("\n" if self._torn else "") + lines)
@@ -174,12 +196,15 @@ class Store:
                 continue
             try:
                 value = json.loads(line)
-                record = Counted.from_json(value) if "batch" in value else Result.from_json(value)
+                kind = Counted if "batch" in value else Judged if "nll" in value else Result
+                record = kind.from_json(value)
             except (ValueError, KeyError, TypeError):
                 damaged.append(number)
             else:
                 if isinstance(record, Counted):
                     self._count(record)
+                elif isinstance(record, Judged):
+                    self._judged[record.key] = record
                 else:
                     self._found[record.key] = record
         cut_short = self._torn and len(damaged) == 1  # by a crash in the first write

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgraph.api import Optimized, optimize
-from dgraph.errors import DgraphError, InputError
+from dgraph.errors import DgraphError, InputError, warn
 from dgraph.evaluate.arms import Arm
-from dgraph.evaluate.questions import Question, right
+from dgraph.evaluate.judge import Judge, Judged
+from dgraph.evaluate.paired import Paired
+from dgraph.evaluate.questions import Question
 from dgraph.evaluate.results import Keys, Result, Store
 from dgraph.evaluate.salience import Counted, Salience
 from dgraph.evaluate.scores import Score
@@ -48,6 +50,7 @@ class Evaluation:
         max_new_tokens, block_length: as for `Optimized.generate`.
         max_batch: prompts that are decoded together; results are written after each batch.
         backend, buckets: as for `optimize`.
+        judge: reads the responses when all are there; None for nobody.
         failed: per arm why it could not be run (to the end).
     """
 
@@ -62,6 +65,7 @@ class Evaluation:
     max_batch: int = 16
     backend: str = "inductor"
     buckets: str | Sequence[int] | None = None
+    judge: Judge | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -82,7 +86,7 @@ class Evaluation:
             )
 
     def run(self, tell: Callable[[State], None] | None = None) -> None:
-        """Decode what is missing; equal recipes one after the other, so that each is compiled once.
+        """Decode what is missing; equal recipes one after the other, so that each is compiled once. Then judge it.
 
         An arm that cannot be run is noted in `failed`, and the others go on.
         """
@@ -108,6 +112,8 @@ class Evaluation:
                     if not isinstance(error, DgraphError) and "out of memory" not in str(error):
                         raise
                     self.failed[arm.label] = str(error).partition("\n")[0]
+        if self.judge is not None:
+            self._read(self.judge, tell)
 
     def found(self, arm: Arm) -> list[tuple[Question, Result]]:
         """The questions that an arm has answered, with its results."""
@@ -116,11 +122,26 @@ class Evaluation:
 
     def score(self, arm: Arm, *tasks: str) -> Score:
         """Figures of an arm so far, over the named tasks; without names over all."""
+        found = [pair for pair in self.found(arm) if not tasks or pair[0].task in tasks]
+        return Score.of(found, self._other(arm), self._judged)
+
+    def paired(self, arm: Arm, *tasks: str) -> Paired | None:
+        """An arm so far against the one that it is compared with, over the named tasks; None for none."""
+        other = self._other(arm)
+        if other is None:
+            return None
+        found = [(q, r, other[q.prompt]) for q, r in self.found(arm) if q.prompt in other]
+        return Paired.of([one for one in found if not tasks or one[0].task in tasks], self._judged)
+
+    def _other(self, arm: Arm) -> dict[str, Result] | None:
+        """Results of the arm that an arm is compared with, by prompt; None for no other."""
         reference = self.references.get(arm)
-        other = None
-        if reference is not None and reference != arm:
-            other = {question.prompt: result for question, result in self.found(reference)}
-        return Score.of([pair for pair in self.found(arm) if not tasks or pair[0].task in tasks], other)
+        if reference is None or reference == arm:
+            return None
+        return {question.prompt: result for question, result in self.found(reference)}
+
+    def _judged(self, result: Result) -> Judged | None:
+        return None if self.judge is None else self.store.judged(self.judge.key(result.prompt, result.text))
 
     def salience(self, arm: Arm) -> Salience | None:
         """Salient rows of an arm so far; None where its recipe counts none, or an older version wrote its results."""
@@ -145,10 +166,38 @@ class Evaluation:
                     "against": reference.label if reference is not None and reference != arm else None,
                     **self.score(arm).to_json(),
                     "salience": salience and salience.to_json(),
-                    "tasks": {task: self.score(arm, task).to_json() for task in self.tasks},
+                    "paired": (paired := self.paired(arm)) and paired.to_json(),
+                    "tasks": {
+                        task: {
+                            **self.score(arm, task).to_json(),
+                            "paired": (paired := self.paired(arm, task)) and paired.to_json(),
+                        }
+                        for task in self.tasks
+                    },
                 }
             )
-        return {"arms": arms, "failed": dict(self.failed)}
+        return {"arms": arms, "comparisons": self.comparisons, "failed": dict(self.failed)}
+
+    @property
+    def comparisons(self) -> int:
+        """Arms that are compared with another: of as many a difference that is shown was picked."""
+        return sum(self.references.get(arm) not in (None, arm) for arm in self.arms)
+
+    def _read(self, judge: Judge, tell: Callable[[State], None] | None) -> None:
+        """Have the judge read what it has not; equal responses to a prompt once."""
+        pairs = {(r.prompt, r.text): None for arm in self.arms for _, r in self.found(arm)}
+        missing = [pair for pair in pairs if self.store.judged(judge.key(*pair)) is None]
+        done, left = 0, len(missing)
+        for part in judge.read(missing):
+            self.store.add_judged(part)
+            done += len(part)
+            if tell is not None:
+                tell(State(judge.model.name, "judged", done, left))
+        if done < left:
+            warn(
+                f"{left - done} response(s) were not judged: with their prompts they are longer than the "
+                f"{judge.model.max_positions} positions of {judge.model.name}."
+            )
 
     def _by_recipe(self) -> Iterator[list[Arm]]:
         for built in dict.fromkeys(arm.built for arm in self.arms):
@@ -176,8 +225,7 @@ class Evaluation:
         counts = zip(stats.sequence_steps, stats.sequence_decoded, stats.sequence_rows, strict=True)
         found = []
         for question, text, ids, numbers in zip(batch, result.texts, result.token_ids, counts, strict=True):
-            mark = None if question.answer is None else right(question.answer, text)
-            seen = (arm.label, question.task, question.prompt, mark, text, ids)
+            seen = (arm.label, question.task, question.prompt, question.right(text), text, ids)
             found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
         return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dgraph.evaluate.questions import Question, right
+from dgraph.evaluate.judge import NGRAM, Judged, repetition
+from dgraph.evaluate.questions import Question
 from dgraph.evaluate.results import Result
 
 Z95 = 1.959963984540054
@@ -83,6 +84,10 @@ class Score:
         scored, hits: those that have an answer, and those of them that are right.
         steps, decoded, rows: sums over the prompts; see `Result`.
         seconds: for information: prompts share a batch, and the machine other work.
+        tokens: of the responses, by the tokenizer of the model that wrote them, without end padding.
+        repeated, ngrams: n-grams of these tokens that stand in their response before, and all; see `repetition`.
+        judged: responses that a judge has read.
+        nll, judge_tokens, judge_bytes: of these, in nats, tokens of its own tokenizer, and bytes of UTF-8.
         agreement: with the arm that it is compared with; None for none.
     """
 
@@ -93,13 +98,27 @@ class Score:
     decoded: int
     rows: int
     seconds: float
+    tokens: int = 0
+    repeated: int = 0
+    ngrams: int = 0
+    judged: int = 0
+    nll: float = 0.0
+    judge_tokens: int = 0
+    judge_bytes: int = 0
     agreement: Agreement | None = None
 
     @classmethod
-    def of(cls, found: Sequence[tuple[Question, Result]], reference: Mapping[str, Result] | None = None) -> Score:
-        """Of questions and results; reference: results of another arm by prompt."""
+    def of(
+        cls,
+        found: Sequence[tuple[Question, Result]],
+        reference: Mapping[str, Result] | None = None,
+        judged: Callable[[Result], Judged | None] = lambda result: None,
+    ) -> Score:
+        """Of questions and results; reference: results of another arm by prompt; judged: what a judge made of one."""
         results = [result for _, result in found]
-        marks = [right(q.answer, r.text) for q, r in found if q.answer is not None]
+        marks = [mark for q, r in found if (mark := q.right(r.text)) is not None]
+        repeats = [repetition(r.token_ids) for r in results]
+        read = [(one, len(r.text.encode())) for r in results if (one := judged(r)) is not None]
         pairs = [(r, reference[r.prompt]) for r in results if r.prompt in reference] if reference is not None else []
         return cls(
             prompts=len(results),
@@ -109,6 +128,13 @@ class Score:
             decoded=sum(r.decoded for r in results),
             rows=sum(r.rows for r in results),
             seconds=sum(r.seconds for r in results),
+            tokens=sum(len(r.token_ids) for r in results),
+            repeated=sum(again for again, _ in repeats),
+            ngrams=sum(count for _, count in repeats),
+            judged=len(read),
+            nll=sum(one.nll for one, _ in read),
+            judge_tokens=sum(one.judge_tokens for one, _ in read),
+            judge_bytes=sum(size for _, size in read),
             agreement=Agreement.of(pairs),
         )
 
@@ -132,6 +158,26 @@ class Score:
         """As in `GenerationStats`: rows through the last layers per committed token."""
         return self.rows / self.decoded if self.decoded else 0.0
 
+    @property
+    def tokens_per_response(self) -> float:
+        """Length of a response, on average."""
+        return self.tokens / self.prompts if self.prompts else 0.0
+
+    @property
+    def repetition(self) -> float | None:
+        """Share of n-grams that repeat; None where no response is long enough."""
+        return self.repeated / self.ngrams if self.ngrams else None
+
+    @property
+    def nll_per_token(self) -> float | None:
+        """Nats per token of the judge, over all judged responses; None where it has read no token."""
+        return self.nll / self.judge_tokens if self.judge_tokens else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of `nll_per_token`."""
+        return None if self.nll_per_token is None else math.exp(min(self.nll_per_token, 700.0))
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, the derived figures included."""
         return {
@@ -144,5 +190,16 @@ class Score:
             "tokens_per_step": self.tokens_per_step,
             "rows_per_token": self.rows_per_token,
             "agreement": self.agreement and self.agreement.to_json(),
+            "tokens_per_response": self.tokens_per_response,
+            "repetition": {"n": NGRAM, "share": self.repetition},
+            "judged": {
+                "responses": self.judged,
+                "nll_per_token": self.nll_per_token,
+                "perplexity": self.perplexity,
+                "nll_per_byte": self.nll / self.judge_bytes if self.judge_bytes else None,
+                "tokens": self.judge_tokens,
+            }
+            if self.judged
+            else None,
             "seconds": self.seconds,
         }

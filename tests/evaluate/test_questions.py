@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.evaluate.questions import Question, choose, drawn, read_questions, right, stored
+from dgraph.evaluate.comparisons import exact
+from dgraph.evaluate.questions import Question, choose, drawn, read_questions, stored
 from dgraph.models.tasks import Example, is_held_out, matches
 
 ANSWERS = [
@@ -25,12 +26,12 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "text"), ANSWERS)
-def test_right_is_what_the_training_tasks_call_a_match(answer: str, text: str) -> None:
-    assert right(answer, text) == matches(Example("math", "?", answer), text)
+def test_exact_is_what_the_training_tasks_call_a_match(answer: str, text: str) -> None:
+    assert exact(answer, text) == matches(Example("math", "?", answer), text)
 
 
-def test_right_knows_both() -> None:
-    assert [right(*pair) for pair in ANSWERS] == [True, True, True, False, False, True, False, False]
+def test_exact_knows_both() -> None:
+    assert [exact(*pair) for pair in ANSWERS] == [True, True, True, False, False, True, False, False]
 
 
 def test_a_file_has_answers_or_references_and_tasks(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Tasks whose problems are installed with dgraph, for every model that reads English: see data/README.md."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from dgraph.errors import UnknownName
+from dgraph.evaluate.questions import Question, parse_questions
+
+FOLDER = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Task:
+    """How problems are asked and their answers read.
+
+    Attributes:
+        compare: how a response is compared with the answer, a name of `dgraph.evaluate.comparisons.COMPARISONS`.
+        ask: follows each problem, on a line of its own.
+        new_tokens: length limit of a response where nobody gives one.
+    """
+
+    compare: str
+    ask: str
+    new_tokens: int = 256
+
+
+_STEPS = 'Think step by step, and end with "#### " and'
+_SUM = Task("number", f"{_STEPS} the number.")
+_VERDICT = f"{_STEPS} Yes or No."
+
+TASKS: dict[str, Task] = {
+    "gsm8k": _SUM,
+    "svamp": _SUM,
+    "mawps": _SUM,
+    "bbh/boolean_expressions": Task("verdict", f"{_STEPS} True or False."),
+    "bbh/date_understanding": Task("option", f"{_STEPS} the letter of the right option, as (A)."),
+    "bbh/multistep_arithmetic_two": _SUM,
+    "bbh/navigate": Task("verdict", _VERDICT),
+    "bbh/object_counting": _SUM,
+    "bbh/web_of_lies": Task("verdict", _VERDICT),
+    "bbh/word_sorting": Task("words", f"{_STEPS} the sorted words, separated by spaces."),
+}
+"""By name, which is that of the file, too."""
+
+
+def questions_of(name: str, count: int | None = None, seed: int | None = None) -> list[Question]:
+    """Problems of a task: the first `count`, or as many at random by a seed; all where there are no more.
+
+    Raises:
+        UnknownName: no such task.
+    """
+    if name not in TASKS:
+        raise UnknownName("task", name, TASKS)
+    task, path = TASKS[name], FOLDER / f"{name}.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        found = parse_questions(file.read(), str(path))
+    if seed is not None:
+        random.Random(f"{name} {seed}").shuffle(found)
+    return [Question(name, f"{q.prompt}\n{task.ask}", q.answer, task.compare) for q in found[:count]]

