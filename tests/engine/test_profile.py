@@ -156,6 +156,9 @@ def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
     assert cost.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)  # from position 16 on
     assert replace(cost, causal=False, shift=1).sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)
     assert KVCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+    shared = replace(cost, packed=((0, 10, 2, 8, 4), (1, 10, 2, 8, 4)))  # budgets of four heads, two on other ranks
+    assert shared.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 4 + 8)
+    assert KVCost.from_json(json.loads(json.dumps(shared.to_json()))) == shared
     with pytest.raises(InputError, match="1 to 32, got 33"):
         cost.sequence(32, 33)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
@@ -21,6 +22,7 @@ from dgraph.passes import (
     PartialAttention,
     ReuseRows,
     ShardTensorParallel,
+    SparseKV,
 )
 from dgraph.passes.base import Pass
 from dgraph.sharding import Sharding
@@ -28,7 +30,7 @@ from dgraph.testing import models
 from dgraph.text.writer import dump
 from tests.golden_files import check_golden
 from tests.passes.sparse_step import LENGTHS, family_of, memory_of, three_steps
-from tests.tiny import interpret, ops_of, rewritten
+from tests.tiny import interpret, ops_of, report_of, rewritten
 
 GATE, PARTIAL, ALL_ROWS = GateFFN(0.97), PartialAttention(0.97), PartialAttention(0.97, update=False)
 FUSED = {"drift", "partial_attention", "least_similar"}
@@ -81,6 +83,23 @@ def test_one_rank_gives_what_fused_ops_give(passes: list[Pass], made: dict[str, 
             assert got.keys() == wanted.keys()
             for name in wanted:
                 torch.testing.assert_close(got[name], wanted[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("other", [SparseKV(), ReuseRows()], ids=lambda step: step.name)
+def test_attention_that_is_updated_is_left_alone(other: Pass) -> None:
+    reasons = {
+        skipped.reason
+        for skipped in report_of(rewritten(alone(family_of("llada").cached), PARTIAL), other).skipped
+        if skipped.layer
+    }
+    assert len(reasons) == 1
+    assert "this attention is updated by" in reasons.pop()
+
+
+def test_passes_with_another_tau_are_refused() -> None:
+    for passes in ([GATE, PartialAttention(0.9)], [PARTIAL, GateFFN(0.9)]):
+        with pytest.raises(InputError, match=r"give both passes the same tau"):
+            rewritten(alone(family_of("llada").cached), *passes)
 
 
 def test_decisions_follow_sums_that_are_added_over_ranks() -> None:

@@ -41,6 +41,13 @@ def test_entries(plan: KVPlan, wanted: list[tuple[int, int, int, int]]) -> None:
         assert plan.entries(layer, candidates, heads) == entries
 
 
+def test_heads_of_a_rank_may_use_the_budgets_of_others() -> None:
+    """Of those of all heads as much as their own candidates."""
+    plan = KVPlan(pairs=(4,))
+    assert [plan.entries(0, n, 2, budgets=8) for n in (3, 10, 16, 40)] == [6, 20, 32, 32]
+    assert plan.entries(0, 10, 2, budgets=2) == plan.entries(0, 10, 2)
+
+
 @pytest.mark.parametrize(
     "plan", [KVPlan(ratio=0.25), KVPlan("block", 2, 3, 1.0), KVPlan(pairs=(3,)), KVPlan(pairs=(3, 0, 5))], ids=str
 )

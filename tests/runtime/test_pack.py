@@ -17,10 +17,10 @@ KEPT = KVPlan("response", pairs=(2, 4))
 SHARE = KVPlan("block", ratio=0.5)
 
 
-def packed_inputs(layer: int, heads: int, width: int, dtype: torch.dtype) -> list[InputSpec]:
+def packed_inputs(layer: int, heads: int, width: int, dtype: torch.dtype, budgets: int = 0) -> list[InputSpec]:
     """What SparseKV declares in a layer."""
     keys = [InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer) for n in "kv"]
-    count = InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads), layer=layer)
+    count = InputSpec(f"pack_count_{layer}", torch.int32, ("sequences", heads), layer=layer, budgets=budgets)
     return [*keys, count, InputSpec(f"pack_index_{layer}", torch.int32, ("entries",), layer=layer)]
 
 
@@ -68,6 +68,14 @@ def test_starts_by_layer() -> None:
     prepare(share, [9, 1, 6], 3)
     assert share.tensors()["pack_start"].tolist() == [[0, 0, 12]] * 2
     assert len(share.tensors()["k_pack_0"]) == (4 + 0 + 3) * 3
+
+
+def test_heads_of_a_rank_have_room_for_the_budgets_of_others() -> None:
+    """A rank has one of four heads, which may use what all keep together: 8 of 9 candidates, and all of 3."""
+    packed = PackedKV(packed_inputs(0, 1, 5, torch.float32, budgets=4), 1, KEPT)
+    prepare(packed, [9, 3], 2)
+    assert packed.tensors()["pack_start"].tolist() == [[0, 8]]
+    assert len(packed.tensors()["k_pack_0"]) == 8 + 3
 
 
 def test_layers_may_differ() -> None:
