@@ -18,8 +18,10 @@ from dgraph.ops import OPS, op_of
 
 aten = torch.ops.aten
 
-HEADS = ("lm_head", "lm_head_measured")
-"""Ops that are an LM head, as `Graph.find` takes them; their first arguments are those of a linear layer."""
+HEADS = ("lm_head", "lm_head_measured", "lm_head_part")
+"""Ops that are an LM head, as `Graph.find` takes them; their first arguments are those of a linear layer, the others
+those of dgraph::lm_head and more.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,16 @@ def projections_of(values: Iterable[Node]) -> list[Projection] | str:
     return found
 
 
+def heads_of(graph: Graph) -> list[Node]:
+    """The LM heads that keep no logits."""
+    return [node for name in HEADS for node in graph.find(name)]
+
+
 def head_of(graph: Graph) -> Linear | str:
-    """The LM head, which gives logits or decides without keeping them; or why there is none."""
-    heads = [node for name in HEADS for node in graph.find(name)]
+    """The LM head, which gives logits or decides without keeping them; or why there is none. That of a sharded graph
+    has the ids of a rank.
+    """
+    heads = heads_of(graph)
     if len(heads) == 1:
         x, weight, bias = args_of(heads[0])[:3]
         return Linear(heads[0], x, weight, bias, "head", None)
@@ -148,10 +157,18 @@ def head_of(graph: Graph) -> Linear | str:
     if "logits" not in graph.outputs:
         return f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits"
     logits = graph.result("logits")
+    if graph.sharding is not None and (gather := gathered(logits)) is not None:
+        logits = args_of(gather)[0]
     linear = linear_of(logits)
     if linear is None or linear.kind != "plain":
         return f"the logits come from {op_name(logits.target)}, not from a linear LM head"
     return linear
+
+
+def gathered(logits: Node) -> Node | None:
+    """The call that gathers logits of all ids from those that each rank has; None if they are not gathered."""
+    node = args_of(logits)[0] if logits.target is aten.slice.Tensor else logits
+    return node if node.target is OPS["all_gather"].overload else None
 
 
 def embedding_of(graph: Graph) -> Node | str:

@@ -11,6 +11,11 @@ from torch import Tensor
 GROUP = "tp"
 """The group that holds a model together, if nobody says otherwise."""
 
+FIRST_ID, FIRST_EXPERT = "shard.first_id", "shard.first_expert"
+"""Which id, and which expert, is the first that a rank has; see `Graph.own`."""
+FIRST_KV_HEAD = "shard.first_kv_head"
+"""Which of the model's KV heads is the first that a rank has; see `Graph.own`."""
+
 KINDS = ("column", "row", "vocabulary", "per head", "experts", "replicated")
 """What a rank has of a weight: some of its outputs, some of its inputs, some ids, some heads, some experts, or all."""
 
@@ -30,10 +35,6 @@ class Sharding:
     def __str__(self) -> str:
         """As it reads in a dump: "over 2 ranks (tp)"."""
         return f"over {self.world} ranks ({self.group})"
-
-
-FIRST_KV_HEAD = "shard.first_kv_head"
-"""Which of the model's KV heads is the first that a rank has; see `Graph.own`."""
 
 
 @dataclass(frozen=True)

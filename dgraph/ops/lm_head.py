@@ -62,22 +62,43 @@ def decode_candidates(
     measure: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dgraph::lm_head, which also gives each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
-    if max_num_logits < 1:
-        raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     token = seed.new_full(candidate.shape, -1)
     confidence, margin = (h.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
+
+    def decide(rows: Tensor, logits: Tensor) -> None:
+        found = decode_logits(logits, temperature[rows], seed[rows], suppress)
+        token[rows], confidence[rows], margin[rows], entropy[rows] = found
+        if measure is not None:
+            measure(rows, logits, found.token)
+
+    each_chunk(h, weight, bias, candidate, max_num_logits, packed, decide)
+    return token, confidence, margin, entropy
+
+
+def each_chunk(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    max_num_logits: int,
+    packed: bool,
+    take: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Give the rows i64[R] and the logits [R, V] of each chunk of candidates to a function that keeps no logits.
+
+    Raises:
+        InputError: chunks of no row.
+    """
+    if max_num_logits < 1:
+        raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     first = 0
     for rows in candidate.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
             logits = F.linear(h[first : first + len(rows)] if packed else h[rows], weight, bias)
             first += len(rows)
-            found = decode_logits(logits, temperature[rows], seed[rows], suppress)
-            token[rows], confidence[rows], margin[rows], entropy[rows] = found
-            if measure is not None:
-                measure(rows, logits, found.token)
+            take(rows, logits)
             del logits  # or two chunks would be alive at once
-    return token, confidence, margin, entropy
 
 
 class RowDecisions(NamedTuple):
@@ -120,14 +141,14 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
     return RowDecisions(token, confidence, (largest - second).squeeze(1), entropy)
 
 
-def gumbel(seed: Tensor, vocab: int) -> Tensor:
-    """f32[R, vocab]: standard Gumbel noise, a function of (seed, vocabulary id) alone."""
+def gumbel(seed: Tensor, vocab: int, first: Tensor | int = 0) -> Tensor:
+    """f32[R, vocab]: standard Gumbel noise of the ids from `first` on, a function of (seed, vocabulary id) alone."""
+    index = torch.arange(vocab, dtype=torch.int64, device=seed.device) + first
     bits = _hash(seed & MASK32)
     bits = _hash(bits ^ ((seed >> 32) & MASK32))
-    first, second = bits[:, None], _hash(bits ^ 0x5BD1E995)[:, None]
-    index = torch.arange(vocab, dtype=torch.int64, device=seed.device)
+    one, other = bits[:, None], _hash(bits ^ 0x5BD1E995)[:, None]
     # Two keyed rounds: with one, the draws of two seeds would be the same noise in another order.
-    noise = _hash((_hash(index ^ first) + second).bitwise_and_(MASK32))
+    noise = _hash((_hash(index ^ one) + other).bitwise_and_(MASK32))
     # The tail that can win is where the survival probability is small, and there fp32 resolves it best.
     survival = noise.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return survival.neg_().log1p_().neg_().log_().neg_()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.linears import head_of
+from dgraph.linears import gathered, head_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
+from dgraph.sharding import FIRST_ID
 
 CANDIDATE = InputSpec("candidate", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))
@@ -34,6 +35,13 @@ class ChunkLMHead(Pass):
                 return logits=%3
         after   %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3)  (i64[K], ...)
                 return token=%4, confidence=%5, margin=%6, entropy=%7
+
+    On a sharded graph each rank reduces the logits of its ids to 7 numbers a row (28 bytes), of which all ranks gather
+    those of all, and from which each computes the same: no logits are gathered.
+
+        after   %3 = dgraph.lm_head_part(%2, lm_head.weight, None, ..., shard.first_id, 151936)    f32[K, 7]
+                %4 = dgraph.all_gather(%3, 'tp', 2)                                        f32[K, 14]
+                %5 = dgraph.lm_head_combine(%4)                                            (i64[K], ...)
 
     Reassociates: a GEMM over fewer rows may sum in another order.
 
@@ -70,7 +78,10 @@ class ChunkLMHead(Pass):
             graph.add_input(spec)
         per_row = [graph.on_rows_of(s.name, hidden, report.name) for s in (CANDIDATE, TEMPERATURE, SEED)]
         args = (hidden, linear.weight, linear.bias, *per_row, self.max_num_logits, graph.spec.mask_id)
-        head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
+        if gathered(logits) is None:
+            head = graph.call(OPS["lm_head"], args, before=logits, by=report.name)
+        else:
+            head = self._of_ranks(graph, args, linear.node, report.name)
         results: dict[str, Node] = {}
         for name in graph.outputs:
             if name == "logits":
@@ -80,3 +91,10 @@ class ChunkLMHead(Pass):
         graph.set_outputs(results)
         graph.sweep()
         report.did(f"candidate rows, {self.max_num_logits} at a time")
+
+    def _of_ranks(self, graph: Graph, args: tuple[Any, ...], logits: Node, by: str) -> Node:
+        """The same, of which each rank computes the numbers of its ids."""
+        part = (*args, False, graph.own_number(FIRST_ID), graph.spec.vocab)
+        numbers = graph.call(OPS["lm_head_part"], part, before=logits, by=by)
+        every = graph.of_all_ranks(numbers, by)
+        return graph.call(OPS["lm_head_combine"], (every,), before=every.next, by=by, like=logits)

@@ -36,12 +36,12 @@ class EvictTokens(Pass):
 
     Importance of a candidate, a row whose token the step may commit (Eq. 2; the paper's masked tokens): the attention
     that it receives from the candidates of its sequence, from queries and keys after RoPE, pooled over neighbours,
-    summed over heads. The signal is its change from layer `after - 1` to layer `after` (Eq. 3). Each sequence keeps
-    max(K, N_sigma) candidates, K = ceil(alpha x decoded tokens per step so far) (Eq. 4), N_sigma = rows whose signal is
-    at least one standard deviation above the mean; further the candidate left of each kept row, every candidate between
-    the rightmost row kept so far and the rightmost row kept now, and every row that is no candidate. Keys and values of
-    layer `after` are still written for all rows; from its attention on, all runs on the kept rows (row set K), which
-    see their sequence up to its last kept row.
+    summed over heads, of all ranks. The signal is its change from layer `after - 1` to layer `after` (Eq. 3). Each
+    sequence keeps max(K, N_sigma) candidates, K = ceil(alpha x decoded tokens per step so far) (Eq. 4), N_sigma = rows
+    whose signal is at least one standard deviation above the mean; further the candidate left of each kept row, every
+    candidate between the rightmost row kept so far and the rightmost row kept now, and every row that is no candidate.
+    Keys and values of layer `after` are still written for all rows; from its attention on, all runs on the kept rows
+    (row set K), which see their sequence up to its last kept row.
 
         before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
@@ -169,4 +169,5 @@ class EvictTokens(Pass):
         q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[-1]
         # A layer that evicts rows has keys of all of them, and queries of those that go on.
         k, candidate = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "candidate"))
-        return graph.call(OPS["importance"], (q, k, candidate, cu_rows, scale, self.pool), before=read, by=by)
+        args = q, k, candidate, cu_rows, scale, self.pool
+        return graph.over_ranks(graph.call(OPS["importance"], args, before=read, by=by), by)

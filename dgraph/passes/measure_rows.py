@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dgraph.errors import PassError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
@@ -44,6 +45,12 @@ class MeasureRows(Pass):
 
     def run(self, graph: Graph, report: Report) -> None:
         heads = graph.find("lm_head")
+        if graph.find("lm_head_part"):
+            raise PassError(
+                f"{', '.join(s.name for s in self.statistics)}: no rank of a sharded model has whole logits, which "
+                f"these statistics are computed from. Decode by a rule that reads confidence, margin or entropy, or "
+                f"without tensor parallelism."
+            )
         if not heads:
             report.skip("no lm_head has the logits of a chunk; run ChunkLMHead first", graph.output)
             return

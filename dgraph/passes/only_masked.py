@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from dgraph.graph import Graph
 from dgraph.layers import Layer
+from dgraph.linears import heads_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.passes.base import Effect, Pass, Report
@@ -52,7 +53,7 @@ class OnlyMasked(Pass):
 
     def run(self, graph: Graph, report: Report) -> None:
         by, layer = report.name, graph.spec.layers - 1
-        heads, writes = graph.find("lm_head"), graph.find("kv_write", layer)
+        heads, writes = heads_of(graph), graph.find("kv_write", layer)
         attentions = graph.find("paged_attention", layer)
         if not heads:
             report.skip("no lm_head says which rows need logits; run ChunkLMHead first", graph.output)
@@ -73,7 +74,7 @@ class OnlyMasked(Pass):
         first = queries[0] if queries else attention
         # What the program returns is of all rows, and so are the LM head's results.
         rows = graph.keep_rows(candidate, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
-        head.args = (hidden, weight, bias, candidate, *rest[:4], True)
+        head.args = (hidden, weight, bias, candidate, *rest[:4], True, *rest[5:])
         graph.sweep()
         graph.propagate()
         count_products(graph, {str(graph.row_set(rows.index)): rows}, report)
@@ -115,7 +116,7 @@ def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
     """Why the last layer cannot run on masked rows alone, or None."""
     hidden, *_ = args_of(head)
     rows = graph.row_set(attention)
-    if len(args_of(head)) > 8:
+    if args_of(head)[8:9] == (True,):
         return "the last layer runs on masked rows already"
     if graph.row_set(hidden) != rows:
         return f"the LM head reads rows {graph.row_set(hidden)}, this attention makes rows {rows}"

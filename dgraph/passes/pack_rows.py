@@ -177,9 +177,7 @@ class _Packer:
         return self._call(node, node.target, (self._of(args_of(node)[0]), *args_of(node)[1:]))
 
     def _embedding(self, node: Node) -> Node:
-        weight, ids, *rest = args_of(node)
-        # Which id is padding concerns gradients alone.
-        return self._call(node, node.target, (weight, self._of(ids), *(a for a in rest if isinstance(a, Node))))
+        return self._call(node, node.target, (args_of(node)[0], self._of(args_of(node)[1])))
 
     def _reshape(self, node: Node) -> Node:
         source = args_of(node)[0]
@@ -286,8 +284,8 @@ class _Packer:
         dim = args_of(node)[1] if len(args_of(node)) > 1 else 0
         return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))
 
-    def _experts(self, node: Node) -> Node:
-        """Rows, their choices and their weights; the experts themselves have no rows."""
+    def _of_rows(self, node: Node) -> Node:
+        """Ops of rows, and of weights that have none."""
         return self._call(node, node.target, tuple(self._of(a) for a in args_of(node)))
 
     def _attention(self, node: Node) -> Node:
@@ -307,10 +305,10 @@ def _constants(args: tuple[Any, ...]) -> list[Any]:
 _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
     "dgraph.attention": _Packer._attention,
     "dgraph.route": _Packer._linear,
-    "dgraph.experts": _Packer._experts,
+    "dgraph.experts": _Packer._of_rows,
     "dgraph.all_reduce": _Packer._linear,
     "dgraph.all_gather": _Packer._linear,
-    "dgraph.embedding_part": _Packer._embedding,
+    "dgraph.embedding_part": _Packer._of_rows,
     "to": _Packer._pointwise,
     "linear": _Packer._linear,
     "layer_norm": _Packer._norm,

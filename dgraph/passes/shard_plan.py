@@ -113,7 +113,13 @@ class Plan:
 
     def _by_ids(self, weight: Node) -> None:
         if name := weight.meta.get("weight"):
-            self.roles[name] = _by_ids(_length(weight, 0))
+            self.roles[name] = self._ids(weight)
+
+    def _ids(self, weight: Node) -> Role:
+        length, vocab = _length(weight, 0), self.graph.spec.vocab
+        if length != vocab:
+            raise PassError(f"weight {weight.meta['weight']!r} is of {length} ids, and the model has {vocab}.")
+        return Role("vocabulary", 0, _even(length))
 
     def _attention(self, layer: Layer) -> None:
         found = layer.projections
@@ -190,7 +196,7 @@ class Plan:
         if kind == "replicated":
             return WHOLE
         if kind == "vocabulary":
-            return _by_ids(_length(weight, 0))
+            return self._ids(weight)
         if kind == "row" and weight.meta["val"].dim() == 1:
             return Role("row", -1, _even(_length(weight, 0)))
         if kind == "row":
@@ -254,10 +260,6 @@ class Plan:
                 f"{name!r} cannot be divided over {self.world} ranks. Choose a number of ranks that divides them."
             )
         return segment.begin + at * size, segment.begin + (at + count) * size
-
-
-def _by_ids(length: int) -> Role:
-    return Role("vocabulary", 0, _even(length))
 
 
 def _even(length: int) -> tuple[Segment, ...]:

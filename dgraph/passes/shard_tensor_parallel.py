@@ -17,12 +17,10 @@ from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
-from dgraph.sharding import FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
+from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
 
 aten = torch.ops.aten
 
-FIRST_ID, FIRST_EXPERT = "shard.first_id", "shard.first_expert"
-"""Weights that say which part a rank has: i64[1] each. No constant of a graph does, so that it is one for all ranks."""
 EXPERTS = ("split", "parallel")
 
 
@@ -96,6 +94,7 @@ class ShardTensorParallel(Pass):
         graph.sharding = Sharding(self.world, self.group)
         plan = Plan(graph, self.world, self.rank, self.experts, self.hints)
         whole = {node: node.meta["val"] for node in graph.nodes}
+        graph.own[FIRST_ID] = self._first(graph, graph.spec.vocab)
         for node in [n for n in graph.calls if n.target is aten.embedding.default]:
             self._divide_embedding(graph, node, plan, report.name)
         for node in graph.find("experts"):
@@ -115,14 +114,15 @@ class ShardTensorParallel(Pass):
             report.did(f"{heads} heads, {kv} KV heads a rank; {_kinds(graph, layer.index)}", layer.index)
         report.did(f"outside the layers: {_kinds(graph, None)}")
 
+    def _first(self, graph: Graph, count: int) -> Tensor:
+        """i64[1]: the first that a rank has of a number of things."""
+        return torch.tensor([self.rank * -(-count // self.world)], device=graph.device)
+
     def _divide_embedding(self, graph: Graph, node: Node, plan: Plan, by: str) -> None:
         weight = args_of(node)[0]
         if plan.kind(weight) != "vocabulary":
             return
-        if FIRST_ID not in graph.tensors:
-            first = self.rank * plan.divisions[weight.meta["weight"]].own
-            graph.add_weight(FIRST_ID, torch.tensor([first], device=graph.device))
-        args = (weight, args_of(node)[1], graph.weight(FIRST_ID))
+        args = (weight, args_of(node)[1], graph.own_number(FIRST_ID))
         part = graph.call(OPS["embedding_part"], args, before=node, by=by, like=node)
         graph.replace(node, part)
 
@@ -130,11 +130,9 @@ class ShardTensorParallel(Pass):
         x, choice, weight, gate_up, down = args_of(node)
         if plan.kind(down) != "experts" or self.experts != "parallel":
             return
-        if FIRST_EXPERT not in graph.tensors:
-            first = self.rank * plan.divisions[down.meta["weight"]].own
-            graph.add_weight(FIRST_EXPERT, torch.tensor([first], device=graph.device))
+        graph.own.setdefault(FIRST_EXPERT, self._first(graph, int(down.meta["val"].shape[0])))
         # The numbers of other ranks' experts fall outside of its own, and name no expert.
-        local = graph.call(aten.sub.Tensor, (choice, graph.weight(FIRST_EXPERT)), before=node, by=by, like=node)
+        local = graph.call(aten.sub.Tensor, (choice, graph.own_number(FIRST_EXPERT)), before=node, by=by, like=node)
         node.args = (x, local, weight, gate_up, down)
 
     def _take(self, graph: Graph, plan: Plan) -> None:

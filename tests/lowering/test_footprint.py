@@ -172,7 +172,7 @@ def test_a_size_that_is_not_given_is_named(dense: Optimized) -> None:
         footprint(dense.programs["step"], {"N": 8, "b": 1, "pages": 1, "page": 8})
 
 
-@pytest.mark.parametrize("name", ["lm_head", "lm_head_measured", "experts", "rows_glu", "rows_linear"])
+@pytest.mark.parametrize("name", ["lm_head", "lm_head_measured", "lm_head_part", "experts", "rows_glu", "rows_linear"])
 def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
     op, generator = OPS[name], torch.Generator().manual_seed(0)
     workspace, draw = op.workspace, lambda *shape: torch.randn(shape, generator=generator)
@@ -189,6 +189,7 @@ def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
     )
     args: dict[str, tuple[Any, ...]] = {
         "lm_head": (*head, 40, 3),
+        "lm_head_part": (*head, 40, 3, False, torch.tensor([out]), 2 * out),
         "lm_head_measured": (*head, 40, 3, False, torch.arange(rows), torch.zeros(rows, 1, 2), declare((ENTROPY,))),
         "experts": (
             draw(rows, width),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
+from dgraph.ops import OPS
 from dgraph.ops.lm_head import decode_logits, gumbel
 
 lm_head = torch.ops.dgraph.lm_head
@@ -171,3 +172,46 @@ def test_max_num_logits_must_be_positive() -> None:
     h, weight, bias, masked = problem()
     with pytest.raises(InputError, match="max_num_logits must be at least 1 row, got 0"):
         lm_head(h, weight, bias, masked, torch.zeros(23), torch.arange(23), 0, -1)
+
+
+# -- over ranks ----------------------------------------------------------------------------------------------------
+
+
+def over_ranks(
+    world: int, h: Tensor, weight: Tensor, bias: Tensor | None, rows: tuple[Tensor, ...], suppress: int
+) -> list[Tensor]:
+    """The results of so many ranks, of which each has a part of the ids, filled up with ids that would win."""
+    vocab = len(weight)
+    each = -(-vocab // world)
+    high = torch.full((world * each - vocab,), 1e4)
+    weight = torch.cat([weight, torch.zeros(len(high), weight.shape[1])])
+    bias = torch.cat([torch.zeros(vocab) if bias is None else bias, high])
+    numbers = [
+        torch.ops.dgraph.lm_head_part(h, part, offset, *rows, 5, suppress, False, torch.tensor([rank * each]), vocab)
+        for rank, (part, offset) in enumerate(zip(weight.split(each), bias.split(each), strict=True))
+    ]
+    assert all(part.shape == (len(h), 7) for part in numbers)
+    return list(OPS["lm_head_combine"].reference(torch.cat(numbers, dim=1)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 60])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranks_decide_what_one_does(world: int, temperature: float) -> None:
+    """Draws among them: their noise is that of an id in the whole vocabulary."""
+    h, weight, bias, masked = problem()
+    bias[7] = 100.0
+    rows = masked, temperature * (torch.arange(23) % 3 > 0), torch.arange(23) * 7919
+    want = lm_head(h, weight, bias, *rows, 1000, 7)
+    got = over_ranks(world, h, weight, bias, rows, 7)
+    assert got[0].equal(want[0])
+    assert not (got[0] == 7).any()
+    assert_close(got[1:], list(want[1:]), rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_break_ties_by_the_lowest_id() -> None:
+    h, zero = torch.randn(3, 6), torch.zeros(3)
+    weight = torch.randn(1, 6).expand(8, 6).contiguous()
+    token, confidence, margin, _ = over_ranks(4, h, weight, None, (torch.ones(3).bool(), zero, zero.long()), 0)
+    assert token.tolist() == [1, 1, 1]
+    assert_close(confidence, torch.full((3,), 1 / 7))
+    assert_close(margin, zero)

@@ -21,7 +21,7 @@ from dgraph.testing.ops import CALL_CHECKS, OP_CHECKS, check_kernel, check_op, c
 
 OURS = tuple(OPS.values())
 CALLS = [pytest.param(op, sample, id=f"{op.name}: {sample.name}") for op in OURS for sample in samples_of(op)]
-ROUNDED_APART = ("lm_head", "lm_head_measured", "partial_context")
+ROUNDED_APART = ("lm_head", "lm_head_combine", "lm_head_measured", "lm_head_part", "partial_context")
 """The largest of rounded logits is another token; sums in fp32 of a rounded context are others."""
 
 
@@ -38,7 +38,7 @@ def test_every_module_of_an_op_is_imported() -> None:
     folder = Path(dgraph.ops.__path__[0])
     files = {path.stem for path in folder.glob("*.py") if "\nOP = define(" in path.read_text()}
     assert files == {op.name for op in OURS}
-    inline = {"drifted", "embedding_part", "feature_take", "rms_norm", "rope", "row_slots"}
+    inline = {"drifted", "embedding_part", "feature_take", "lm_head_combine", "rms_norm", "rope", "row_slots"}
     assert {op.name for op in OURS if op.inline} == inline
     assert {op.name for op in OURS if op.ahead} == {"row_slots"}
     assert {op.name for op in OURS if op.cut} == {"keep_index"}

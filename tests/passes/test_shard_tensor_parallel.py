@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import dgraph
+from dgraph.api import Optimized
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.graph import Graph
-from dgraph.passes import FuseProjections, PackRows, ShardTensorParallel
+from dgraph.linears import head_of
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.ops.statistics import MARGIN
+from dgraph.passes import ChunkLMHead, FuseProjections, MeasureRows, PackRows, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.passes.manager import run_passes
 from dgraph.testing import models
-from dgraph.testing.models import TinyModel
+from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
 from dgraph.text.writer import dump
 from tests.golden_files import check_golden
@@ -296,3 +301,45 @@ def test_packed_rows_are_those_of_one_process() -> None:
         )
     got = ranks(2, lambda rank: interpret(graphs[rank], rows_of(sequences))["logits"])
     torch.testing.assert_close(got[0], want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llada2", "dream"])
+def test_no_logits_are_gathered_where_none_are_kept(family: str) -> None:
+    """Each rank decides alike, what one process decides, at any temperature."""
+    (tiny,) = models(None, family)
+    given = rows_of([[5, 6, MASK], [MASK, 9, MASK, MASK]])
+    given |= {"candidate": given["input_ids"] == MASK, "seed": torch.arange(7) * 31}
+    given["temperature"] = torch.tensor([0.0, 0.0, 0.9, 0.0, 0.0, 0.5, 0.7])
+    want = interpret(rewritten(tiny.graph, PackRows(), ChunkLMHead(2)), given)
+    graphs = [rewritten(tiny.graph, ShardTensorParallel(2, rank=r), PackRows(), ChunkLMHead(2)) for r in range(2)]
+    (gather,) = graphs[0].find("all_gather")
+    assert graphs[0].type_text(gather) == "f32[N, 14]"
+    assert not any(graphs[0].type_text(node).endswith(", 97]") for node in graphs[0].calls)
+    first, second = ranks(2, lambda rank: interpret(graphs[rank], given))
+    for name, value in want.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-4)
+    head = head_of(graphs[0])
+    assert not isinstance(head, str)
+    assert head.shape == (49, 32)
+
+
+def test_statistics_of_a_sharded_model_are_refused() -> None:
+    (tiny,) = models(None, "sdar")
+    with pytest.raises(PassError, match="margin: no rank of a sharded model has whole logits"):
+        rewritten(tiny.graph, ShardTensorParallel(2), PackRows(), ChunkLMHead(), MeasureRows((MARGIN,)))
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus"])
+def test_responses_are_those_of_one_process(recipe: str) -> None:
+    """FOCUS among them: its importance is a sum over the heads of all ranks."""
+    (tiny,) = models(None, "llada2")
+    want = tiny.optimized(recipe).generate(input_ids=prompts(tiny), max_new_tokens=12).token_ids
+
+    def respond(rank: int) -> list[list[int]]:
+        graph = rewritten(tiny.graph, ShardTensorParallel(2, rank=rank))
+        how = RegionCompiler("eager"), Buckets.of("exact")
+        opt = Optimized(tiny.model, graph, tiny.recipe(recipe), *how)
+        return opt.generate(input_ids=prompts(tiny), max_new_tokens=12).token_ids
+
+    assert ranks(2, respond) == [want, want]

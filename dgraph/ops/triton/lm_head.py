@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops.lm_head_part import NUMBERS
 from dgraph.ops.triton import rows_linear
 from dgraph.ops.triton.lm_head_rows import Listed, gather, list_candidates
 from dgraph.ops.triton.logits import merge, reduce_share
@@ -61,6 +63,24 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """token i64[N]; confidence, margin, entropy f32[N]."""
 
 
+Nothing = tuple[None, None, None, None]
+NOTHING: Nothing = (None, None, None, None)
+
+
+class Share(NamedTuple):
+    """A rank's share of the vocabulary, and where its numbers go; see dgraph::lm_head_part.
+
+    Attributes:
+        numbers: f32[N, 7].
+        first: i64[1], the id of the first logit.
+        vocab: ids in the whole vocabulary.
+    """
+
+    numbers: Tensor
+    first: Tensor
+    vocab: int
+
+
 def kernel(
     h: Tensor,
     weight: Tensor,
@@ -77,6 +97,29 @@ def kernel(
     they are packed.
     """
     return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, listed)
+
+
+def part_kernel(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+    packed: bool,
+    first: Tensor,
+    vocab: int,
+    listed: bool | None = None,
+) -> Tensor:
+    """dgraph::lm_head_part; see its contract. `listed` as for `kernel`."""
+    numbers = torch.zeros((len(candidate), NUMBERS), dtype=torch.float32, device=h.device)
+    numbers[:, -1] = -1.0
+    share = Share(numbers, first, vocab)
+    rows = candidate, temperature, seed, max_num_logits, suppress, packed
+    _decode(h, weight, bias, *rows, listed, None, NOTHING, share)
+    return numbers
 
 
 Measure = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -98,21 +141,41 @@ def decode_candidates(
     measure: Measure | None = None,
 ) -> Results:
     """dgraph::lm_head, which also gives each chunk to `measure`; `listed` as for `kernel`."""
-    if max_num_logits < 1:
-        raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
     n = candidate.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     found = token, confidence, margin, entropy
-    if n:
+    rows = candidate, temperature, seed, max_num_logits, suppress, packed
+    _decode(h, weight, bias, *rows, listed, measure, found, None)
+    return found
+
+
+def _decode(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    candidate: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    max_num_logits: int,
+    suppress: int,
+    packed: bool,
+    listed: bool | None,
+    measure: Measure | None,
+    found: Results | Nothing,
+    share: Share | None,
+) -> None:
+    """Write the results of all rows, or the numbers of a share."""
+    if max_num_logits < 1:
+        raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
+    if n := candidate.shape[0]:
         per_row = candidate.contiguous(), temperature.contiguous(), seed.contiguous()
         chunk = min(n, max_num_logits)
         if packed or (n > FEW if listed is None else listed):
-            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found, measure)
+            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found, measure, share)
         else:
-            _all_rows(h, weight, bias, *per_row, chunk, suppress, found, measure)
-    return found
+            _all_rows(h, weight, bias, *per_row, chunk, suppress, found, measure, share)
 
 
 def _all_rows(
@@ -124,8 +187,9 @@ def _all_rows(
     seed: Tensor,
     chunk: int,
     suppress: int,
-    found: Results,
+    found: Results | Nothing,
     measure: Measure | None,
+    share: Share | None,
 ) -> None:
     n = h.shape[0]
     buffer = torch.empty((chunk, weight.shape[0]), dtype=h.dtype, device=h.device)
@@ -136,11 +200,12 @@ def _all_rows(
             torch.mm(h[part], weight.t(), out=logits)
         else:
             torch.addmm(bias, h[part], weight.t(), out=logits)
-        token, confidence, margin, entropy = (x[part] for x in found)
         rows = candidate[part], temperature[part], seed[part]
-        reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy)
-        if measure is not None:
-            measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, found[0])
+        token, confidence, margin, entropy = (None if x is None else x[part] for x in found)
+        of_share = None if share is None else share._replace(numbers=share.numbers[part])
+        reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy, share=of_share)
+        if measure is not None and (tokens := found[0]) is not None:
+            measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, tokens)
 
 
 def _listed_rows(
@@ -153,11 +218,13 @@ def _listed_rows(
     chunk: int,
     suppress: int,
     packed: bool,
-    found: Results,
+    found: Results | Nothing,
     measure: Measure | None,
+    share: Share | None,
 ) -> None:
     h, weight = dense_rows(h), dense_rows(weight)
     rows = list_candidates(candidate, chunk, *found)
+    token, confidence, margin, entropy = found
     n = min(len(candidate), len(h))  # as many may be candidates
     buffer = None if packed else torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
     for i, first in enumerate(range(0, n, chunk)):
@@ -168,10 +235,11 @@ def _listed_rows(
             some = buffer[: n - first]
             gather(h, part, some)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
-        reduce_logits(logits, candidate, temperature, seed, suppress, *found, listed=part)
-        if measure is not None:
+        of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
+        reduce_logits(logits, *of_rows, listed=part, share=share)
+        if measure is not None and token is not None:
             live = torch.arange(len(logits), device=h.device) < part.counts[-1]
-            measure(part.rows[: len(logits)], live, logits, found[0])
+            measure(part.rows[: len(logits)], live, logits, token)
         del logits  # or two chunks would be alive at once
 
 
@@ -181,20 +249,22 @@ def reduce_logits(
     temperature: Tensor,
     seed: Tensor,
     suppress: int,
-    token: Tensor,
-    confidence: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
+    token: Tensor | None,
+    confidence: Tensor | None,
+    margin: Tensor | None,
+    entropy: Tensor | None,
     tiling: Tiling | None = None,
     listed: Listed | None = None,
     programs: int = PROGRAMS,
+    share: Share | None = None,
 ) -> None:
     """Write token i64[R], and confidence, margin and entropy f32[R], for each row of logits [R, V].
 
     The other arguments, and what a row that is no candidate gets, are those of dgraph::lm_head. `tiling` overrides the
     sizes chosen for the shape. With `listed`, a chunk of the candidates, row i of the logits is that of row rows[i]
     of all else, for as many i as the last count says; other rows are left as they are, and no more than about
-    `programs` programs reduce the rows, because most chunks of a list are empty.
+    `programs` programs reduce the rows, because most chunks of a list are empty. With `share`, its numbers are written
+    instead of the results, of candidates alone.
     """
     rows, vocab = logits.shape
     if not rows:
@@ -208,14 +278,15 @@ def reduce_logits(
     temperature, seed, candidate = temperature.contiguous(), seed.contiguous(), candidate.contiguous()
     index, counts = listed or (None, None)
     last = 0 if counts is None else counts.shape[0] - 1
-    share = triton.cdiv(triton.cdiv(vocab, splits), block) * block
+    numbers, first, ids_in_all = share or (None, None, vocab)
+    length = triton.cdiv(triton.cdiv(vocab, splits), block) * block
     across = rows if listed is None else min(rows, max(1, programs // splits))
     _reduce[(across, splits)](
-        logits, candidate, index, counts, temperature, seed, *keys.unbind(), ids,
-        last, vocab, logits.stride(0), suppress, share, splits, block, num_warps=tiling.warps,
+        logits, candidate, index, counts, temperature, seed, *keys.unbind(), ids, first,
+        last, vocab, ids_in_all, logits.stride(0), suppress, length, splits, block, num_warps=tiling.warps,
     )  # fmt: skip
     _combine[(rows,)](
-        candidate, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy,
+        candidate, index, counts, *keys.unbind(), ids, token, confidence, margin, entropy, numbers,
         last, splits, power_of_two(splits), num_warps=1,
     )  # fmt: skip
 
@@ -223,31 +294,35 @@ def reduce_logits(
 @triton.jit(do_not_specialize=["last_count"])
 def _reduce(
     logits_ptr, candidate_ptr, index_ptr, counts_ptr, temperature_ptr, seed_ptr,
-    top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-    last_count, vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr, first_ptr,
+    last_count, vocab, ids_in_all, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A share of one row, if that is a candidate; or of listed rows, one after the other."""
     place, split = tl.program_id(0), tl.program_id(1)
+    base = 0
+    if first_ptr is not None:
+        base = tl.load(first_ptr).to(tl.int32)
+        vocab = tl.minimum(vocab, tl.maximum(ids_in_all - base, 0))
     if index_ptr is None:
         if tl.load(candidate_ptr + place) != 0:
             _reduce_row(
                 logits_ptr, temperature_ptr, seed_ptr,
                 top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-                place, place, split, vocab, stride, suppress, share, SPLITS, BLOCK,
+                place, place, split, vocab, base, stride, suppress, share, SPLITS, BLOCK,
             )  # fmt: skip
     else:
         for at in range(place, tl.load(counts_ptr + last_count), tl.num_programs(0)):
             _reduce_row(
                 logits_ptr, temperature_ptr, seed_ptr,
                 top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-                tl.load(index_ptr + at), at, split, vocab, stride, suppress, share, SPLITS, BLOCK,
+                tl.load(index_ptr + at), at, split, vocab, base, stride, suppress, share, SPLITS, BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
 def _reduce_row(
     logits_ptr, temperature_ptr, seed_ptr, top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-    row, place, split, vocab, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    row, place, split, vocab, base, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every lane reduces its own logits; the lanes meet once, at the end."""
     logits_ptr += (tl.full([], 0, tl.int64) + place) * stride
@@ -258,11 +333,11 @@ def _reduce_row(
     last = tl.maximum(tl.minimum(first + share, vocab), first)
     if temperature > 0:
         top, second, total, spread, best, chosen, ids = reduce_share(
-            logits_ptr, first, last, suppress, temperature, low, high, BLOCK, True
+            logits_ptr, first, last, base, suppress, temperature, low, high, BLOCK, True
         )
     else:
         top, second, total, spread, best, chosen, ids = reduce_share(
-            logits_ptr, first, last, suppress, temperature, low, high, BLOCK, False
+            logits_ptr, first, last, base, suppress, temperature, low, high, BLOCK, False
         )
     winner = tl.max(best)
     token = tl.min(tl.where(best == winner, ids, 2147483647))
@@ -281,7 +356,7 @@ def _reduce_row(
 def _combine(
     candidate_ptr, index_ptr, counts_ptr,
     top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr,
-    token_ptr, confidence_ptr, margin_ptr, entropy_ptr,
+    token_ptr, confidence_ptr, margin_ptr, entropy_ptr, numbers_ptr,
     last_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
@@ -291,10 +366,11 @@ def _combine(
             return
         row = tl.load(index_ptr + place)
     elif tl.load(candidate_ptr + row) == 0:
-        tl.store(token_ptr + row, tl.full([], -1, tl.int64))
-        tl.store(confidence_ptr + row, float("-inf"))
-        tl.store(margin_ptr + row, float("-inf"))
-        tl.store(entropy_ptr + row, float("inf"))
+        if numbers_ptr is None:
+            tl.store(token_ptr + row, tl.full([], -1, tl.int64))
+            tl.store(confidence_ptr + row, float("-inf"))
+            tl.store(margin_ptr + row, float("-inf"))
+            tl.store(entropy_ptr + row, float("inf"))
         return
     split = tl.arange(0, BLOCK)
     at, inside = place * SPLITS + split, split < SPLITS
@@ -308,7 +384,17 @@ def _combine(
     highest, runner, mass, distance = merge(top, second, total, spread, split, BLOCK)
     token = tl.min(tl.where(best == tl.max(best), ids, 2147483647))
     logit = tl.max(tl.where(ids == token, chosen, float("-inf")))
-    tl.store(token_ptr + row, token.to(tl.int64))
-    tl.store(confidence_ptr + row, tl.exp(logit - highest) / mass)
-    tl.store(margin_ptr + row, (1.0 - tl.exp(runner - highest)) / mass)
-    tl.store(entropy_ptr + row, tl.log(mass) + distance / mass)
+    if numbers_ptr is None:
+        tl.store(token_ptr + row, token.to(tl.int64))
+        tl.store(confidence_ptr + row, tl.exp(logit - highest) / mass)
+        tl.store(margin_ptr + row, (1.0 - tl.exp(runner - highest)) / mass)
+        tl.store(entropy_ptr + row, tl.log(mass) + distance / mass)
+    else:
+        numbers_ptr += row * 7
+        tl.store(numbers_ptr, highest)
+        tl.store(numbers_ptr + 1, runner)
+        tl.store(numbers_ptr + 2, mass)
+        tl.store(numbers_ptr + 3, distance)
+        tl.store(numbers_ptr + 4, tl.maximum(tl.max(best), -1e30))
+        tl.store(numbers_ptr + 5, tl.maximum(logit, -1e30))
+        tl.store(numbers_ptr + 6, token.to(tl.float32))

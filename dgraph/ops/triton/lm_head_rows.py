@@ -34,9 +34,16 @@ class Listed(NamedTuple):
 
 
 def list_candidates(
-    candidate: Tensor, chunk: int, token: Tensor, confidence: Tensor, margin: Tensor, entropy: Tensor
+    candidate: Tensor,
+    chunk: int,
+    token: Tensor | None,
+    confidence: Tensor | None,
+    margin: Tensor | None,
+    entropy: Tensor | None,
 ) -> Listed:
-    """The rows of candidate bool[N], N > 0, in chunks of `chunk`; the results of the others are set, all [N]."""
+    """The rows of candidate bool[N], N > 0, in chunks of `chunk`; the results of the others are set, all [N], if there
+    are any.
+    """
     n = candidate.shape[0]
     found = Listed(*(torch.empty(s, dtype=torch.int32, device=candidate.device) for s in (n, triton.cdiv(n, chunk))))
     _list_rows[(triton.cdiv(n, TOGETHER),)](
@@ -65,12 +72,13 @@ def _list_rows(
     flag = tl.load(candidate_ptr + row, mask=row < n, other=0) != 0
     place = kept_before(candidate_ptr, first, WIDE) + tl.cumsum(flag.to(tl.int32), 0) - 1
     tl.store(index_ptr + place, row, mask=flag)
-    other = (row < n) & (flag == 0)
-    tl.store(token_ptr + row, tl.full([BLOCK], -1, tl.int64), mask=other)
-    lowest = tl.full([BLOCK], float("-inf"), tl.float32)
-    tl.store(confidence_ptr + row, lowest, mask=other)
-    tl.store(margin_ptr + row, lowest, mask=other)
-    tl.store(entropy_ptr + row, -lowest, mask=other)
+    if token_ptr is not None:
+        other = (row < n) & (flag == 0)
+        tl.store(token_ptr + row, tl.full([BLOCK], -1, tl.int64), mask=other)
+        lowest = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(confidence_ptr + row, lowest, mask=other)
+        tl.store(margin_ptr + row, lowest, mask=other)
+        tl.store(entropy_ptr + row, -lowest, mask=other)
     if first < chunks:  # there are no more chunks than rows
         left = kept_before(candidate_ptr, n, WIDE) - row * chunk
         tl.store(counts_ptr + row, tl.minimum(tl.maximum(left, 0), chunk), mask=row < chunks)

@@ -86,8 +86,11 @@ def _take(
 
 
 @triton.jit
-def reduce_share(logits_ptr, first, last, suppress, temperature, low, high, BLOCK: tl.constexpr, DRAWN: tl.constexpr):
-    """The lanes after the logits [first, last). Whole blocks need no mask per lane, and load one block ahead."""
+def reduce_share(
+    logits_ptr, first, last, base, suppress, temperature, low, high, BLOCK: tl.constexpr, DRAWN: tl.constexpr
+):  # fmt: skip
+    """The lanes after the logits [first, last), of which the first logit of the row is that of the id `base`. Whole
+    blocks need no mask per lane, and load one block ahead."""
     lane = tl.arange(0, BLOCK)
     # A finite start: the difference of two infinities is no number.
     top, second = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
@@ -101,11 +104,11 @@ def reduce_share(logits_ptr, first, last, suppress, temperature, low, high, BLOC
         x = ahead
         ahead = tl.load(logits_ptr + at + BLOCK + lane, mask=at + BLOCK < whole, other=0.0)
         top, second, total, spread, best, chosen, ids = _take(
-            x, at + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
+            x, base + at + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
         )
     if whole < last:
         x = tl.load(logits_ptr + whole + lane, mask=whole + lane < last, other=float("-inf"))
         top, second, total, spread, best, chosen, ids = _take(
-            x, whole + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
+            x, base + whole + lane, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN
         )
     return top, second, total, spread, best, chosen, ids

@@ -271,6 +271,12 @@ def heading(
     return h, weight, offset, masked, temperature, seeds, chunk, vocab // 3 if bias else -1
 
 
+def heading_part(rows: int, first: int, ids: int, **options: Any) -> Call:
+    """As `heading`, the ids of one rank; the suppressed one would win among them."""
+    *call, suppress = heading(rows, **options)
+    return (*call, first + suppress if suppress >= 0 else -1, False, torch.tensor([first]), ids)
+
+
 def measuring(rows: int, **options: Any) -> Call:
     """As `heading`, with statistics; every other row was seen before."""
     call = heading(rows, **options)
@@ -382,6 +388,10 @@ LARGER: list[tuple[str, str, Call]] = [
     ("lm_head", "drawn and greedy", heading(21)),
     ("lm_head", "no bias, one chunk", heading(9, chunk=100, bias=False)),
     ("lm_head", "so many rows that they are listed", heading(270, vocab=90, chunk=100, share=0.3)),
+    ("lm_head_part", "of the middle", heading_part(21, 4000, 10_000)),
+    ("lm_head_part", "with ids that are none", heading_part(9, 600, 900, bias=False, chunk=100)),
+    ("lm_head_part", "no ids", heading_part(9, 5000, 4000)),
+    ("lm_head_part", "so many rows that they are listed", heading_part(270, 90, 150, vocab=90, chunk=100, share=0.3)),
     ("lm_head_measured", "drawn and greedy, in chunks", measuring(21)),
     ("lm_head_measured", "so many rows that they are listed", measuring(270, vocab=90, chunk=100, share=0.3)),
 ]
