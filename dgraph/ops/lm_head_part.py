@@ -109,6 +109,6 @@ OP = define(
     fake=fake,
     own_rows=("h",),
     padding=(None,),
-    kernel="dgraph.ops.triton.lm_head:part_kernel",
+    kernel="dgraph.ops.triton.lm_head_part:kernel",
     workspace=workspace,
 )

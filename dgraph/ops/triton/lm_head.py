@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.lm_head_part import NUMBERS
 from dgraph.ops.triton import rows_linear
 from dgraph.ops.triton.lm_head_rows import Listed, gather, list_candidates
 from dgraph.ops.triton.logits import merge, reduce_share
@@ -99,29 +98,6 @@ def kernel(
     return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, listed)
 
 
-def part_kernel(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    candidate: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    max_num_logits: int,
-    suppress: int,
-    packed: bool,
-    first: Tensor,
-    vocab: int,
-    listed: bool | None = None,
-) -> Tensor:
-    """dgraph::lm_head_part; see its contract. `listed` as for `kernel`."""
-    numbers = torch.zeros((len(candidate), NUMBERS), dtype=torch.float32, device=h.device)
-    numbers[:, -1] = -1.0
-    share = Share(numbers, first, vocab)
-    rows = candidate, temperature, seed, max_num_logits, suppress, packed
-    _decode(h, weight, bias, *rows, listed, None, NOTHING, share)
-    return numbers
-
-
 Measure = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes a chunk: numbers of its rows i32 or i64[R], bool[R] which of them are candidates (all else may be anything),
 their logits [R, V], and the tokens i64[N] of all rows."""
@@ -147,11 +123,11 @@ def decode_candidates(
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     found = token, confidence, margin, entropy
     rows = candidate, temperature, seed, max_num_logits, suppress, packed
-    _decode(h, weight, bias, *rows, listed, measure, found, None)
+    decode(h, weight, bias, *rows, listed, measure, found, None)
     return found
 
 
-def _decode(
+def decode(
     h: Tensor,
     weight: Tensor,
     bias: Tensor | None,
