@@ -109,7 +109,7 @@ def deployment(
 
 def build(arguments: Mapping[str, Any]) -> Application:
     """What `serve run dgraph.ray:build model=...` and the `import_path` of a configuration file call: `deployment` with
-    these arguments.
+    these arguments; numbers of replicas and devices may be texts, as a command line has them.
 
     Raises:
         InputError, UnknownName: as `deployment`.
@@ -117,6 +117,9 @@ def build(arguments: Mapping[str, Any]) -> Application:
     known = dict(arguments)
     if "model" not in known:
         raise InputError("dgraph.ray:build needs the argument model: a name, or a folder that every machine sees.")
+    for count in ("replicas", "tp"):
+        if isinstance(known.get(count), str) and known[count].isdecimal():
+            known[count] = int(known[count])
     return deployment(**known)
 
 
