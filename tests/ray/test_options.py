@@ -113,7 +113,8 @@ def test_a_model_is_named_so_that_another_process_can_load_it() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_s_arguments_make_the_same_application_as_python_s() -> None:
     server = {"max_n": 2, "decoding": {"threshold": 0.8}}
-    made = build({"model": "tiny_sdar", "engine": {"max_sequences": 4}, "server": server, "alpha": 1.8, "replicas": "3"})
+    engine = {"max_sequences": 4}
+    made = build({"model": "tiny_sdar", "engine": engine, "server": server, "alpha": 1.8, "replicas": "3"})
     deployed = made._bound_deployment
     assert (deployed.name, deployed.num_replicas) == ("dgraph", 3)
     assert deployed.max_ongoing_requests == 4 + QUEUE + BESIDE
