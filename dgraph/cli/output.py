@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -133,15 +134,11 @@ def complain(message: str) -> None:
     ERR.quiet = before
 
 
-@contextmanager
-def hushed() -> Iterator[None]:
-    """Print errors alone, and write no files: what another process prints and writes as well."""
+def hush() -> None:
+    """From now on print errors alone, and write no files: another process prints and writes the same."""
     global _HUSHED
-    before, _HUSHED, ERR.quiet = _HUSHED, True, True
-    try:
-        yield
-    finally:
-        _HUSHED, ERR.quiet = before, False
+    _HUSHED, ERR.quiet = True, True
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
 
 
 def writes() -> bool:

@@ -63,13 +63,12 @@ def ranks(tp: int, device: str | None) -> Iterator[DeviceMesh | None]:
         )
     if started > 1:
         _follow()
-        with _joined(kind) as mesh:
-            yield mesh
+        yield _joined(kind)
         return
     if kind == "cuda":
         _check_gpus(world)
-    with _others(world, kind), _joined(kind) as mesh:
-        yield mesh
+    with _others(world, kind):
+        yield _joined(kind)
 
 
 def leads() -> bool:
@@ -94,29 +93,22 @@ def _group() -> Any:
     """The group that this command has joined, if it has."""
     if "dgraph.parallel" not in sys.modules:
         return None
-    from dgraph.errors import InputError as Missing
     from dgraph.groups import group_of
     from dgraph.sharding import GROUP
 
-    with suppress(Missing):
+    with suppress(InputError):
         return group_of(GROUP)
     return None
 
 
-@contextmanager
-def _joined(kind: str) -> Iterator[DeviceMesh]:
+def _joined(kind: str) -> DeviceMesh:
+    """The mesh of all ranks; those after the first are silent from now on."""
     import dgraph.parallel
 
     mesh = dgraph.parallel.init(kind)
-    if leads():
-        yield mesh
-    else:
-        with output.hushed(), open(os.devnull, "w", encoding="utf-8") as nowhere:
-            before, sys.stdout = sys.stdout, nowhere
-            try:
-                yield mesh
-            finally:
-                sys.stdout = before
+    if not leads():
+        output.hush()
+    return mesh
 
 
 def _check_gpus(world: int) -> None:
@@ -202,7 +194,7 @@ def _follow() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        while os.read(0, 1):  # not by a reader of Python's, whose lock a thread that waits here would hold at exit
             pass
         time.sleep(PATIENCE)
         os._exit(1)
