@@ -1,0 +1,106 @@
+"""A tiny model under a recipe on one rank and on several, and what must be equal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dgraph.api import Optimized, Result
+from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.passes import ShardTensorParallel
+from dgraph.passes.manager import run_passes
+from dgraph.runtime.stats import StepRecord
+from dgraph.testing import TinyModel, prompts, ranks
+
+NEW_TOKENS, THRESHOLD = 12, 0.3
+"""A block and a half; some steps commit several tokens."""
+TOLERANCE = 1e-4
+"""How far keys and values may differ: a sum over inputs is a sum of ranks' sums; fp32, values of about 1."""
+
+
+@functools.cache
+def part(tiny: TinyModel, world: int, rank: int, experts: str) -> Graph:
+    """What a rank has of the model; copy it before you rewrite it."""
+    graph = tiny.graph.copy()
+    run_passes(graph, [ShardTensorParallel(world, experts=experts, rank=rank)])
+    return graph
+
+
+def of_rank(
+    tiny: TinyModel,
+    world: int,
+    rank: int,
+    recipe: str,
+    options: Mapping[str, Any],
+    experts: str = "split",
+    backend: str = "eager",
+) -> Optimized:
+    """The model under a recipe, as a rank has it."""
+    graph, made = part(tiny, world, rank, experts).copy(), tiny.recipe(recipe, **options)
+    return Optimized(
+        tiny.model, graph, made, RegionCompiler(backend), Buckets.of("exact" if backend == "eager" else "fine")
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a call of `generate` gave, and its steps."""
+
+    made: Optimized
+    result: Result
+    steps: list[StepRecord]
+
+
+def run_of(made: Optimized, tiny: TinyModel, **decoding: Any) -> Run:
+    """Decode the model's prompts; keys and values are kept where no row is hidden."""
+    steps: list[StepRecord] = []
+    plan = made.recipe.plan
+    keep = plan is None or not plan.region.hides
+    ids = prompts(tiny)
+    return Run(made, made.generate(input_ids=ids, keep_kv=keep, observer=steps.append, **decoding), steps)
+
+
+def check_equal(
+    tiny: TinyModel, world: int, recipe: str, options: Mapping[str, Any], experts: str = "split", **decoding: Any
+) -> tuple[Run, list[Run]]:
+    """Ranks give one process's tokens, in the same steps, of the same rows; each has its slice of keys and values."""
+    rule = {} if decoding.keys() & {"threshold", "steps", "policy"} else {"threshold": THRESHOLD}
+    chosen = {"max_new_tokens": NEW_TOKENS, **rule, **decoding}
+    whole = run_of(tiny.optimized(recipe, **options), tiny, **chosen)
+    each = ranks(world, lambda rank: run_of(of_rank(tiny, world, rank, recipe, options, experts), tiny, **chosen))
+    heads = tiny.model.spec.kv_heads
+    for rank, run in enumerate(each):
+        where = f"{tiny} under {recipe}, rank {rank} of {world}"
+        assert run.result.token_ids == whole.result.token_ids, where
+        assert run.result.stats.rows == whole.result.stats.rows, where
+        assert run.result.stats.salient == whole.result.stats.salient, where
+        check_steps(whole.steps, run.steps, where)
+        first, own = rank * heads // world, max(heads // world, 1)
+        for mine, other in zip(run.result.kv or (), whole.result.kv or (), strict=True):
+            assert (mine.first, mine.committed) == (other.first, other.committed), where
+            for pair, wanted in zip(mine.layers, other.layers, strict=True):
+                for got, want in zip(pair, wanted, strict=True):
+                    _close(got, want[:, first : first + own], where)
+    return whole, each
+
+
+def check_steps(wanted: list[StepRecord], got: list[StepRecord], where: str) -> None:
+    """The same rows in every step: forwarded, kept, committed; the same tokens, and confidences within rounding."""
+    assert len(got) == len(wanted), where
+    for mine, other in zip(got, wanted, strict=True):
+        at = f"{where}, step {other.step}"
+        for name in ("sequence", "input_ids", "positions", "kept", "committed"):
+            assert getattr(mine, name).equal(getattr(other, name)), f"{at}: {name}"
+        assert mine.token[mine.committed].equal(other.token[other.committed]), at
+        _close(mine.confidence, other.confidence, at)
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, where: str) -> None:
+    said: Callable[[str], str] = lambda message: f"{where}: {message}"  # noqa: E731
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE, msg=said)

@@ -1,0 +1,131 @@
+"""Every recipe on every family: ranks give one process's tokens, in the same steps, from slices of the same keys.
+
+Ranks are threads, in fp32. A sum over ranks rounds in another way than one over all inputs, so a decision could fall
+otherwise where two values are equal to within some 1e-6; with the seeds of these models and prompts none is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dgraph.errors import InputError, PassError
+from dgraph.recipes import RECIPES
+from dgraph.testing import TinyModel, models, ranks
+from tests.parallel.divided import check_equal, of_rank, run_of
+from tests.runtime.test_statistics import Stable
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dyllm": {"tau": 0.97},
+    **{f"maskkv{other}": {"pairs": 4} for other in ("", "+focus", "+fast_dllm")},
+}
+"""Where by default everything of prompts as short as these is kept, or most rows are salient."""
+
+DEFAULT = {
+    ("dream", "dense", 4),
+    ("sdar", "focus", 2),
+    ("llada", "fast_dllm", 2),
+    ("dream", "dkv_cache", 2),
+    ("llada", "vicinity", 4),
+    ("llada2", "dyllm", 2),
+    ("dream", "dllm_cache", 4),
+    ("dream", "maskkv", 4),
+    ("sdar", "dllm_serve", 4),
+    ("native", "sparse_dllm", 2),
+    ("sdar", "maskkv+focus", 4),
+    ("llada", "maskkv+fast_dllm", 2),
+    ("sdar_moe", "dllm_serve+focus", 2),
+    ("llada", "dllm_serve+fast_dllm", 4),
+    ("llada", "sparse_dllm+focus", 2),
+    ("dream", "sparse_dllm+fast_dllm", 2),
+}
+"""Every recipe once, every family, two ranks and four; the others are for a release."""
+
+
+def takes(tiny: TinyModel, recipe: str) -> bool:
+    try:
+        tiny.recipe(recipe, **OPTIONS.get(recipe, {}))
+    except InputError:
+        return False
+    return True
+
+
+def cases() -> list[Any]:
+    found = [(tiny, recipe, world) for tiny in models() for recipe in RECIPES for world in (2, 4)]
+    return [
+        pytest.param(*case, marks=[] if (str(case[0]), *case[1:]) in DEFAULT else [pytest.mark.release])
+        for case in found
+        if takes(*case[:2])
+    ]
+
+
+def test_by_default_every_recipe_and_every_family_runs() -> None:
+    families, recipes, worlds = (set(column) for column in zip(*DEFAULT, strict=True))
+    assert families == {str(tiny) for tiny in models()}
+    assert {name for name in recipes if name in RECIPES} == set(RECIPES)
+    assert worlds == {2, 4}
+
+
+@pytest.mark.parametrize(("tiny", "recipe", "world"), cases(), ids=str)
+def test_ranks_decode_as_one_process_does(tiny: TinyModel, recipe: str, world: int) -> None:
+    check_equal(tiny, world, recipe, OPTIONS.get(recipe, {}))
+
+
+RULES: list[tuple[str, str, dict[str, Any]]] = [
+    ("sdar", "focus", {"steps": 4, "temperature": 1.0, "seed": 3}),
+    ("llada", "dense", {"policy": "llada_random", "steps": 6, "temperature": 0.7}),
+    ("dream", "dense", {"policy": "dream_topk_margin", "steps": 6}),
+    ("dream", "fast_dllm", {"policy": "dream_entropy", "steps": 6, "temperature": 0.5}),
+    ("sdar", "dense", {"policy": "entropy_bounded"}),
+    ("llada2", "dense", {"policy": "llada2.1"}),
+    ("sdar", "dyllm", {"threshold": 0.2, "temperature": 0.7, "top_k": 7}),
+    ("dream", "dense", {"steps": 6, "temperature": 0.8, "top_p": 0.7}),
+]
+"""Draws; margin and entropy of the distribution; tokens that are edited; samplers that need whole logits."""
+
+
+@pytest.mark.parametrize(("name", "recipe", "decoding"), RULES, ids=str)
+def test_ranks_draw_and_commit_by_any_rule_as_one_process_does(
+    name: str, recipe: str, decoding: dict[str, Any]
+) -> None:
+    (tiny,) = models(None, name)
+    check_equal(tiny, 2, recipe, {}, **decoding)
+
+
+def test_experts_of_their_own_on_each_rank_give_the_same() -> None:
+    (tiny,) = models(None, "sdar_moe")
+    check_equal(tiny, 2, "focus", {}, experts="parallel")
+
+
+def test_statistics_of_whole_logits_are_refused() -> None:
+    (tiny,) = models(None, "sdar")
+    with pytest.raises(PassError, match=r"MeasureRows: .*spread.* no rank of a sharded model has whole logits"):
+        ranks(2, lambda rank: run_of(of_rank(tiny, 2, rank, "dense", {}), tiny, policy=Stable(), max_new_tokens=8))
+
+
+def test_ranks_keep_what_is_theirs() -> None:
+    """Two of four heads: half of the pages' bytes, and of the keys that are kept packed."""
+    (tiny,) = models(None, "llada")
+    whole, each = check_equal(tiny, 2, "dllm_serve", {})
+    for run in each:
+        mine, other = run.made._session, whole.made._session
+        assert mine.kv.position_bytes * 2 == other.kv.position_bytes
+        assert mine.packed is not None
+        assert other.packed is not None
+        assert mine.packed.bytes * 2 == other.packed.bytes
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(("name", "recipe"), [("llada", "dyllm"), ("llada", "dllm_cache"), ("dream", "maskkv")])
+def test_compiled_regions_give_the_same_on_ranks(name: str, recipe: str) -> None:
+    """Decisions that are compiled with what reads them; each rank compiles the same regions."""
+    (tiny,) = models(None, name)
+    options = OPTIONS.get(recipe, {})
+    whole = run_of(tiny.optimized(recipe, **options), tiny, threshold=0.3, max_new_tokens=8)
+
+    def compiled(rank: int) -> list[list[int]]:
+        made = of_rank(tiny, 2, rank, recipe, options, backend="inductor")
+        return run_of(made, tiny, threshold=0.3, max_new_tokens=8).result.token_ids
+
+    assert ranks(2, compiled) == [whole.result.token_ids] * 2
