@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "blueprint": {"api", "cache", "compilation", "engine", "errors", "recipes"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
     "dataset": {"engine", "errors", "runtime"},
-    "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families"}
+    "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families", "parallel"}
     | {"runtime", "serve", "settings"},
     "testing": CORE | {"api", "cache", "families", "frontend", "groups", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE

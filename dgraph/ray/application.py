@@ -12,7 +12,7 @@ from dgraph.engine.build import EngineSettings
 from dgraph.errors import InputError
 from dgraph.ray.cluster import actor_options
 from dgraph.ray.installed import check_installed
-from dgraph.ray.ranks import bundles, check_ranks
+from dgraph.ray.ranks import check_ranks, placement
 from dgraph.ray.replica import Replica
 from dgraph.runtime.decoding import Decoding
 from dgraph.serve import check_installed as check_server_installed
@@ -67,7 +67,7 @@ def deployment(
         replicas: a number, or "auto": between min_replicas and max_replicas of `autoscaling`.
         autoscaling: fields of `ray.serve.config.AutoscalingConfig`. `target_ongoing_requests` is by default the number
             of requests that a replica decodes at the same time.
-        tp: devices of a replica, among which its model is divided.
+        tp: devices of a replica, all of one machine, among which its model is divided (see `dgraph.parallel`).
         engine: see `EngineSettings`; queue is 1024 if it does not say.
         server: see `ServeSettings`.
         shutdown_timeout: seconds that the requests of a replica may take when it is to go.
@@ -144,7 +144,6 @@ def application(
         shutdown_timeout=shutdown_timeout,
         ray_actor_options=ray_actor_options,
     )
-    check_ranks(tp)
     check_installed()
     check_server_installed()
     from ray import serve
@@ -174,6 +173,7 @@ def serve_options(
         InputError: a number of replicas or seconds out of range, settings of autoscaling beside a number of replicas,
             or a device with an index: Ray chooses which one a replica has.
     """
+    check_ranks(tp, blueprint)
     if shutdown_timeout < 0:
         raise InputError(f"shutdown_timeout must be at least 0 seconds, got {shutdown_timeout}.")
     if ":" in str(blueprint.device or ""):
@@ -183,10 +183,9 @@ def serve_options(
     actor = actor_options(blueprint, dict(ray_actor_options or {}))
     return {
         **_how_many(blueprint, replicas, autoscaling),
-        **bundles(tp, actor),
         "max_ongoing_requests": capacity(blueprint) + BESIDE,
         "graceful_shutdown_timeout_s": float(shutdown_timeout),
-        "ray_actor_options": actor,
+        **placement(tp, actor),
         "logging_config": {"enable_access_log": False},  # a replica writes lines of its own
     }
 

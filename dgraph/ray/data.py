@@ -14,7 +14,6 @@ from dgraph.dataset.lines import Question, question_of, read_line
 from dgraph.errors import DgraphError, InputError
 from dgraph.ray.cluster import actor_options, check_room, joined, needs
 from dgraph.ray.installed import check_installed
-from dgraph.ray.ranks import check_ranks
 from dgraph.runtime.decoding import Decoding
 
 if TYPE_CHECKING:
@@ -131,7 +130,8 @@ def answered(
         InputError: a number out of range, or what the extra `ray` brings is not installed.
         DgraphError: an engine cannot be built, or actors are lost again and again.
     """
-    check_ranks(tp)
+    if tp != 1:
+        raise InputError(f"an actor that answers a dataset has one device, got tp={tp}; use more replicas.")
     if type(replicas) is not int or replicas < 1:
         raise InputError(f"replicas of a dataset are a whole number, at least 1, got {replicas!r}.")
     check_installed()

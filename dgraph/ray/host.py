@@ -67,7 +67,7 @@ def serve_with(
         DgraphError: Ray cannot be reached, or no replica can be built.
     """
     check_installed()
-    check_ranks(tp)
+    check_ranks(tp, blueprint)
     folder_of(blueprint.model)
     with bind(host, port) as listener:
         at, port = address(listener), listener.getsockname()[1]

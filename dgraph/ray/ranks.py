@@ -1,7 +1,9 @@
-"""The processes of one replica: this one, and the other ranks where its model is tensor parallel."""
+"""The processes of one replica: its actor, and one more for each other rank where the model is tensor parallel."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,29 +12,101 @@ from dgraph.engine.engine import Engine
 from dgraph.errors import InputError
 from dgraph.ray.cluster import needs
 
+ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Lets each rank see all GPUs of its machine, as symmetric memory needs it: Ray would hide those of the others."""
 
-def check_ranks(count: int) -> None:
+
+def check_ranks(count: int, blueprint: Blueprint) -> None:
     """Refuse a number of ranks that a replica cannot have.
 
     Raises:
-        InputError: below 1, or more than one: they cannot be started yet.
+        InputError: below 1, or several that would serve several recipes.
     """
     if type(count) is not int or count < 1:
         raise InputError(f"tp must be a whole number of devices, at least 1, got {count!r}.")
-    if count > 1:
-        raise InputError(f"a replica on Ray has one device now, got tp={count}; use more replicas, or leave it at 1.")
+    if count > 1 and len(blueprint.recipes) > 1:
+        raise InputError(f"devices that share a model serve it under one recipe, got {', '.join(blueprint.recipes)}.")
 
 
-def bundles(count: int, actor: dict[str, Any]) -> dict[str, Any]:
-    """What Ray reserves for a replica of several ranks: a bundle each, as large as what the first one asks for, all on
-    one machine. {} for a single rank, which is one actor.
+def placement(count: int, actor: dict[str, Any]) -> dict[str, Any]:
+    """What Ray is asked for so that a replica of several ranks has room: a bundle for each, as large as what the first
+    one asks for, all on one machine. A single rank is the actor alone.
+
+    Args:
+        count: of ranks.
+        actor: `ray_actor_options` of the first.
+
+    Returns:
+        Keywords of `ray.serve.deployment`, `ray_actor_options` among them.
     """
     if count == 1:
-        return {}
-    return {"placement_group_bundles": [needs(actor) for _ in range(count)], "placement_group_strategy": "STRICT_PACK"}
+        return {"ray_actor_options": actor}
+    runtime = dict(actor.get("runtime_env") or {})
+    runtime["env_vars"] = {ALL_VISIBLE: "1", **(runtime.get("env_vars") or {})}
+    return {
+        "ray_actor_options": {**actor, "runtime_env": runtime},
+        "placement_group_bundles": [needs(actor) for _ in range(count)],
+        "placement_group_strategy": "STRICT_PACK",
+    }
 
 
-def engines(blueprint: Blueprint, count: int, tell: Callable[[str], None]) -> dict[str, Engine]:
-    """The engines of a replica, which its first rank drives."""
-    check_ranks(count)
-    return blueprint.engines(tell)
+class Rank:
+    """A rank of a replica beside the first: an actor that follows it.
+
+    Args:
+        environment: what ranks find each other by, as torchrun says it.
+    """
+
+    def __init__(self, environment: dict[str, str]):
+        self._environment = environment
+
+    def follow(self, blueprint: Blueprint) -> None:
+        """Serve what the first rank is asked for, until it closes its engine."""
+        for engine in _engines(blueprint, self._environment, lambda what: None).values():
+            engine.join()
+
+
+def engines(blueprint: Blueprint, count: int, tell: Callable[[str], None]) -> tuple[dict[str, Engine], list[Any]]:
+    """The engines of a replica, and the actors of its other ranks: they end when nobody holds them any more.
+
+    For the actor of the first rank, whose placement group has a bundle for each.
+    """
+    if count == 1:
+        return blueprint.engines(tell), []
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group: Any = ray.util.get_current_placement_group()
+    others = []
+    for rank in range(1, count):
+        wanted = dict(group.bundle_specs[rank])
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        actor: Any = ray.remote(Rank)
+        options = {"num_cpus": wanted.pop("CPU", 0), "num_gpus": wanted.pop("GPU", 0), "resources": wanted}
+        other = actor.options(scheduling_strategy=where, **options).remote({**world, "RANK": str(rank)})
+        other.follow.remote(blueprint)
+        others.append(other)
+    return _engines(blueprint, {**world, "RANK": "0"}, tell), others
+
+
+def _engines(blueprint: Blueprint, environment: dict[str, str], tell: Callable[[str], None]) -> dict[str, Engine]:
+    """The engines of one rank, which all ranks build at the same time."""
+    import dgraph.parallel
+
+    os.environ.update({**environment, "LOCAL_RANK": str(_local_rank())})
+    return blueprint.engines(tell, dgraph.parallel.init(blueprint.on))
+
+
+def _local_rank() -> int:
+    """Which of the GPUs that this process sees is its own; 0 without any."""
+    import ray
+
+    own = [str(id) for id in ray.get_gpu_ids()]
+    if not own:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(own[0]) if visible else int(own[0])

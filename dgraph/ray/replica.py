@@ -31,7 +31,8 @@ class Replica:
     def __init__(self, blueprint: Blueprint, settings: ServeSettings, ranks: int, access_log: bool):
         self._settings, self.lifetime, self._open = settings, Lifetime(), ExitStack()
         self._open.enter_context(to_stderr(access_log))
-        self.lifetime.begin(engines(blueprint, ranks, lambda what: LOGGER.info("%s", what)))
+        built, self._others = engines(blueprint, ranks, lambda what: LOGGER.info("%s", what))
+        self.lifetime.begin(built)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application, without the header of a request's id: Serve adds the same one."""

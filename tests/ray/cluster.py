@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 WORDS = "Sort these words: river stone cloud maple"
-WAIT = 60.0
+WAIT = 120.0
 """Seconds after which a test gives up."""
 
 

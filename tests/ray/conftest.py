@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,17 +28,30 @@ class Cluster:
     url: str
     logs: Path
 
-    def run(self, name: str, **settings: Any) -> str:
-        """Deploy a tiny model under a name; the address of its server."""
-        from ray import serve
 
-        import dgraph.ray
+Deploy = Callable[..., str]
+"""Deploys a tiny model under a name, with settings of `dgraph.ray.deployment`; returns the address of its server."""
 
-        made = dgraph.ray.deployment(
-            "tiny_sdar", "focus", backend="eager", ray_actor_options={"num_cpus": 0}, **settings
+
+@pytest.fixture
+def deploy(cluster: Cluster) -> Iterator[Deploy]:
+    from ray import serve
+
+    import dgraph.ray
+
+    names = []
+
+    def run(name: str, **settings: Any) -> str:
+        usual = {"backend": "eager", "ray_actor_options": {"num_cpus": 0}}
+        names.append(name)
+        serve.run(
+            dgraph.ray.deployment("tiny_sdar", "focus", **{**usual, **settings}), name=name, route_prefix=f"/{name}"
         )
-        serve.run(made, name=name, route_prefix=f"/{name}")
-        return f"{self.url}/{name}"
+        return f"{cluster.url}/{name}"
+
+    yield run
+    for name in names:
+        serve.delete(name)
 
 
 @pytest.fixture(scope="session")

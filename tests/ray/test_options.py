@@ -19,7 +19,7 @@ from dgraph.engine.build import EngineSettings
 from dgraph.errors import InputError, UnknownName
 from dgraph.ray import build, deployment
 from dgraph.ray.application import BESIDE, QUEUE, capacity, serve_options
-from dgraph.ray.ranks import bundles
+from dgraph.ray.ranks import ALL_VISIBLE, placement
 
 ROOT = Path(__file__).parents[2]
 TINY = Blueprint(model="tiny_sdar", engine=EngineSettings(max_sequences=4, queue=10))
@@ -67,11 +67,12 @@ def test_a_replica_has_a_gpu_where_it_needs_one_and_the_cache_of_whoever_starts_
 
 
 def test_ranks_have_a_bundle_each_on_one_machine() -> None:
-    assert bundles(1, {"num_gpus": 1}) == {}
-    found = bundles(2, {"num_gpus": 1, "resources": {"fast": 1}})
+    assert placement(1, {"num_gpus": 1}) == {"ray_actor_options": {"num_gpus": 1}}
+    found = placement(2, {"num_gpus": 1, "resources": {"fast": 1}, "runtime_env": {"env_vars": {"A": "1"}}})
+    assert found["ray_actor_options"]["runtime_env"] == {"env_vars": {ALL_VISIBLE: "1", "A": "1"}}
     assert found["placement_group_bundles"] == [{"CPU": 1, "GPU": 1, "fast": 1}] * 2
     assert found["placement_group_strategy"] == "STRICT_PACK"
-    assert bundles(3, {"num_cpus": 2})["placement_group_bundles"] == [{"CPU": 2}] * 3
+    assert placement(3, {"num_cpus": 2})["placement_group_bundles"] == [{"CPU": 2}] * 3
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_ranks_have_a_bundle_each_on_one_machine() -> None:
         ({"shutdown_timeout": -1}, InputError, "shutdown_timeout must be at least 0 seconds, got -1"),
         ({"device": "cuda:1"}, InputError, "say 'cuda', not 'cuda:1'"),
         ({"tp": 0}, InputError, "tp must be a whole number of devices, at least 1, got 0"),
-        ({"tp": 2}, InputError, "a replica on Ray has one device now, got tp=2"),
+        ({"tp": 2, "recipe": ["focus", "dense"]}, InputError, "serve it under one recipe, got focus, dense"),
         ({"recipe": "focsu"}, UnknownName, "unknown recipe 'focsu'. Did you mean 'focus'"),
         ({"alhpa": 1}, UnknownName, "unknown option of 'focus' 'alhpa'. Did you mean 'alpha'"),
         ({"dtype": "int8"}, UnknownName, "unknown dtype 'int8'"),
@@ -128,8 +129,8 @@ def test_a_file_s_arguments_make_the_same_application_as_python_s() -> None:
     ("args", "message"),
     [
         (["serve", "--ray", "--replicas", "many"], "--replicas is auto or a whole number, at least 1, got 'many'"),
-        (["serve", "--replicas", "2"], "add --ray, or leave them out"),
-        (["generate", "tiny_sdar", "--replicas", "2"], "add --ray, or leave them out"),
+        (["serve", "--replicas", "2"], "add --ray, or leave it out"),
+        (["generate", "tiny_sdar", "--replicas", "2"], "add --ray, or leave it out"),
         (["generate", "tiny_sdar", "-p", "a", "--ray"], "--ray answers --data"),
         (["generate", "tiny_sdar", "--data", "in.jsonl"], "--data and --out go together"),
         (["generate", "tiny_sdar", "--out", "o", "--data", "i", "-p", "a"], "and without --prompt"),
@@ -149,7 +150,7 @@ def test_a_command_that_cannot_be_is_refused_in_one_line(args: list[str], messag
     ("args", "message"),
     [
         (["no_such_model"], "unknown model 'no_such_model'"),
-        (["--tp", "2"], "a replica on Ray has one device now, got tp=2"),
+        (["--tp", "0"], "tp must be a whole number of devices, at least 1, got 0"),
         (["--port", "65536"], "a port is a number from 0 to 65535"),
     ],
 )

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.ray.cluster import WAIT, WORDS, access_log, crowd, processes, stream, wait_for
-from tests.ray.conftest import Cluster
-from tests.serve.asking import refused
+from tests.ray.conftest import Cluster, Deploy
+from tests.serve.asking import SORTED, chat, refused
 
 pytestmark = [pytest.mark.release, pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -24,8 +24,8 @@ def replicas(app: str) -> list[int]:
     return processes(f"ray::ServeReplica:{app}:")
 
 
-def test_a_replica_that_is_killed_fails_its_own_clients_alone(cluster: Cluster) -> None:
-    url = cluster.run("killed", replicas=2, engine={"max_sequences": 4, "max_tokens": 256})
+def test_a_replica_that_is_killed_fails_its_own_clients_alone(cluster: Cluster, deploy: Deploy) -> None:
+    url = deploy("killed", replicas=2, engine={"max_sequences": 4, "max_tokens": 256})
     first, second = replicas("killed")
     killed_at = []
 
@@ -45,9 +45,11 @@ def test_a_replica_that_is_killed_fails_its_own_clients_alone(cluster: Cluster) 
     wait_for(lambda: len(replicas("killed")) == 2)
 
 
-def test_a_replica_without_room_says_so_and_one_whose_client_left_has_room_again(cluster: Cluster) -> None:
+def test_a_replica_without_room_says_so_and_one_whose_client_left_has_room_again(
+    cluster: Cluster, deploy: Deploy
+) -> None:
     engine = {"max_sequences": 1, "max_tokens": 1024, "queue": 1}
-    url = cluster.run("small", replicas=1, engine=engine, server={"api_keys": ["key"]})
+    url = deploy("small", replicas=1, engine=engine, server={"api_keys": ["key"]})
     (process,) = replicas("small")
     slow = {"threshold": 1.0, "ignore_eos": True, "return_step_map": True}  # a token a step, and told of at once
     long = {"prompt": WORDS, "stream": True, "max_tokens": 1000, **slow}
@@ -79,9 +81,9 @@ def test_a_replica_without_room_says_so_and_one_whose_client_left_has_room_again
     assert 0 < int(str(line["completion_tokens"])) < 1000
 
 
-def test_replicas_come_and_go_with_the_load_and_no_request_is_dropped(cluster: Cluster) -> None:
+def test_replicas_come_and_go_with_the_load_and_no_request_is_dropped(deploy: Deploy) -> None:
     quick = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 1, "metrics_interval_s": 0.5}
-    url = cluster.run(
+    url = deploy(
         "scaled",
         autoscaling={"min_replicas": 1, "max_replicas": 2, **quick},
         engine={"max_sequences": 2, "max_tokens": 512},
@@ -116,6 +118,18 @@ def test_replicas_come_and_go_with_the_load_and_no_request_is_dropped(cluster: C
     assert counts == [1, 2, 1]
     assert len(whole) > 20
     assert all(whole)
+
+
+def test_ranks_of_a_replica_share_its_model_and_one_that_is_lost_ends_it(deploy: Deploy) -> None:
+    url = deploy("ranks", replicas=1, tp=2, engine={"max_sequences": 2}, ray_actor_options={"num_cpus": 1})
+    (other,) = processes("ray::Rank.follow")
+    (first,) = replicas("ranks")
+    with httpx.Client(base_url=url, timeout=WAIT) as client:
+        assert chat(client).json()["choices"][0]["message"]["content"] == SORTED
+        os.kill(other, signal.SIGKILL)
+        wait_for(lambda: first not in replicas("ranks") and bool(replicas("ranks")))
+        wait_for(lambda: chat(client).status_code == 200)
+        assert chat(client).json()["choices"][0]["message"]["content"] == SORTED
 
 
 def test_from_the_command_to_the_signal() -> None:
