@@ -16,12 +16,8 @@ CASES = [
     ("tiny_llada", "fast_dllm", {}),
     ("tiny_llada", "dllm_serve", {"max_batched_rows": 300}),
 ]
-ONE = CASES[1]
-"""What runs on a CPU by default; `test_models.py` says the same of tiny random models and more recipes."""
-RUNS = [
-    *(pytest.param(*case, "cpu", marks=() if case is ONE else pytest.mark.release) for case in CASES),
-    *(pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in CASES),
-]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.release), pytest.param("cuda", marks=pytest.mark.gpu)]
+"""On a CPU `test_models.py` says the same by default, of tiny random models and under more recipes."""
 WORDS = ["river", "stone", "apple", "dog", "cat", "zoo", "ant", "bee", "sun", "moon"]
 CHOICES = (
     {"threshold": 0.9},
@@ -32,7 +28,8 @@ CHOICES = (
 )
 
 
-@pytest.mark.parametrize(("model", "recipe", "settings", "device"), RUNS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("model", "recipe", "settings"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_requests_get_what_they_get_alone(model: str, recipe: str, settings: dict[str, int], device: str) -> None:
     draw = random.Random(1)
     on_gpu = device == "cuda"

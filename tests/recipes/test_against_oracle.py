@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.amounts import every_value
 from tests.recipes.block_causal import Setup, check, optimized, prompts_for, setup_for
 
 
@@ -31,12 +32,9 @@ FOCUS_CASES = {
 }
 
 
-@pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize(
-    "options", [FOCUS_CASES["defaults"], FOCUS_CASES["no recommit"]], ids=["recommit", "no recommit"]
-)
-def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, options: dict[str, Any]) -> None:
-    setup = setups[block]
+@every_value(("block", [16, 32, 64]), ("case", ["defaults", "no recommit"]))
+def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, case: str) -> None:
+    setup, options = setups[block], FOCUS_CASES[case]
     check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
 
 
@@ -115,9 +113,9 @@ COUNTED_CASES = {
 }
 
 
-@pytest.mark.parametrize("buckets", [None, [48, 200]])
-@pytest.mark.parametrize("options", COUNTED_CASES.values(), ids=COUNTED_CASES)
-def test_focus_with_rows_counted_on_the_device(setups: dict[int, Setup], options: dict[str, Any], buckets: Any) -> None:
+@every_value(("case", COUNTED_CASES), ("buckets", [None, [48, 200]]))
+def test_focus_with_rows_counted_on_the_device(setups: dict[int, Setup], case: str, buckets: Any) -> None:
+    options = COUNTED_CASES[case]
     run = optimized(setups[32], "focus", buckets=buckets, count="device", **options)
     assert run.programs["step"].stage_names == ("step",)
     check(setups[32], 32, run, {"threshold": 0.7}, options)

@@ -33,9 +33,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RUNS = [
     *(("llada", case) for case in ("maskkv, often", "dllm_serve+focus", "maskkv+fast_dllm")),
-    *(("dream", case) for case in ("maskkv, often", "sparse_dllm", "maskkv+focus")),
-    *(("sdar", case) for case in ("maskkv", "dllm_serve", "maskkv+focus")),
+    *(("dream", case) for case in ("sparse_dllm", "maskkv+focus")),
+    *(("sdar", case) for case in ("maskkv", "dllm_serve")),
     ("sdar_moe", "sparse_dllm"),
+    *(pytest.param(*run, marks=pytest.mark.release) for run in (("dream", "maskkv, often"), ("sdar", "maskkv+focus"))),
 ]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 21, "threshold": 0.7}
 

@@ -40,6 +40,10 @@ SAMPLES = [
 ]
 
 
+LONGEST = "more rows than programs"
+"""Calls of thousands of programs, which an interpreter runs one by one."""
+
+
 def results(interpreted: Interpreter, name: str, args: tuple[Any, ...], **options: Any) -> list[torch.Tensor]:
     result, after = interpreted(name, args, **options)
     return settled(name, args, flat(result)) + mutated(name, after)
@@ -57,7 +61,13 @@ def test_samples(interpreted: Interpreter, name: str, sample: Sample) -> None:
             compare(results(interpreted, name, args), expected(name, args))
 
 
-@pytest.mark.parametrize(("name", "args"), [pytest.param(n, a, id=f"{n}: {what}") for n, what, a in LARGER])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        pytest.param(name, args, id=f"{name}: {what}", marks=pytest.mark.release if what == LONGEST else ())
+        for name, what, args in LARGER
+    ],
+)
 def test_larger_calls(interpreted: Interpreter, name: str, args: tuple[Any, ...]) -> None:
     compare(results(interpreted, name, args), expected(name, args))
 
