@@ -1,0 +1,215 @@
+"""A step over several GPUs: measured over the ranks that torchrun starts, and as a model of 2, 4 and 8 from one GPU.
+
+    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel --shapes llada-8b,sdar-8b --json FILE
+    python -m benchmarks.tensor_parallel --shapes llada-8b --collectives collectives.json
+    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel --tiny --device cpu --repeat 1
+
+Measured: milliseconds per step of `generate`, from two lengths of response in turn, so that prefill and start cancel
+out; of one rank (each by itself, with the whole model) and of all together. The model's step of W ranks is
+
+    products(W) + sums(W) + the rest of one rank's step, a share of which (attention) is divided as well
+
+where products are timed here at the sizes of a rank, sums are those that `benchmarks.collectives` has measured (for its
+number of ranks) or follow from LATENCY and LINK, and the rest is one rank's step without its products: launches, norms,
+attention, and what lies between steps. What is modelled is labelled so; it has not been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgraph
+import dgraph.parallel
+from benchmarks.engine_steps import per_step
+from benchmarks.tables import Cell, Report
+from dgraph.api import Optimized
+from dgraph.bench.floor import Device, StepCount, floor_of, work_of
+from dgraph.families import Model
+from dgraph.graph import Graph
+from dgraph.models.shapes import random_model
+from dgraph.passes import ShardTensorParallel
+from dgraph.passes.manager import run_passes
+from dgraph.phases import rewrite
+
+LINK = 450e9
+"""Bytes per second that a GPU sends over NVLink 4, as published: 900e9 in both directions together."""
+LATENCY = 10e-6
+"""Seconds of a sum of few bytes over the ranks of one host, an assumption where none was measured."""
+TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 256, "head_dim": 16}
+"""Sizes with which the script itself is tried; heads stay as many."""
+
+
+def measured(model: Model, recipe: str, given: argparse.Namespace, mesh: Any) -> tuple[float, Optimized]:
+    """Milliseconds per step over a mesh, or of this process alone."""
+    prompts = [[100 + (7 * at + row) % 1000 for at in range(given.prompt)] for row in range(given.batch)]
+    optimized = dgraph.optimize(model, recipe, backend=given.backend, mesh=mesh, artifacts=not given.tiny)
+    block = model.spec.block_length
+    steps = given.steps or max(1, block // 4)
+    times = per_step(optimized, prompts, given.blocks * block, steps, given.repeat)
+    return statistics.median(times), optimized
+
+
+def sums(graph: Graph, rows: int, world: int, known: Mapping[int, float] | None) -> tuple[float, int]:
+    """Seconds that the sums of a step over ranks take in a row, and how many there are."""
+    calls = graph.find("all_reduce")
+    total = 0.0
+    for call in calls:
+        value = call.meta["val"]
+        width = 1
+        for size in value.shape[1:]:
+            width *= int(size)
+        total += sum_seconds(rows * width * value.dtype.itemsize, world, known)
+    gathers = graph.find("all_gather")
+    return total + len(gathers) * LATENCY, len(calls) + len(gathers)
+
+
+def sum_seconds(size: int, world: int, known: Mapping[int, float] | None) -> float:
+    """Seconds of a sum of so many bytes: measured, between the two sizes next to it, or by latency and link."""
+    if known:
+        at = sorted(known)
+        low = max([s for s in at if s <= size], default=at[0])
+        high = min([s for s in at if s >= size], default=at[-1])
+        if low == high:
+            return known[low] * max(1.0, size / low)
+        return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+    return LATENCY + 2 * (world - 1) / world * size / LINK
+
+
+def measured_sums(path: Path | None) -> dict[int, dict[int, float]]:
+    """By number of ranks and bytes, seconds of the kind that is chosen: the fastest of those in graphs."""
+    if path is None:
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    kinds = {name: times for name, times in data["microseconds"].items() if "graph" in name} or data["microseconds"]
+    sizes = {int(size) for times in kinds.values() for size in times}
+    best = {size: min(t[str(size)] for t in kinds.values() if str(size) in t) / 1e6 for size in sizes}
+    return {int(data["world"]): best}
+
+
+def modelled(
+    model: Model, recipe: str, given: argparse.Namespace, step: float, device: torch.device
+) -> list[list[Cell]]:
+    """Rows of the model's table for one model under a recipe; step: seconds of one rank's."""
+    captured, times, known = dgraph.capture(model), Device(device), measured_sums(given.collectives)
+    chosen = dgraph.recipe(recipe, model.spec)
+    block = model.spec.block_length
+    rows, keys = given.batch * block, given.batch * (given.prompt + given.blocks * block)
+    found: list[list[Cell]] = []
+    rest = 0.0
+    for world in (1, 2, 4, 8):
+        divided = captured.copy()
+        if world > 1:
+            run_passes(divided, [ShardTensorParallel(world)])
+        graph = rewrite(divided, chosen)["step"].graph
+        work = work_of(graph)
+        sets = len(work.products)
+        floor = floor_of(work, [StepCount((rows,) * sets, (keys,) * sets, rows)], times)
+        head = times_of_head(model, world, rows, times) if work.head is None else floor.head
+        products = floor.linear + floor.experts + head
+        if world == 1:
+            rest = max(0.0, step - products - floor.attention)
+        took, count = (0.0, 0) if world == 1 else sums(graph, rows, world, known.get(world))
+        total = products + floor.attention + took + rest
+        source = "measured" if world in known else "link"
+        found.append(
+            [
+                f"{model.name}, {recipe}",
+                world,
+                1e3 * products,
+                1e3 * floor.attention,
+                f"{1e3 * took:.3g} ({count}, {source})" if world > 1 else "",
+                1e3 * rest,
+                1e3 * total,
+                (step or total) / total,
+            ]
+        )
+        del divided, graph, work
+        gc.collect()
+    return found
+
+
+def times_of_head(model: Model, world: int, rows: int, times: Device) -> float:
+    """Seconds of a rank's part of the LM head, where the program does not say."""
+    spec = model.spec
+    shape = (-(-spec.vocab // world), width_of(model))
+    times.measure(shape, spec.dtype, [rows])
+    return times.product(shape, spec.dtype, rows)
+
+
+def width_of(model: Model) -> int:
+    """Columns of the embedding."""
+    return max(int(p.shape[-1]) for name, p in model.module.named_parameters() if "embed" in name or "wte" in name)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure where there are ranks, and model where there is one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="llada-8b,sdar-8b")
+    parser.add_argument("--recipes", default="dense,focus")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=2, help="of the shorter response")
+    parser.add_argument("--steps", type=int, help="per block; default a quarter of its tokens")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="sizes with which the script itself is tried")
+    parser.add_argument("--collectives", type=Path, help="what benchmarks.collectives --json wrote")
+    parser.add_argument("--alone", action="store_true", help="no run of one rank next to that of all")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = dgraph.parallel.init(kind) if ranks > 1 else None
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    leads, dtype = os.environ.get("RANK", "0") == "0", torch.float32 if kind == "cpu" else torch.bfloat16
+    report, rows, model_rows = Report("A step over several GPUs"), list[list[Cell]](), list[list[Cell]]()
+    for shape in given.shapes.split(","):
+        changes: dict[str, Any] = {} if given.layers is None else {"num_hidden_layers": given.layers}
+        if given.tiny:
+            changes |= TINY
+        for recipe in given.recipes.split(","):
+            model = random_model(shape, device, dtype, **changes)
+            try:
+                alone = float("nan") if given.alone else measured(model, recipe, given, None)[0]
+                if mesh is None:
+                    model_rows += modelled(model, recipe, given, alone / 1e3, device)
+                else:
+                    together = measured(model, recipe, given, mesh)[0]
+                    rows.append([f"{shape}, {recipe}", alone, together, alone / together])
+                if leads:
+                    print(shape, recipe, f"one rank {alone:.3f} ms", rows[-1:] or model_rows[-4:], flush=True)
+            except Exception:
+                print(f"FAILED on rank {os.environ.get('RANK', '0')}: {shape}, {recipe}", flush=True)
+                traceback.print_exc()
+            del model
+            gc.collect()
+            if kind == "cuda":
+                torch.cuda.empty_cache()
+    if not leads:
+        return
+    setting = f"{given.batch} sequences, prompts of {given.prompt}"
+    if rows:
+        columns = ["shape, recipe", "one rank", f"{ranks} ranks", "speed-up"]
+        report.table(f"Measured: milliseconds per step, {setting}", columns, rows)
+    if model_rows:
+        columns = ["shape, recipe", "ranks", "products", "attention", "sums", "rest", "step", "speed-up"]
+        note = "a model, not a measurement, but for products of a rank's sizes and the step of one rank"
+        report.table(f"Modelled: milliseconds per step, {setting}", columns, model_rows, note)
+    report.write(given.markdown, given.json)
+
+
+if __name__ == "__main__":
+    main()
