@@ -17,7 +17,7 @@ from dgraph.evaluate.questions import Question
 from dgraph.evaluate.results import Result
 from dgraph.evaluate.scores import wilson
 
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 SEED = 0
 """Of the resampling: the same results give the same interval."""
 _DRAWS = 2**22
