@@ -8,7 +8,7 @@ bidirectional model denoises as a whole. Batch i depends on the seed and i alone
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,20 +136,44 @@ def split_passage(text: str, rng: random.Random) -> tuple[str, str]:
 
 def pack(documents: Sequence[Document], rows: int, length: int) -> dict[str, np.ndarray]:
     """Place documents into rows, longest first, each in the first row with room; those without room are dropped."""
+    ordered = sorted(documents, key=lambda d: -len(d.ids))
+    return fill(ordered, Rows(rows, length).places(len(item.ids) for item in ordered), rows, length)
+
+
+class Rows:
+    """Room in rows of `length` tokens, taken by first fit."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.used, self.length = np.zeros(rows, np.int64), length
+
+    def place(self, size: int) -> int | None:
+        """The first row with room for so many tokens, which takes them; None without one."""
+        room = self.used + size <= self.length
+        if not room.any():
+            return None
+        row = int(room.argmax())
+        self.used[row] += size
+        return row
+
+    def places(self, sizes: Iterable[int]) -> list[int | None]:
+        """`place` of each."""
+        return [self.place(size) for size in sizes]
+
+
+def fill(documents: Sequence[Document], places: Sequence[int | None], rows: int, length: int) -> dict[str, np.ndarray]:
+    """The tensors of a `Batch`: each document in its row (None: nowhere), one after the other, numbered in order."""
     arrays: dict[str, np.ndarray] = {
-        "tokens": np.full((rows, length), PAD_ID, np.int16),
+        "tokens": np.full((rows, length), PAD_ID, np.int32),
         "positions": np.zeros((rows, length), np.int16),
         "docs": np.full((rows, length), -1, np.int16),
         "kinds": np.full((rows, length), PADDING, np.uint8),
         "tasks": np.zeros((rows, length), np.uint8),
     }
     used = np.zeros(rows, np.int64)
-    for number, item in enumerate(sorted(documents, key=lambda d: -len(d.ids))):
-        size = len(item.ids)
-        room = used + size <= length
-        if not room.any():
+    for number, (item, row) in enumerate(zip(documents, places, strict=True)):
+        if row is None:
             continue
-        row = int(room.argmax())
+        size = len(item.ids)
         at = slice(used[row], used[row] + size)
         arrays["tokens"][row, at], arrays["kinds"][row, at], arrays["tasks"][row, at] = (
             item.ids,

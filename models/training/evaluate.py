@@ -27,7 +27,7 @@ from .data import BLOCK, RESPONSE_LENGTH, Batch, document, pack, region_document
 from .decode import Decoded, decode, summarize
 from .masked_diffusion import masked_diffusion
 from .model import TinyModel
-from .objective import block_diffusion, dense_mask, token_losses
+from .objective import Noise, block_diffusion, dense_mask, token_losses
 from .tokenizer import encode_prompt, load
 
 NEW_TOKENS = {"sdar": 96, "llada": RESPONSE_LENGTH}
@@ -132,16 +132,16 @@ def text_bound(
         else:
             documents.append(document(prompt, answer, "text", length))
     generator = torch.Generator(device).manual_seed(0)
-    total = weight = 0.0
+    total, weight, quiet = 0.0, 0.0, Noise(padding_weight=0.0)
     for at in range(0, len(documents), 16):
         group = documents[at : at + 16]
         arrays = pack(group, len(group), length)
         batch = Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()}).to(device)
         for _ in range(draws):
             if whole:
-                inputs = masked_diffusion(batch, generator, blockwise_share=0.0, padding_weight=0.0)
+                inputs = masked_diffusion(batch, generator, blockwise_share=0.0, noise=quiet)
             else:
-                inputs = block_diffusion(batch, length // BLOCK, generator, padding_weight=0.0)
+                inputs = block_diffusion(batch, length // BLOCK, generator, quiet)
             rows, width = inputs.input_ids.shape
             mask = dense_mask(inputs.visible, rows, width, device)
             hidden = model.hidden(inputs.input_ids, inputs.positions, mask)

@@ -7,12 +7,13 @@ goes block by block meets it: earlier blocks are clean, later ones all masked, a
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
 from .data import EOS_PADDING, RESPONSE, Batch
-from .objective import EOS_PADDING_WEIGHT, SMALLEST_RATE, Inputs, loss_weights
-from .tokenizer import MASK_ID
+from .objective import NOISE, SMALLEST_RATE, Inputs, Noise, loss_weights, shifted, weighed
 
 BLOCKWISE_SHARE = 0.5
 """Share of the documents noised as block-by-block decoding meets them."""
@@ -26,34 +27,42 @@ def masked_diffusion(
     batch: Batch,
     generator: torch.Generator,
     blockwise_share: float = BLOCKWISE_SHARE,
-    padding_weight: float = EOS_PADDING_WEIGHT,
+    noise: Noise = NOISE,
 ) -> Inputs:
-    """The rows of `batch` with masked responses; the loss of a token is divided by its chance to be masked.
+    """The rows of `batch` with masked responses; the rate that `Noise` speaks of is a token's chance to be masked.
 
-    The scale is the summed weight of the tokens that could have been masked.
+    With complementary masks the rows come twice. The block is that of decoding, drawn from `BLOCK_LENGTHS`.
     """
-    docs = batch.docs
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    chance = mask_chance(batch, response, generator, blockwise_share)
+    chance = mask_chance(batch, response, generator, blockwise_share, noise.smallest_rate)
     drawn = torch.rand(chance.shape, generator=generator, device=chance.device)
     masked = response & (drawn < chance)
-    weights = loss_weights(batch.kinds, False, padding_weight) * (chance > 0)
+    if noise.complementary:
+        left_to_chance = (chance > 0) & (chance < 1)  # earlier blocks stay clean, later ones masked
+        masked = torch.cat((masked, response & (masked ^ left_to_chance)))
+        chance = torch.cat((chance, torch.where(left_to_chance, 1 - chance, chance)))
+        batch = Batch(**{field.name: getattr(batch, field.name).repeat(2, 1) for field in fields(batch)})
+    docs = batch.docs
+    weights = loss_weights(batch.kinds, False, noise.padding_weight) * (chance > 0)
+    weights, scale = weighed(weights, masked, chance.clamp_min(noise.smallest_rate), noise)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return docs[row, query] == docs[row, key]
 
-    return Inputs(
-        input_ids=batch.tokens.masked_fill(masked, MASK_ID),
-        positions=batch.positions,
-        visible=visible,
-        targets=batch.tokens,
-        weights=weights * masked / chance.clamp_min(SMALLEST_RATE),
-        scale=weights.sum(),
-        tasks=batch.tasks,
-    )
+    ids = batch.tokens.masked_fill(masked, noise.mask_id)
+    inputs = Inputs(ids, batch.positions, visible, batch.tokens, weights, scale, batch.tasks)
+    if noise.shift == 0:
+        return inputs
+    return shifted(inputs, torch.arange(-1, docs.shape[1] - 1, device=docs.device).expand_as(docs), docs)
 
 
-def mask_chance(batch: Batch, response: Tensor, generator: torch.Generator, blockwise_share: float) -> Tensor:
+def mask_chance(
+    batch: Batch,
+    response: Tensor,
+    generator: torch.Generator,
+    blockwise_share: float,
+    smallest_rate: float = SMALLEST_RATE,
+) -> Tensor:
     """f32 [rows, length]: each token's chance to be masked, were it of a response; drawn per document.
 
     Without reading a size from the device: no document has fewer than eight tokens, and the last place of each table
@@ -66,7 +75,7 @@ def mask_chance(batch: Batch, response: Tensor, generator: torch.Generator, bloc
         return torch.rand(count, generator=generator, device=device)
 
     golden = torch.arange(count, device=device, dtype=torch.float64) * 0.6180339887498949
-    rate = ((golden + uniform()[:1]) % 1).float().clamp_min(SMALLEST_RATE)
+    rate = ((golden + uniform()[:1]) % 1).float().clamp_min(smallest_rate)
     blockwise = uniform() < blockwise_share
     rate = rate.masked_fill(blockwise & (uniform() < START_SHARE), 1.0)
     lengths = torch.tensor(BLOCK_LENGTHS, device=device)
