@@ -453,14 +453,15 @@ def optimize(
     code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
     compiler = RegionCompiler(how.backend, tell, code_store)
     tell("loading")
-    found = resolve(model, dtype, device, **dict(facts or {}))
+    found = resolve(model, dtype, device, opened=mesh is not None, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
     graph, _ = capture_or_load(found.module, found.spec, found.prefix, store)
     if mesh is not None:
         from dgraph.parallel.divide import divide
 
-        graph = divide(graph, mesh, {"model": found.spec, "recipe": chosen.to_json(), "compilation": how})
+        same = {"model": found.spec, "recipe": chosen.to_json(), "compilation": how}
+        graph = divide(graph, mesh, same, found.hints, found.weights)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = Tuning(graph.device, code_store, tell) if how.tune and code_store is not None and on_gpu else None

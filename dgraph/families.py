@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points
 from dgraph.plugins import load as load_entry
 from dgraph.spec import FACTS, ModelSpec
+from dgraph.weights import WeightSource
 
 GROUP = "dgraph.models"
 
@@ -81,6 +82,9 @@ class Model:
         spec: its facts.
         tokenizer: None for a model that was given as an object.
         prefix: dotted path before the weights' names within `module`.
+        hints: what a weight is to tensor parallelism where its layers do not say so, by a pattern of its name in the
+            graph; see `dgraph.passes.ShardTensorParallel`.
+        weights: where the parameters of `module` are to be read, if they only stand for these; see `Family.open`.
     """
 
     name: str
@@ -88,10 +92,17 @@ class Model:
     spec: ModelSpec
     tokenizer: Tokenizer | None = None
     prefix: str = ""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    weights: WeightSource | None = None
 
 
 class Family(Protocol):
-    """How to adopt and load one family of models."""
+    """How to adopt and load one family of models.
+
+    A family may also have `open`, with the arguments and errors of `load`: the same model, whose parameters are
+    `dgraph.weights.hollow` and are read from `Model.weights`. Ranks that divide a model load it so; that of a family
+    without is loaded whole by each of them first.
+    """
 
     name: str
     summary: str
@@ -171,7 +182,12 @@ def embedded() -> dict[str, Embedded]:
 
 
 def resolve(
-    model: Any, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+    model: Any,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    *,
+    opened: bool = False,
+    **facts: Any,
 ) -> Model:
     """A `Model` from whatever names one.
 
@@ -180,6 +196,7 @@ def resolve(
         dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and
             folders.
         device: where to load; None for "cpu". Only for names and folders.
+        opened: leave the weights of a name or folder where they are stored, if the family can; see `Family`.
         facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
 
     Raises:
@@ -194,7 +211,7 @@ def resolve(
     if isinstance(model, Model):
         return replace(model, spec=replace(model.spec, **facts)) if facts else model
     if isinstance(model, (str, Path)):
-        return load(model, dtype, device, **facts)
+        return load(model, dtype, device, opened=opened, **facts)
     for family in families().values():
         adopted = family.adopt(model, **facts)
         if adopted is not None:
@@ -207,7 +224,12 @@ def resolve(
 
 
 def load(
-    name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+    name: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    *,
+    opened: bool = False,
+    **facts: Any,
 ) -> Model:
     """Load an embedded model by name or a checkpoint folder by path; see `resolve`.
 
@@ -220,7 +242,8 @@ def load(
     if dtype is None and target.type == "cpu":
         dtype = torch.float32
     for family in families().values():
-        loaded = family.load(folder, dtype, target, **facts)
+        read = getattr(family, "open", family.load) if opened else family.load
+        loaded: Model | None = read(folder, dtype, target, **facts)
         if loaded is not None:
             return loaded if "layer_importance" in facts else _calibrated(loaded, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")

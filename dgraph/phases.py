@@ -73,12 +73,15 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
 
 def scoring(captured: Graph) -> Graph:
     """One forward of packed sequences without a cache, with the outputs hidden [N, d], what the LM head reads, its
-    weight [vocabulary, d], and its bias if it has one.
+    weight [vocabulary, d], and its bias if it has one; of a sharded graph, where no rank has all of that weight, with
+    the output logits [N, vocabulary].
 
     Raises:
         PassError: the logits come from something else than a linear layer.
     """
     graph = rewrite(captured, Recipe("scoring", 1, (Phase("scoring", (PackRows(),)),)))["scoring"].graph.copy()
+    if graph.sharding is not None:
+        return graph
     head = head_of(graph)
     if isinstance(head, str):
         raise PassError(f"labels cannot be scored: {head}.")

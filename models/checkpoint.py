@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
 from dgraph.models.native import PREFIX, Forward, native_spec, with_ids
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
+from dgraph.weights import WeightSource, hollow
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -60,6 +61,7 @@ def load_checkpoint(
     stored: Callable[[str], str] = str,
     published: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    opened: bool = False,
 ) -> Model:
     """A native transformers model filled from a folder's shards.
 
@@ -73,6 +75,7 @@ def load_checkpoint(
         tokenizer: the folder's.
         stored: the name in the shards of a native parameter's name; the same by default.
         published, facts: see `native_spec`.
+        opened: leave the weights in the shards; see `dgraph.families.Family`.
 
     Raises:
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
@@ -84,12 +87,25 @@ def load_checkpoint(
     spec = native_spec(WithOwnKeys(model.config, config), family, dtype, published, **(facts or {}))
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
     names = match_names(model, tensors, stored, f"checkpoint {folder}", belong)
-    # Each tensor is let go as soon as it is converted: the weights are in memory once.
-    state = {native: tensors.pop(name).to(device, dtype) for native, name in names.items()}
+    weights = None
+    if opened:
+        state = {native: hollow(tensors[name].shape, dtype, device) for native, name in names.items()}
+        weights = {native: [tensors[name]] for native, name in names.items()}
+    else:  # each tensor is let go as soon as it is converted: the weights are in memory once
+        state = {native: tensors.pop(name).to(device, dtype) for native, name in names.items()}
     model.load_state_dict(state, assign=True, strict=False)
     model.tie_weights()
     restore_buffers(model, model.config, device)
-    return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX)
+    source = None if weights is None else source_of(model, weights)
+    return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX, weights=source)
+
+
+def source_of(model: nn.Module, stored: dict[str, list[Tensor]]) -> WeightSource:
+    """Where to read a model's weights, those that are tied to another one among them."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = {id(named[name]): name for name in stored if name in named}
+    tied = {name: stored[names[id(p)]] for name, p in named.items() if name not in stored and id(p) in names}
+    return WeightSource({**stored, **tied})
 
 
 def build_native(architecture: str, config: Mapping[str, Any], source: str) -> Any:

@@ -20,10 +20,19 @@ from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::route and dgraph::experts)
 from dgraph.families import Model
-from dgraph.models.checkpoint import WithOwnKeys, match_shapes, read_config, read_folder, read_tensors, restore_buffers
+from dgraph.models.checkpoint import (
+    WithOwnKeys,
+    match_shapes,
+    read_config,
+    read_folder,
+    read_tensors,
+    restore_buffers,
+    source_of,
+)
 from dgraph.models.native import config_of, native_spec
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
+from dgraph.weights import hollow
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,24 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 piece.copy_(tensors.pop(part))
 
 
+def open_parts(
+    model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, list[Tensor]]:
+    """Let a model on the meta device have hollow tensors, and say which stored ones each stands for. Buffers are fp32,
+    see `materialise`.
+    """
+    stacked, places = stacks(model, tensors), model.state_dict()
+    stored = {name: [tensors[part] for part in stacked.get(name, [name]) if part in tensors] for name in places}
+    parameters = dict(model.named_parameters())
+    state = {
+        name: hollow(value.shape, dtype if name in parameters else torch.float32, device)
+        for name, value in places.items()
+    }
+    model.load_state_dict(state, assign=True, strict=False)
+    restore_buffers(model, model.config, device)
+    return {name: blocks for name, blocks in stored.items() if blocks}
+
+
 def share(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let a model on the meta device hold the tensors of another; experts are stacked, and become views."""
     stacked = stacks(model, tensors)
@@ -228,6 +255,15 @@ class MoEFamily:
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.load`."""
+        return self._load(folder, dtype, device, facts, opened=False)
+
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """See `Family`."""
+        return self._load(folder, dtype, device, facts, opened=True)
+
+    def _load(
+        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
+    ) -> Model | None:
         if not set(self.classes) & set(read_config(folder).get("architectures") or []):
             return None
         config, tokenizer = read_folder(folder)
@@ -237,10 +273,14 @@ class MoEFamily:
         belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
         check_names(built, tensors, f"checkpoint {folder}", belong)
         dtype = dtype or next(t.dtype for name, t in tensors.items() if name.endswith("weight"))
-        built = materialise(built, device, dtype)
-        fill(built, tensors)
+        if opened:
+            stored = open_parts(built, tensors, dtype, device)
+        else:
+            built = materialise(built, device, dtype)
+            fill(built, tensors)
         built.tie_weights()
-        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer)
+        source = source_of(built, stored) if opened else None
+        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer, weights=source)
 
     def model(self, name: str, built: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A built and filled model with its facts."""

@@ -196,13 +196,24 @@ class NativeFamily:
         return cast(Model, self.adopt(model, **FACTS))
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """See `Family.load`."""
+        return self._load(folder, dtype, device, facts, opened=False)
+
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """See `Family`."""
+        return self._load(folder, dtype, device, facts, opened=True)
+
+    def _load(
+        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
+    ) -> Model | None:
         from dgraph.models.checkpoint import load_checkpoint, read_config, read_folder
 
         architecture = (read_config(folder).get("architectures") or [""])[0]
         if architecture not in NATIVE:
             return None
         config, tokenizer = read_folder(folder)
-        return load_checkpoint(folder, config, architecture, self.name, dtype, device, tokenizer, facts=facts)
+        what = folder, config, architecture, self.name, dtype, device, tokenizer
+        return load_checkpoint(*what, facts=facts, opened=opened)
 
 
 family = NativeFamily()

@@ -7,7 +7,7 @@ tensors. A model object that such code made is adopted the same way, its tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class RemoteCodeFamily:
             raises CheckpointError, with the key's name, for what the native class cannot represent.
         stored: a native parameter's name to its own.
         tiny: keys of the native class's config in which a tiny model of the family differs from others'.
+        hints: see `dgraph.families.Model`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RemoteCodeFamily:
     translate: Callable[[dict[str, Any], str], dict[str, Any]] = as_it_is
     stored: Callable[[str], str] = str
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
@@ -87,7 +89,7 @@ class RemoteCodeFamily:
     def model(self, name: str, native: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A filled native model with its facts."""
         spec = native_spec(WithOwnKeys(native.config, config), self.name, dtype, self.facts, **facts)
-        return Model(name, Forward(native.eval()), spec, None, PREFIX)
+        return Model(name, Forward(native.eval()), spec, None, PREFIX, self.hints)
 
     def random(self, seed: int = 0) -> Model:
         """See `Family.random`."""
@@ -96,13 +98,21 @@ class RemoteCodeFamily:
 
     def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.load`."""
+        return self._load(folder, dtype, device, facts, opened=False)
+
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """See `Family`."""
+        return self._load(folder, dtype, device, facts, opened=True)
+
+    def _load(
+        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
+    ) -> Model | None:
         if self.remote not in (read_config(folder).get("architectures") or []):
             return None
         config, tokenizer = read_folder(folder)
         config = self._translated(config, str(folder), f"{folder}/config.json")
-        return load_checkpoint(
-            folder, config, self.native, self.name, dtype, device, tokenizer, self.stored, self.facts, facts
-        )
+        what = folder, config, self.native, self.name, dtype, device, tokenizer
+        return replace(load_checkpoint(*what, self.stored, self.facts, facts, opened), hints=self.hints)
 
     def _translated(self, config: dict[str, Any], folder: str, source: str) -> dict[str, Any]:
         try:

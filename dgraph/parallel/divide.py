@@ -11,18 +11,26 @@ from dgraph.parallel import of
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.runtime.agree import agree
+from dgraph.weights import WeightSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def divide(graph: Graph, mesh: DeviceMesh, facts: Mapping[str, object]) -> Graph:
+def divide(
+    graph: Graph,
+    mesh: DeviceMesh,
+    facts: Mapping[str, object],
+    hints: Mapping[str, str] | None = None,
+    weights: WeightSource | None = None,
+) -> Graph:
     """This rank's part of a captured graph.
 
     Args:
         graph: the whole one.
         mesh: of one dimension; every rank of it calls this.
         facts: by name, what must be the same on all of them.
+        hints, weights: of the model, see `dgraph.families.Model`.
 
     Raises:
         InputError: a mesh or a model that cannot be divided so.
@@ -32,5 +40,6 @@ def divide(graph: Graph, mesh: DeviceMesh, facts: Mapping[str, object]) -> Graph
     group = group_of(sharding.group)
     agree(group, "optimize", facts)
     divided = graph.copy()
-    run_passes(divided, [ShardTensorParallel(sharding.world, sharding.group, rank=group.rank)])
+    how = sharding.world, sharding.group, "split", tuple((hints or {}).items())
+    run_passes(divided, [ShardTensorParallel(*how, rank=group.rank, weights=weights)])
     return divided

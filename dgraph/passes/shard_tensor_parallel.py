@@ -18,6 +18,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
 from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
+from dgraph.weights import WeightSource
 
 aten = torch.ops.aten
 
@@ -57,6 +58,7 @@ class ShardTensorParallel(Pass):
             which hold instead of what the view says. "column" is divided by outputs, "row" by inputs. What a
             "replicated" weight makes must be whole: all weights of a layer's attention, say, or none of them.
         rank: whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.
+        weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
 
     Raises:
         InputError: sizes that ranks do not divide.
@@ -68,6 +70,7 @@ class ShardTensorParallel(Pass):
     experts: str = "split"
     hints: tuple[tuple[str, str], ...] = ()
     rank: int = field(default=0, repr=False, compare=False)
+    weights: WeightSource | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "divides heads, feed-forward networks, experts and ids over ranks (tensor parallelism)"
@@ -137,14 +140,23 @@ class ShardTensorParallel(Pass):
 
     def _take(self, graph: Graph, plan: Plan) -> None:
         """Replace weights by this rank's parts; what was one tensor stays one."""
-        taken: dict[tuple[int, Part], Tensor] = {}
-        for name, part in plan.parts.items():
-            tensor = graph.tensors[name]
+        taken: dict[tuple[int, Part | None], Tensor] = {}
+        for name, node in graph.weight_nodes().items():
+            part, tensor = plan.parts.get(name), graph.tensors[name]
+            stored = self.weights is not None and name in self.weights
+            if part is None and not stored:
+                continue
             key = id(tensor), part
-            if key not in taken:
+            if key in taken:
+                pass
+            elif self.weights is not None and stored:
+                taken[key] = self.weights.take(name, tensor, part)
+            elif part is not None:
                 taken[key] = part.take(tensor)
-            graph.tensors[name], graph.divided[name] = taken[key], part
-            graph.weight(name).meta["val"] = graph.symbols.of(taken[key])
+            graph.tensors[name] = taken[key]
+            if part is not None:
+                graph.divided[name] = part
+            node.meta["val"] = graph.symbols.of(taken[key])
 
     def _gather_logits(self, graph: Graph, logits: Node, divided: Divided, by: str) -> None:
         found = divided.of[logits]

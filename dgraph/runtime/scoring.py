@@ -85,7 +85,7 @@ class Scorer:
     Args:
         spec: the model.
         program: one forward of packed sequences, with the outputs hidden [N, d], what the LM head reads, its weight,
-            and its bias if it has one; see `dgraph.phases.scoring`.
+            and its bias if it has one, or with the output logits; see `dgraph.phases.scoring`.
         block: tokens that are denoised together.
         device: where the program runs.
     """
@@ -107,7 +107,10 @@ class Scorer:
             first += len(canvas)
         outputs = self._program(dict(self._inputs(canvases)), first).outputs
         slots = torch.cat([torch.arange(at[n], at[n] + n) for n in lengths]).to(self._device)
-        logits = F.linear(outputs["hidden"][slots], outputs["weight"], outputs.get("bias")).double()
+        if "logits" in outputs:
+            logits = outputs["logits"][slots].double()
+        else:
+            logits = F.linear(outputs["hidden"][slots], outputs["weight"], outputs.get("bias")).double()
         logits[:, self._spec.mask_id] = -math.inf
         found = dict(zip(lengths, logits.log_softmax(dim=1).cpu().split(lengths), strict=True))
         sums = [found[len(label)][range(len(label)), label].sum() for label in question.labels]
