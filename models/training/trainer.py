@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from .data import KIND_NAMES, Batch
-from .model import Mask, TinyModel
+from .model import Mask
 from .objective import Inputs, dense_mask, token_losses
 from .tokenizer import EOS_ID
 
@@ -31,6 +31,19 @@ class Stage:
     until: float = 1.0
 
 
+class Trainable(Protocol):
+    """What a trainer asks of a model: `TinyModel` has it, and `Adopted` gives it to classes of transformers."""
+
+    @property
+    def lm_head(self) -> nn.Linear: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, mask: Mask) -> Tensor:
+        """Final hidden states [R, T, hidden] of ids and positions i64 [R, T]."""
+        ...
+
+
 class Trainer:
     """One phase's optimizer and schedule: the rate rises to `peak` over `warmup` steps, then falls to final * peak.
 
@@ -40,7 +53,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: TinyModel,
+        model: Trainable,
         steps: int,
         peak: float,
         final: float,
