@@ -14,6 +14,8 @@
     last = "package.schedulers:Last"
     [project.entry-points."dgraph.models"]      # a family or an embedded model, see dgraph.families
     mine = "package.families:mine"
+    [project.entry-points."dgraph.causal"]      # a loader of autoregressive models, see dgraph.causal
+    mine = "package.judges:mine"
 
 A group is read when a name in it is first asked for, and an entry point is imported when it is the one that is needed.
 """
