@@ -14,10 +14,10 @@ KERNELS: dict[str, frozenset[str]] = {
     "focus": frozenset({"_list_candidates", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
     "salience": frozenset(
         {"_drift", "_update", "_read", "_write_feature", "_merge", "_describe", "_divide", "_decide"}
-        | {"_compare", "_least"}
+        | {"_compare", "_least", "_sum_rows", "_rank_rows"}
     ),
     "selection": frozenset(
-        {"_find", "_weigh", "_vote", "_mean", "_score", "_outline", "_rank", "_copy"}
+        {"_find", "_weigh", "_vote", "_mean", "_score", "_outline", "_rank", "_own", "_copy"}
         | {"share", "divide", "count_joint", "list_best"}
     ),
     "kv write": frozenset({"_write"}),
@@ -35,6 +35,7 @@ CUT = "_list_kept"
 """The kernel after which the next stage begins."""
 
 PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("over ranks", re.compile(r"nccl|all_reduce_kernel")),
     ("attention", re.compile(r"flash|fmha|attention", re.IGNORECASE)),
     ("GEMM", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas", re.IGNORECASE)),
     ("regions", re.compile(r"^triton_")),

@@ -26,7 +26,7 @@ def kernel(
     if not n:
         return sums
     new, page_table = dense_rows(new), dense_rows(page_table)
-    _compare[(n,)](
+    _sum_rows[(n,)](
         new, cache, sums if only is None else only.contiguous(), positions, page_table, cu_rows, sums,
         b, new.stride(0), page_table.stride(0), *cache.stride()[:2],
         cache.shape[1], heads * d, block_of(heads * d), offsets_block(b), only is not None, num_warps=4,
@@ -81,7 +81,7 @@ def cosine_of(dot, new, old):
 
 
 @triton.jit
-def _compare(
+def _sum_rows(
     new_ptr, cache_ptr, only_ptr, positions_ptr, table_ptr, cu_ptr, sums_ptr,
     b, new_row, table_row, cache_page, cache_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr, ONLY: tl.constexpr,

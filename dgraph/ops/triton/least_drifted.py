@@ -17,14 +17,14 @@ def kernel(sums: Tensor, full: Tensor, cu_rows: Tensor, share: float, adapt: Ten
     if not n:
         return full.new_empty(0)
     similar = torch.empty(n, dtype=torch.float32, device=full.device)
-    _rank[(triton.cdiv(n, RANKED),)](
+    _rank_rows[(triton.cdiv(n, RANKED),)](
         sums, full, full if adapt is None else adapt.contiguous(), similar, n, RANKED, adapt is not None, num_warps=4
     )  # fmt: skip
     return least_of(similar, full, cu_rows, share)
 
 
 @triton.jit
-def _rank(
+def _rank_rows(
     sums_ptr, full_ptr, adapt_ptr, similar_ptr, n, BLOCK: tl.constexpr, ADAPT: tl.constexpr
 ):  # fmt: skip
     """similar = the cosine, -2 for no number, and 2 for a row that does not adapt."""
