@@ -6,6 +6,7 @@ otherwise where two values are equal to within some 1e-6; with the seeds of thes
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,6 +71,32 @@ def test_by_default_every_recipe_and_every_family_runs() -> None:
 @pytest.mark.parametrize(("tiny", "recipe", "world"), cases(), ids=str)
 def test_ranks_decode_as_one_process_does(tiny: TinyModel, recipe: str, world: int) -> None:
     check_equal(tiny, world, recipe, OPTIONS.get(recipe, {}))
+
+
+LIMITS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [
+    ("sdar", "focus", {"alpha": math.inf, "block_cache": "off"}, "dense", {}),
+    ("llada2", "dyllm", {"tau": 1.01}, "dense", {}),
+    ("llada", "dllm_cache", {"prompt_interval": 1, "response_interval": 1}, "dense", {}),
+    ("sdar", "maskkv", {"pairs": 999}, "dense", {}),
+    ("native", "dllm_serve", {"ratio": 1.0}, "dense", {}),
+    ("dream", "sparse_dllm", {"ratio": 1.0, "delay": 0}, "fast_dllm", {"first": "policy"}),
+]
+"""Settings at which a method changes nothing, and what it is then."""
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "options", "other", "given"),
+    [pytest.param(*case, marks=[pytest.mark.release] if i > 1 else []) for i, case in enumerate(LIMITS)],
+    ids=str,
+)
+def test_lossless_limits_hold_on_ranks(
+    name: str, recipe: str, options: dict[str, Any], other: str, given: dict[str, Any]
+) -> None:
+    (tiny,) = models(None, name)
+    decoding = {"threshold": 0.3, "max_new_tokens": 12}
+    want = run_of(tiny.optimized(other, **given), tiny, **decoding).result.token_ids
+    found = ranks(2, lambda rank: run_of(of_rank(tiny, 2, rank, recipe, options), tiny, **decoding).result.token_ids)
+    assert found == [want] * 2
 
 
 RULES: list[tuple[str, str, dict[str, Any]]] = [
