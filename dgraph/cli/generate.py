@@ -120,8 +120,8 @@ def generate(
     )
     if not ray and replicas > 1:
         raise InputError("--replicas says how many actors --ray has; add --ray, or leave it out.")
-    if data is not None and not ray and tp > 1:
-        raise InputError("--data is answered by one process, or by those of --ray; add --ray, or leave --tp out.")
+    if data is not None and tp > 1:
+        raise InputError("--data is answered by engines that have one device each; leave --tp out.")
     if ray and data is None:
         raise InputError("--ray answers --data; give that, or leave --ray out.")
     if data is not None or out is not None:
@@ -137,7 +137,7 @@ def generate(
             compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache),
             engine=dgraph.EngineSettings(max_sequences=max_batch, block_length=block_length, decoding=decoding),
         )
-        generate_data(blueprint, decoding, data, out, ray=ray, replicas=replicas, tp=tp, json=json)
+        generate_data(blueprint, decoding, data, out, ray=ray, replicas=replicas, json=json)
         return
     prompts = given.read_prompts(prompt, prompt_file)
     if html is not None:

@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 
 def generate_data(
-    blueprint: Blueprint, usual: Decoding, data: str, out: str, *, ray: bool, replicas: int, tp: int, json: bool
+    blueprint: Blueprint, usual: Decoding, data: str, out: str, *, ray: bool, replicas: int, json: bool
 ) -> None:
     """Answer what a file asks and another one has no answer to yet.
 
@@ -29,7 +29,7 @@ def generate_data(
         usual: how a line is answered as far as it does not say.
         data, out: the files; see `dgraph.dataset`.
         ray: in actors on Ray, instead of in this process.
-        replicas, tp: actors, and devices of each.
+        replicas: actors.
         json: print counts as JSON.
 
     Raises:
@@ -54,7 +54,7 @@ def generate_data(
                 if ray:
                     from dgraph.ray.data import answered
 
-                    with closing(answered(left, blueprint, usual, replicas=replicas, tp=tp, tell=tell)) as found:
+                    with closing(answered(left, blueprint, usual, replicas=replicas, tell=tell)) as found:
                         for answer in found:
                             write(answer)
                 else:

@@ -111,7 +111,6 @@ def answered(
     usual: Decoding,
     *,
     replicas: int = 1,
-    tp: int = 1,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Generator[Answer, None, None]:
     """Answers to questions, from actors on Ray, as they come: to each one exactly one.
@@ -122,16 +121,13 @@ def answered(
         questions: of one file (see `dgraph.dataset.lines`).
         blueprint: of the engine of each actor.
         usual: how questions are answered as far as they do not say.
-        replicas: actors.
-        tp: devices of each.
+        replicas: actors, of one device each.
         tell: called with what is being done.
 
     Raises:
         InputError: a number out of range, or what the extra `ray` brings is not installed.
         DgraphError: an engine cannot be built, or actors are lost again and again.
     """
-    if tp != 1:
-        raise InputError(f"an actor that answers a dataset has one device, got tp={tp}; use more replicas.")
     if type(replicas) is not int or replicas < 1:
         raise InputError(f"replicas of a dataset are a whole number, at least 1, got {replicas!r}.")
     check_installed()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 NAME = "dgraph"
 """Of the application in the cluster."""
+LAST = 10.0
+"""Seconds for replicas to end after their last request."""
 
 
 class Stopped(BaseException):
@@ -125,10 +127,6 @@ def _drain(serve: Any, timeout: float) -> None:
     serve.delete(NAME, _blocking=False)
     while NAME in serve.status().applications and time.monotonic() < end:
         time.sleep(0.2)
-
-
-LAST = 10.0
-"""Seconds for replicas to end after their last request."""
 
 
 @contextmanager
