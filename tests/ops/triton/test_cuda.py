@@ -21,6 +21,7 @@ from tests.ops.triton.problems import (
     LARGER,
     attention,
     compare,
+    comparing,
     drifting,
     expected,
     features,
@@ -38,6 +39,7 @@ from tests.ops.triton.problems import (
     rotating,
     selection,
     settled,
+    summed,
     writing,
 )
 
@@ -230,15 +232,20 @@ PAIRS = [
     ("kv_update", [writing(c, (5, 5, 5)) for c in ((20, 0, 9), (0, 9, 20))]),
     ("drift", [drifting(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
     ("least_similar", [(*drifting(c, (5, 5, 5), seed=c[0])[:-1], 0.25) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("compare_rows", [comparing(c, (5, 5, 5), some=True) for c in ((20, 0, 9), (0, 9, 20))]),
+    ("least_drifted", [summed(c) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_write", [features(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_read", [features(c, (5, 5, 5), seed=c[0])[1:] for c in ((20, 0, 9), (0, 9, 20))]),
     ("feature_merge", [merging(c, (5, 5, 5), seed=c[0]) for c in ((20, 0, 9), (0, 9, 20))]),
-    (
-        "partial_attention",
-        [
-            partial(c, [2 * n for n in c], share=share, full=full, seed=c[0])
-            for c, share, full in (((40, 0, 19, 9), 0.2, (3,)), ((9, 40, 0, 19), 0.9, ()))
-        ],
+    *(
+        (
+            name,
+            [
+                partial(c, [2 * n for n in c], share=share, full=full, seed=c[0])
+                for c, share, full in (((40, 0, 19, 9), 0.2, (3,)), ((9, 40, 0, 19), 0.9, ()))
+            ],
+        )
+        for name in ("partial_attention", "partial_context")
     ),
     *SELECTING,
     *MIXING,

@@ -35,3 +35,14 @@ def test_keys_are_packed_at_the_sizes_of_models(divided: str, dtype: torch.dtype
     there = moved(halved, "cuda")
     OPS["kv_pack"].overload(*there)
     compare(mutated("kv_pack", there), expected("kv_pack", halved), 0)
+
+
+@pytest.mark.parametrize("divided", ["uniform", "mass", "adaptive"])
+def test_a_rank_packs_its_own_heads(divided: str) -> None:
+    """Four of twelve heads, with budgets that are divided over all of them."""
+    args = packing((2900, 0, 1300, 33), (SELECT, SELECT, REPACK, SELECT), divided=divided, floor=0.1, heads=4, d=128)
+    scores = torch.rand(len(args[0]), 12, generator=torch.Generator().manual_seed(1)) * (1 + torch.arange(12))
+    call = (scores, *args[1:], torch.tensor([4]))
+    there = moved(call, "cuda")
+    OPS["kv_pack"].overload(*there)
+    compare(mutated("kv_pack", there), expected("kv_pack", call), 0)
