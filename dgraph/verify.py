@@ -17,6 +17,7 @@ from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import op_of
 from dgraph.orders import Orders, broken_decision
+from dgraph.partial_sums import broken_sums
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import Evaluator, InputSpec
 
@@ -225,6 +226,7 @@ RULES = (
     Rule("host", "no host reads inside a stage", _host),
     Rule("rows", "one row set per op, with its own offsets", _rows),
     Rule("decision", "token, confidence and logits of all rows, or of those that kept numbers", broken_decision),
+    Rule("partial sums", "what each rank has a share of is summed before anything but a sum reads it", broken_sums),
     Rule("types", "recorded types equal recomputed types", _types),
     Rule("writes", "only declared writes, before their reads", _writes),
 )

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx import Node
 
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
 from dgraph.ops import OPS, define
 from dgraph.passes.base import Pass
 from dgraph.shapes import InputSpec
+from dgraph.sharding import Part, Sharding
 from dgraph.verify import RULES, Signature, reads_host, verify
 from tests.tiny import Hand, rewritten
 
@@ -46,7 +48,43 @@ def test_a_sound_graph_breaks_no_rule(captured: Graph, packed: Graph, cached: Gr
         assert [(n.name, str(n.meta["val"])) for n in graph.nodes] == before, "verifying leaves a graph as it is"
 
 
+def share_of_a_sum(graph: Graph) -> Node:
+    """x @ down.T, of which a rank has some inputs, and the same again, reshaped and added."""
+    graph.sharding = Sharding(2)
+    down = graph.add_weight("layers.0.down", torch.zeros(6, 8))
+    graph.divided["layers.0.down"] = Part.of("row", 1, [(0, 8)])
+    at = graph.output
+    first, second = (graph.call(aten.linear.default, (graph.input("x"), down), before=at, by="Test") for _ in range(2))
+    halves = [graph.call(aten.reshape.default, (value, [-1, 2, 3]), before=at, by="Test") for value in (first, second)]
+    total = graph.call(aten.add.Tensor, tuple(halves), before=at, by="Test")
+    return graph.call(aten.mul.Tensor, (total, 0.5), before=at, by="Test")
+
+
+def test_a_partial_sum_may_be_reshaped_added_and_scaled_before_its_sum() -> None:
+    graph = sound().graph
+    total = graph.over_ranks(share_of_a_sum(graph), "Test")
+    after = graph.call(aten.relu.default, (total,), before=graph.output, by="Test")
+    graph.set_outputs({**graph.results(), "after": after})
+    verify(graph)
+
+
 # -- one breakage per rule ---------------------------------------------------------------------------------------
+
+
+def partial_sum_read(graph: Graph) -> None:
+    share = share_of_a_sum(graph)
+    graph.call(aten.relu.default, (share,), before=graph.output, by="Test")
+
+
+def partial_sum_in_a_residual(graph: Graph) -> None:
+    share = share_of_a_sum(graph)
+    whole = graph.call(aten.reshape.default, (graph.input("x"), [-1, 2, 4]), before=share, by="Test")
+    part = graph.call(aten.slice.Tensor, (whole, 2, 0, 3), before=share, by="Test")
+    graph.call(aten.add.Tensor, (part, share), before=graph.output, by="Test")
+
+
+def partial_sum_returned(graph: Graph) -> None:
+    graph.set_outputs({**graph.results(), "share": share_of_a_sum(graph)})
 
 
 def foreign_node(graph: Graph) -> None:
@@ -275,6 +313,18 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("decision", forgotten_kept, r"output logits is over rows K, made by the model, and no output 'kept' says which"),
     ("decision", kept_of_other_rows, r"output logits is over rows K, output kept over N; expected one row set"),
     ("decision", kept_among_the_kept, r"output kept \(.*made by Test\) numbers the rows of K; expected .* all rows N"),
+    (
+        "partial sums",
+        partial_sum_read,
+        r"node relu_default\w*, made by Test \(relu\) reads mul_tensor, of which each rank has a share only "
+        r"\(by weight layers\.0\.down\); .*Graph\.over_ranks\(mul_tensor\)",
+    ),
+    (
+        "partial sums",
+        partial_sum_in_a_residual,
+        r"made by Test \(add\) reads mul_tensor, of which each rank has a share",
+    ),
+    ("partial sums", partial_sum_returned, r"output share reads mul_tensor"),
     ("types", stale_type, r"node reshape_default: got type f32\[N, 4, 2\], expected f32\[N, 2, 4\]"),
     ("types", wrong_dtype, r"node rms_norm_default: got type bf16\[N, 8\], expected f32\[N, 8\]"),
     ("types", unfit_argument, r"layer 0 \(block\), node reshape_default: reshape does not accept its arguments"),

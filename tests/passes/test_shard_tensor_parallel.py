@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dgraph
 from dgraph.api import Optimized
-from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.errors import InputError, PassError, UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.linears import head_of
 from dgraph.lowering.buckets import Buckets
@@ -24,6 +24,7 @@ from dgraph.testing import models
 from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
 from dgraph.text.writer import dump
+from dgraph.verify import verify
 from tests.golden_files import check_golden
 from tests.tiny import MASK, VOCAB, interpret, ops_of, report_of, rewritten, rows_of, tiny_spec
 
@@ -322,6 +323,22 @@ def test_no_logits_are_gathered_where_none_are_kept(family: str) -> None:
     head = head_of(graphs[0])
     assert not isinstance(head, str)
     assert head.shape == (49, 32)
+
+
+@pytest.mark.parametrize("family", ["llada2", "dream"])
+def test_a_sum_over_ranks_that_is_missing_is_found(family: str) -> None:
+    """Each of them, after any pass."""
+    (tiny,) = models(None, family)
+    graph = rewritten(tiny.graph, ShardTensorParallel(2, experts="parallel"), PackRows(), FuseProjections())
+    count = len(graph.find("all_reduce"))
+    assert count == 1 + 2 * graph.spec.layers
+    for i in range(count):
+        broken = graph.copy()
+        missing = broken.find("all_reduce")[i]
+        value = missing.all_input_nodes[0]
+        broken.replace(missing, value)
+        with pytest.raises(VerifyError, match=rf"(?s)rule 'partial sums' .* reads {value.name}, of which each rank"):
+            verify(broken)
 
 
 def test_statistics_of_a_sharded_model_are_refused() -> None:
