@@ -196,7 +196,7 @@ def _follow() -> None:
     def watch() -> None:
         while os.read(0, 1):  # not by a reader of Python's, whose lock a thread that waits here would hold at exit
             pass
-        time.sleep(PATIENCE)
+        time.sleep(NOTICE)  # in which its own connection may tell why
         os._exit(1)
 
     threading.Thread(target=watch, name="dgraph follows", daemon=True).start()

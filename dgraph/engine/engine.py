@@ -102,6 +102,7 @@ class Engine:
             EngineBusy: the queue is full.
             EngineClosed: the engine was closed.
         """
+        self._open()  # first: another rank need not look at what it is not asked
         chosen = Decoding.of(decoding, settings)
         if chosen.stop and self.tokenizer is None:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")

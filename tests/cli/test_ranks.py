@@ -187,11 +187,11 @@ def test_a_server_whose_other_rank_dies_says_so_and_ends() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_other_rank_ends_with_the_first(number: signal.Signals) -> None:
     with command(
-        "generate", "tiny_sdar", "-p", PROMPT, "--backend", "eager", "--tp", "2", "--max-new-tokens", "1500"
+        "generate", "tiny_sdar", "-p", PROMPT, "--backend", "eager", "--tp", "2", "--max-new-tokens", "400"
     ) as process:
         until(lambda: others(process), 60)
         (other,) = others(process)
         time.sleep(3)
         process.send_signal(number)
         assert process.wait(30) != 0
-        until(lambda: gone(other), 15)
+        until(lambda: gone(other), 30)

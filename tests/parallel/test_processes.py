@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.parallel.processes import started
@@ -25,12 +27,9 @@ print("well", flush=True)
 """
 
 OPTIMIZED = """
-import os, dgraph, dgraph.api, dgraph.parallel
-from dgraph.groups import group_of
-dgraph.parallel.init("cpu")
-group = group_of("tp")
-dgraph.api.ranks_of = lambda sharding: group  # every rank has the whole model: what is tested is who decides
-optimized = dgraph.optimize("tiny_sdar", "focus", backend="eager", artifacts=False)
+import dgraph, dgraph.parallel
+mesh = dgraph.parallel.init("cpu")
+optimized = dgraph.optimize("tiny_sdar", "focus", backend="eager", mesh=mesh)
 prompts = ["Sort these words: river stone", "Add 12 and 30.", "Sort these words: b a c"]
 """
 
@@ -42,9 +41,7 @@ print("ready", flush=True)
 if not engine.leads:
     engine.join()
 else:
-    for count in range(int(os.environ.get("ROUNDS", 1))):
-        texts = [response.text for response in engine.generate(prompts, max_new_tokens=32)]
-        print(texts, flush=True)
+    print([response.text for response in engine.generate(prompts[:2], max_new_tokens=8)], flush=True)
     engine.close()
 print("steps", engine.stats.steps, flush=True)
 """
@@ -66,3 +63,25 @@ def test_an_engine_decides_on_rank_0_and_runs_on_all() -> None:
     assert out.splitlines()[-1] == other.splitlines()[-1], "both took the same steps"
     assert other.splitlines()[0] == "ready"
     assert len(other.splitlines()) == 2
+
+
+FOREVER = (
+    OPTIMIZED
+    + """
+while True:
+    optimized.generate(prompts, max_new_tokens=16)
+    print("again", flush=True)
+"""
+)
+
+
+@pytest.mark.release
+def test_a_rank_that_dies_while_others_decode_ends_them_with_one_error() -> None:
+    with started(2, FOREVER, order=[1, 0], apart=2.0) as ranks:
+        assert [ranks.line(0), ranks.line(1)] == ["again"] * 2
+        ranks.kill(1)
+        began = time.monotonic()
+        code, _, err = ranks.ends(0, within=20)
+    assert code != 0
+    assert "RankLost: rank 1 of 2 has died: its connection to rank 0 ended without a goodbye" in err
+    assert time.monotonic() - began < 15
