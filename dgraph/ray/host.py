@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import time
@@ -114,7 +115,7 @@ def serve_with(
                 with suppress(Stopped):
                     _drain(serve, shutdown_timeout)
             except RuntimeError as error:
-                raise DgraphError(f"no replica can be built: {_reason(error)}") from None
+                raise DgraphError(f"no replica can be built: {reason_of(serve.status()) or error}") from None
             finally:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.SIG_IGN)
@@ -144,7 +145,9 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _reason(error: RuntimeError) -> str:
-    """The line of a failed start that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def reason_of(status: Any) -> str:
+    """What the last replica that failed to start said of it; "" if that is not known."""
+    app = status.applications.get(NAME)
+    told = "" if app is None else "\n".join(each.message for each in app.deployments.values())
+    found = re.findall(r"^\s*(?:[\w.]+\.)?\w+(?:Error|Name): (.+)$", told, re.MULTILINE)
+    return str(found[-1]) if found else told.strip()

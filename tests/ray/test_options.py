@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dgraph.engine.build import EngineSettings
 from dgraph.errors import InputError, UnknownName
 from dgraph.ray import build, deployment
 from dgraph.ray.application import BESIDE, QUEUE, capacity, serve_options
+from dgraph.ray.host import reason_of
 from dgraph.ray.ranks import ALL_VISIBLE, placement
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +161,18 @@ def test_replicas_that_cannot_be_are_refused_before_ray_starts(args: list[str], 
     result = CliRunner().invoke(app, ["serve", *args, "--ray", "--replicas", "2"])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_start_that_failed_is_told_in_the_words_of_the_replica() -> None:
+    def status(message: str) -> Any:
+        return SimpleNamespace(
+            applications={"dgraph": SimpleNamespace(deployments={"a": SimpleNamespace(message=message)})}
+        )
+
+    trace = "failed to start:\n  File x.py\n    raise y\ndgraph.errors.CheckpointError: no folder.\n\nretried"
+    assert reason_of(status(trace)) == "no folder."
+    assert reason_of(status(" waits for a GPU \n")) == "waits for a GPU"
+    assert reason_of(SimpleNamespace(applications={})) == ""
 
 
 def test_without_ray_everything_else_works_and_replicas_say_what_is_missing(tmp_path: Path) -> None:
