@@ -7,8 +7,11 @@ from typing import Any
 
 from dgraph.api import Optimized, capture
 from dgraph.errors import InputError, UnknownName
+from dgraph.families import resolve
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.passes.manager import run_passes
+from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.phases import graph_of_phase, rewrite
 from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
 from dgraph.text.diff import Diff
@@ -16,6 +19,7 @@ from dgraph.text.diff import diff as diff_graphs
 from dgraph.text.explain import Explanation
 from dgraph.text.explain import explain as explain_phases
 from dgraph.text.writer import dump as dump_graph
+from dgraph.weights import Shapes
 
 CAPTURED = "captured"
 """Stands for "no recipe" where a recipe's name is asked for."""
@@ -28,6 +32,7 @@ def graph_of(
     after: str | None = None,
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    tp: int | None = None,
 ) -> Graph:
     """The graph that a view is of.
 
@@ -38,6 +43,8 @@ def graph_of(
         after: the pass after which to look; None for the end of the phase.
         options: the recipe's options.
         facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
+        tp: ranks to divide the model over right after capture, of which one's graph is given; its weights have shapes
+            and no values. An `Optimized` is divided or not. None: not divided.
 
     Raises:
         UnknownName: an unknown recipe, option, phase or pass.
@@ -54,13 +61,15 @@ def graph_of(
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
         _has_its_own(facts)
+        if tp is not None:
+            raise InputError("this model is optimized already, over its own ranks; leave tp out.")
         return model.graph(phase, after)
     if recipe is None or recipe == CAPTURED:
         if after is not None or options:
             raise InputError(f"{f'after={after!r}' if after else ', '.join(options)} needs a recipe.")
-        return _captured(model, facts)
+        return _captured(model, facts, tp)
     _known(recipe)
-    graph = _captured(model, facts)
+    graph = _captured(model, facts, tp)
     return graph_of_phase(rewrite(graph, build(RECIPES, recipe, graph.spec, options)), phase, after)
 
 
@@ -72,6 +81,7 @@ def dump(
     layer: int | None = None,
     full: bool = False,
     facts: Mapping[str, Any] | None = None,
+    tp: int | None = None,
     **options: Any,
 ) -> str:
     """A graph as text: as captured, or after a recipe's passes. See `dgraph.text.dump`.
@@ -79,12 +89,12 @@ def dump(
         print(dgraph.dump("tiny_sdar", recipe="focus", alpha=1.8))
 
     Args:
-        model, recipe, phase, after, facts, options: which graph; see `graph_of`. As `after` names a pass, an option of
-            that name has to come with a finished recipe.
+        model, recipe, phase, after, facts, tp, options: which graph; see `graph_of`. As `after` names a pass, an option
+            of that name has to come with a finished recipe.
         layer: only this layer.
         full: write every layer out instead of folding equal ones.
     """
-    return dump_graph(graph_of(model, recipe, phase, after, options, facts), full, layer)
+    return dump_graph(graph_of(model, recipe, phase, after, options, facts, tp), full, layer)
 
 
 def diff(
@@ -93,6 +103,7 @@ def diff(
     to: str | Recipe = "focus",
     phase: str = "step",
     facts: Mapping[str, Any] | None = None,
+    tp: int | None = None,
     **options: Any,
 ) -> Diff:
     """What differs between a phase of two recipes; prints as text. See `dgraph.diff`.
@@ -104,6 +115,7 @@ def diff(
         from_, to: recipes; "captured" for the graph without any.
         phase: of both.
         facts: as for `capture`.
+        tp: ranks to divide the model over first, see `graph_of`.
         options: each goes to every one of the two recipes that has it.
     """
     for recipe in (from_, to):
@@ -113,7 +125,7 @@ def diff(
         if not any(option in options_of(RECIPES[r]) for r in named):
             known = {o for r in named for o in options_of(RECIPES[r])}
             raise UnknownName(f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}", option, known)
-    graph = _captured(model, facts)
+    graph = _captured(model, facts, tp)
     graphs, names = [], []
     for recipe in (from_, to):
         own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
@@ -149,11 +161,20 @@ def explain(
     return explain_phases(rewrite(graph, chosen), chosen, rounding or Buckets.default(graph.device))
 
 
-def _captured(model: Any, facts: Mapping[str, Any] | None) -> Graph:
-    if not isinstance(model, Graph):
-        return capture(model, **dict(facts or {}))
-    _has_its_own(facts)
-    return model
+def _captured(model: Any, facts: Mapping[str, Any] | None, tp: int | None = None) -> Graph:
+    hints: Mapping[str, str] = {}
+    if isinstance(model, Graph):
+        _has_its_own(facts)
+    elif tp is None:
+        model = capture(model, **dict(facts or {}))
+    else:
+        found = resolve(model, opened=True, **dict(facts or {}))
+        model, hints = capture(found), found.hints
+    if tp is None:
+        return model
+    divided: Graph = model.copy()
+    run_passes(divided, [ShardTensorParallel(tp, hints=tuple(hints.items()), weights=Shapes())])
+    return divided
 
 
 def _has_its_own(facts: Mapping[str, Any] | None) -> None:

@@ -15,6 +15,18 @@ def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
+class Shapes:
+    """In place of a `WeightSource`: every weight and part is hollow, and nothing is read. For graphs that none runs."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, like: Tensor, part: Part | None) -> Tensor:
+        """See `WeightSource.take`."""
+        shape = like.shape if part is None else part.take(like.to("meta")).shape
+        return hollow(shape, like.dtype, like.device)
+
+
 class WeightSource:
     """Weights by name, each stored as one tensor, or as the blocks of a stack [items, rows, columns].
 

@@ -9,6 +9,10 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.output import print_json, print_listing, status, write_page
 
+Tp = Annotated[
+    int | None,
+    typer.Option("--tp", help="Ranks to divide the model over first; what one of them has is shown.", show_default="1"),
+]
 Phase = Annotated[str, typer.Option(help="A phase of the recipe: step or prefill.")]
 
 
@@ -22,6 +26,7 @@ def dump(
     after: Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)] = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
+    tp: Tp = None,
     fact: given.Facts = None,
     json: given.Json = False,
     html: given.Html = None,
@@ -32,6 +37,7 @@ def dump(
     dgraph dump tiny_sdar
     dgraph dump tiny_sdar -r focus -o alpha=1.8 --layer 1
     dgraph dump tiny_sdar -r focus --after CacheKV --json
+    dgraph dump tiny_sdar --tp 2
     """
     from dgraph import views
     from dgraph.errors import InputError
@@ -44,7 +50,7 @@ def dump(
     options = given.recipe_options(recipe, option) if recipe is not None else {}
     facts = given.facts(fact)
     with status(f"capturing {model}"):
-        graph = views.graph_of(model, recipe, phase, after, options, facts)
+        graph = views.graph_of(model, recipe, phase, after, options, facts, tp)
     if html is not None:
         write_page(html, to_html(graph, full, layer))
     if json:
@@ -59,6 +65,7 @@ def diff(
     to: Annotated[str, typer.Option(help="A recipe, or captured.")] = "focus",
     option: given.Options = None,
     phase: Phase = "step",
+    tp: Tp = None,
     fact: given.Facts = None,
     json: given.Json = False,
     html: given.Html = None,
@@ -74,7 +81,7 @@ def diff(
 
     options, facts = given.shared_options((from_, to), option), given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.diff(model, from_, to, phase, facts, **options)
+        found = views.diff(model, from_, to, phase, facts, tp, **options)
     if html is not None:
         write_page(html, diff_to_html(found))
     if json:

@@ -18,7 +18,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
 from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
-from dgraph.weights import WeightSource
+from dgraph.weights import Shapes, WeightSource
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class ShardTensorParallel(Pass):
     experts: str = "split"
     hints: tuple[tuple[str, str], ...] = ()
     rank: int = field(default=0, repr=False, compare=False)
-    weights: WeightSource | None = field(default=None, repr=False, compare=False)
+    weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "divides heads, feed-forward networks, experts and ids over ranks (tensor parallelism)"

@@ -76,6 +76,7 @@ VIEWS = [
     (("dump",), ("-r", "focus", "--after", "EvictToken"), ("Did you mean 'EvictTokens'",)),
     (("dump",), ("--after", "CacheKV"), ("after='CacheKV' needs a recipe",)),
     (("dump",), ("-o", "alpha=2"), ("--option needs --recipe",)),
+    (("dump",), ("--tp", "3"), ("cannot be divided over 3 ranks",)),
     (("dump",), ("-r", "focus", "--phase", "stpe"), ("unknown phase 'stpe'. Did you mean 'step'",)),
     (("dump",), ("--layer", 3, "--html", "page.html"), ("the graph has no layer 3; its layers are 0..1",)),
     (("dump",), ("--html", "no/such/folder/page.html"), ("--html no/such/folder/page.html cannot be written",)),

@@ -23,8 +23,9 @@ from dgraph.passes.manager import run_passes
 from dgraph.testing import models
 from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
-from dgraph.text.writer import dump
+from dgraph.text.writer import dump, to_json
 from dgraph.verify import verify
+from dgraph.views import graph_of
 from tests.golden_files import check_golden
 from tests.tiny import MASK, VOCAB, interpret, ops_of, report_of, rewritten, rows_of, tiny_spec
 
@@ -83,6 +84,21 @@ def test_every_layer_is_divided_and_sums_twice() -> None:
 def test_a_sharded_step_as_text() -> None:
     (tiny,) = models(None, "llada2")
     check_golden("llada2_sharded_captured.txt", dump(rewritten(tiny.graph, ShardTensorParallel(2, experts="parallel"))))
+
+
+def test_dumps_of_a_part_need_no_ranks_and_read_no_weights() -> None:
+    text = dgraph.dump("tiny_sdar", tp=2)
+    assert text.startswith("sdar: 12 layers, hidden 256, 4 heads and 2 KV heads of 32")
+    assert "\nsharded   over 2 ranks (tp), as one of them sees it\n" in text
+    assert "model.layers.0..11.self_attn.o_proj.weight f32[256, 128] row," in text
+    graph = graph_of("tiny_sdar", tp=2)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in graph.tensors.values()) < 4096
+    assert to_json(graph)["sharding"]["divided"]["lm_head.weight"] == {"type": "f32[1024, 256]", "kind": "vocabulary"}
+    assert "dgraph.lm_head_combine" in str(dgraph.diff("tiny_sdar", "captured", "dense", tp=4))
+    with pytest.raises(InputError, match=r"8 heads of weight .* cannot be divided over 3 ranks"):
+        dgraph.dump("tiny_sdar", tp=3)
+    with pytest.raises(InputError, match="optimized already"):
+        graph_of(models(None, "sdar")[0].optimized("dense"), tp=2)
 
 
 def test_parts_of_all_ranks_are_the_whole() -> None:
