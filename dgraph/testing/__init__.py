@@ -19,6 +19,7 @@ from dgraph.testing.checks import (
     check_batch_equals_alone,
     check_fires,
     check_lossless,
+    check_ranks_agree,
     check_skips,
 )
 from dgraph.testing.models import TinyModel, models, prompts
@@ -31,6 +32,7 @@ __all__ = [
     "check_batch_equals_alone",
     "check_fires",
     "check_lossless",
+    "check_ranks_agree",
     "check_skips",
     "models",
     "prompts",

@@ -12,6 +12,7 @@ from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import Recipe
 from dgraph.testing.models import TinyModel, prompts
+from dgraph.testing.ranks import ranks
 
 NEW_TOKENS = 20
 """Length of the responses that checks decode: two blocks and a half."""
@@ -78,6 +79,23 @@ def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options
     eager = _run(tiny, recipe, options, **decoding)
     compiled = _run(tiny, recipe, options, backend="inductor", buckets="fine", **decoding)
     _same_tokens(tiny, compiled, eager, "Inductor", "eager")
+
+
+def check_ranks_agree(
+    tiny: TinyModel, recipe: str | Recipe, options: Options, *, world: int = 2, **decoding: Any
+) -> None:
+    """Ranks that have some heads each (tensor parallelism) give one process's tokens.
+
+    They run as threads. A sum over ranks rounds in another way: a model and prompts whose values tie to within 1e-6
+    where something is decided fail by that alone.
+    """
+    whole, made = _run(tiny, recipe, options, **decoding), _settings(decoding)
+
+    def run(rank: int) -> Result:
+        return tiny.on_rank(rank, world, recipe, **options).generate(input_ids=prompts(tiny), **made)
+
+    for rank, result in enumerate(ranks(world, run)):
+        _same_tokens(tiny, result, whole, f"{_name(recipe)} on rank {rank} of {world}", "one process")
 
 
 def check_against(

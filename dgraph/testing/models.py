@@ -15,6 +15,8 @@ from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.passes import ShardTensorParallel
+from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build
 
 
@@ -51,6 +53,27 @@ class TinyModel:
     ) -> Optimized:
         """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share it."""
         return _optimized(self, self.recipe(recipe, **options), backend, buckets)
+
+    def on_rank(
+        self,
+        rank: int,
+        world: int,
+        recipe: str | Recipe,
+        backend: str = "eager",
+        buckets: str = "exact",
+        experts: str = "split",
+        **options: object,
+    ) -> Optimized:
+        """What `optimized` gives, as one of several ranks has it; run it in `dgraph.testing.ranks`."""
+        graph, made = _part(self, rank, world, experts).copy(), self.recipe(recipe, **options)
+        return Optimized(self.model, graph, made, RegionCompiler(backend), Buckets.of(buckets))
+
+
+@functools.lru_cache(maxsize=64)
+def _part(tiny: TinyModel, rank: int, world: int, experts: str) -> Graph:
+    graph = tiny.graph.copy()
+    run_passes(graph, [ShardTensorParallel(world, experts=experts, rank=rank)])
+    return graph
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,6 @@ from typing import Any
 import torch
 
 from dgraph.api import Optimized, Result
-from dgraph.graph import Graph
-from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.regions import RegionCompiler
-from dgraph.passes import ShardTensorParallel
-from dgraph.passes.manager import run_passes
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import TinyModel, prompts, ranks
 
@@ -22,30 +16,6 @@ NEW_TOKENS, THRESHOLD = 12, 0.3
 """A block and a half; some steps commit several tokens."""
 TOLERANCE = 1e-4
 """How far keys and values may differ: a sum over inputs is a sum of ranks' sums; fp32, values of about 1."""
-
-
-@functools.cache
-def part(tiny: TinyModel, world: int, rank: int, experts: str) -> Graph:
-    """What a rank has of the model; copy it before you rewrite it."""
-    graph = tiny.graph.copy()
-    run_passes(graph, [ShardTensorParallel(world, experts=experts, rank=rank)])
-    return graph
-
-
-def of_rank(
-    tiny: TinyModel,
-    world: int,
-    rank: int,
-    recipe: str,
-    options: Mapping[str, Any],
-    experts: str = "split",
-    backend: str = "eager",
-) -> Optimized:
-    """The model under a recipe, as a rank has it."""
-    graph, made = part(tiny, world, rank, experts).copy(), tiny.recipe(recipe, **options)
-    return Optimized(
-        tiny.model, graph, made, RegionCompiler(backend), Buckets.of("exact" if backend == "eager" else "fine")
-    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +43,9 @@ def check_equal(
     rule = {} if decoding.keys() & {"threshold", "steps", "policy"} else {"threshold": THRESHOLD}
     chosen = {"max_new_tokens": NEW_TOKENS, **rule, **decoding}
     whole = run_of(tiny.optimized(recipe, **options), tiny, **chosen)
-    each = ranks(world, lambda rank: run_of(of_rank(tiny, world, rank, recipe, options, experts), tiny, **chosen))
+    each = ranks(
+        world, lambda rank: run_of(tiny.on_rank(rank, world, recipe, experts=experts, **options), tiny, **chosen)
+    )
     heads = tiny.model.spec.kv_heads
     for rank, run in enumerate(each):
         where = f"{tiny} under {recipe}, rank {rank} of {world}"

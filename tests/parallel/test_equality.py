@@ -14,7 +14,7 @@ import pytest
 from dgraph.errors import InputError, PassError
 from dgraph.recipes import RECIPES
 from dgraph.testing import TinyModel, models, ranks
-from tests.parallel.divided import check_equal, of_rank, run_of
+from tests.parallel.divided import check_equal, run_of
 from tests.runtime.test_statistics import Stable
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_lossless_limits_hold_on_ranks(
     (tiny,) = models(None, name)
     decoding = {"threshold": 0.3, "max_new_tokens": 12}
     want = run_of(tiny.optimized(other, **given), tiny, **decoding).result.token_ids
-    found = ranks(2, lambda rank: run_of(of_rank(tiny, 2, rank, recipe, options), tiny, **decoding).result.token_ids)
+    found = ranks(2, lambda rank: run_of(tiny.on_rank(rank, 2, recipe, **options), tiny, **decoding).result.token_ids)
     assert found == [want] * 2
 
 
@@ -128,7 +128,7 @@ def test_experts_of_their_own_on_each_rank_give_the_same() -> None:
 def test_statistics_of_whole_logits_are_refused() -> None:
     (tiny,) = models(None, "sdar")
     with pytest.raises(PassError, match=r"MeasureRows: .*spread.* no rank of a sharded model has whole logits"):
-        ranks(2, lambda rank: run_of(of_rank(tiny, 2, rank, "dense", {}), tiny, policy=Stable(), max_new_tokens=8))
+        ranks(2, lambda rank: run_of(tiny.on_rank(rank, 2, "dense"), tiny, policy=Stable(), max_new_tokens=8))
 
 
 def test_ranks_keep_what_is_theirs() -> None:
@@ -152,7 +152,7 @@ def test_compiled_regions_give_the_same_on_ranks(name: str, recipe: str) -> None
     whole = run_of(tiny.optimized(recipe, **options), tiny, threshold=0.3, max_new_tokens=8)
 
     def compiled(rank: int) -> list[list[int]]:
-        made = of_rank(tiny, 2, rank, recipe, options, backend="inductor")
+        made = tiny.on_rank(rank, 2, recipe, "inductor", "fine", **options)
         return run_of(made, tiny, threshold=0.3, max_new_tokens=8).result.token_ids
 
     assert ranks(2, compiled) == [whole.result.token_ids] * 2

@@ -9,7 +9,7 @@ import pytest
 
 import dgraph
 from dgraph.graph import Graph
-from dgraph.passes import CacheKV, Effect, EvictTokens, PackRows, Pass
+from dgraph.passes import CacheKV, Effect, EvictTokens, PackRows, Pass, SparseKV
 from dgraph.passes.base import Report
 from dgraph.recipes import Phase
 from dgraph.testing import (
@@ -19,6 +19,7 @@ from dgraph.testing import (
     check_batch_equals_alone,
     check_fires,
     check_lossless,
+    check_ranks_agree,
     check_skips,
     models,
     prompts,
@@ -95,6 +96,14 @@ def test_keys_and_values_are_compared_too() -> None:
 
 def test_backends_agree() -> None:
     check_backends_agree(SDAR, "focus", {"alpha": 1.5})
+
+
+def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that divides a layer's budget over its own heads keeps other keys."""
+    check_ranks_agree(LLADA, "maskkv", {"pairs": 4})
+    monkeypatch.setattr(SparseKV, "_over_heads", lambda self, graph, score, *rest: (score,))
+    with pytest.raises(AssertionError, match=r"under maskkv on rank 0 of 2 and .* under one process"):
+        check_ranks_agree(LLADA, "maskkv", {"pairs": 4})
 
 
 def oracle(tiny: TinyModel, prompt: list[int], decoding: Any) -> list[int]:

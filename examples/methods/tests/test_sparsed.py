@@ -22,6 +22,7 @@ from dgraph.testing import (
     check_backends_agree,
     check_batch_equals_alone,
     check_fires,
+    check_ranks_agree,
     check_skips,
     models,
     prompts,
@@ -50,6 +51,10 @@ def test_a_prompt_of_a_batch_gets_what_it_gets_alone(tiny: TinyModel) -> None:
 
 def test_inductor_gives_the_same_tokens() -> None:
     check_backends_agree(MODELS[0], "sparsed", SOME, steps=4)
+
+
+def test_ranks_with_some_heads_each_give_the_same_tokens() -> None:
+    check_ranks_agree(MODELS[1], "sparsed", SOME, steps=4)
 
 
 @torch.no_grad()
