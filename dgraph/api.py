@@ -464,13 +464,17 @@ def optimize(
         graph = divide(graph, mesh, same, found.hints, found.weights)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
-    tuning = Tuning(graph.device, code_store, tell) if how.tune and code_store is not None and on_gpu else None
+    tuning = None
+    if how.tune and code_store is not None and on_gpu:
+        tuning = Tuning(graph.device, code_store, tell, ranks=ranks_of(graph.sharding))
     kernels = Kernels(target_of(graph.device), code_store, tell)
     kernels.prepare()
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
     transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
     made = Optimized(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
     kernels.restore()
+    if tuning is not None:
+        tuning.agree()
     if how.warmup is not None:
         first = how.warmup
         made.warm_up(

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": {"errors", "passes", "plans", "plugins", "spec"},
     "phases": {"errors", "graph", "linears", "passes", "recipes"},
     "cache": {"errors", "private"},
-    "lowering": CORE | {"cache", "ops"},
+    "lowering": CORE | {"cache", "groups", "ops"},
     "viewer": {"engine"},
     "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes", "viewer"},
     "runtime": {"errors", "groups", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},

@@ -18,6 +18,7 @@ from torch import Tensor
 from dgraph.cache.key import Key, tuning_key
 from dgraph.cache.store import Store
 from dgraph.graph import Graph
+from dgraph.groups import Alone, Group
 from dgraph.lowering.timing import tiling_seconds
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, op_of
@@ -39,6 +40,8 @@ class Tuning:
         store: where choices are stored; without one nothing is timed, since every process would time anew.
         tell: called with what is being timed, for display.
         timer: replaced in tests, where there is no device.
+        ranks: who holds the model together. Rank 0 times, and the others take its choices: a product that all of them
+            compute must have the same bits.
 
     Attributes:
         choices: what kernels take; put them in use around whatever launches these.
@@ -53,8 +56,10 @@ class Tuning:
         store: Store | None,
         tell: Callable[[str], None] | None = None,
         timer: Timer = tiling_seconds,
+        ranks: Group | None = None,
     ):
         self.device, self.store = device, store
+        self._ranks: Group = ranks or Alone()
         self.choices = Choices()
         self.found: dict[str, dict[Shape, Choice]] = {}
         self.timed: list[tuple[str, Shape]] = []
@@ -96,8 +101,13 @@ class Tuning:
         missing = [shape for shape in shapes if shape not in self.found.get(op, {})]
         if not missing or self.store is None:
             return
+        if not self._ranks.rank:
+            self._tune(op, missing, self.store)
+        self.agree()
+
+    def _tune(self, op: str, missing: Sequence[Shape], store: Store) -> None:
         key = self._key(op)
-        with self.store.making(key.digest, lambda: self._tell(f"waiting for tilings of {op}")):
+        with store.making(key.digest, lambda: self._tell(f"waiting for tilings of {op}")):
             self._load(op, key)  # another process may have made them while this one waited
             missing = [shape for shape in missing if shape not in self.found[op]]
             try:
@@ -109,6 +119,17 @@ class Tuning:
                 self._save(op, key, missing)
         if self.device.type == "cuda" and missing:
             torch.cuda.empty_cache()  # the values that tilings were timed on are large, and capturing comes next
+
+    def agree(self) -> None:
+        """Take rank 0's choices in the place of one's own. Every rank calls it, before anything is recorded."""
+        found = self._ranks.exchange(self.found)[0]
+        if self._ranks.rank:
+            self.found = {}
+            self.choices.clear()
+            for op, known in found.items():
+                self.found[op] = {}
+                for choice in known.values():
+                    self._take(op, choice)
 
     def _key(self, op: str) -> Key:
         places = (OPS[op].kernel, OPS[op].tuning)

@@ -136,6 +136,10 @@ class Choices:
         """Take a choice up, in place of an earlier one for its shape."""
         self._tilings[op, choice.shape] = choice.tiling
 
+    def clear(self) -> None:
+        """Let all of them go."""
+        self._tilings.clear()
+
     def tiling(self, op: str, shape: Shape) -> Any | None:
         """The tiling for a shape; None if none was chosen."""
         return self._tilings.get((op, shape))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from dgraph.errors import InputError, UnknownName, warn
 from dgraph.groups import join
 from dgraph.parallel.choice import KINDS, Kind
-from dgraph.parallel.group import ProcessGroup
+from dgraph.parallel.group import NOTICE, ProcessGroup
 from dgraph.parallel.star import Address, Star, connect, listen
 from dgraph.parallel.symmetric import Symmetric
 from dgraph.sharding import GROUP, Sharding
@@ -200,6 +201,13 @@ def _leave(group: ProcessGroup) -> None:
     """At exit: a goodbye, unless an error is what ends this process."""
     if getattr(sys, "last_value", None) is None:
         group.close()
+    # NCCL waits for CUDA graphs in which it was recorded, and which may live as long as the process does.
+    end = threading.Thread(target=_destroy, daemon=True)
+    end.start()
+    end.join(NOTICE)
+
+
+def _destroy() -> None:
     with suppress(Exception):
         dist.destroy_process_group()
 

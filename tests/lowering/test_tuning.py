@@ -18,6 +18,7 @@ from dgraph.cache import sources, upkeep
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
 from dgraph.graph import Graph
+from dgraph.groups import group_of
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
@@ -25,6 +26,7 @@ from dgraph.lowering.timing import check_equal
 from dgraph.lowering.tuning import FILE, MARGIN, Tuning, shapes_of
 from dgraph.ops import OPS
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, chosen
+from dgraph.testing import ranks
 from tests.cache.stores import flip, folders
 from tests.passes.scene import Scene
 
@@ -92,6 +94,24 @@ def test_every_tiling_is_timed_once_and_the_fastest_kept(store: Store) -> None:
         assert chosen(OP, SHAPE) == candidates()[3]
     tuning.tune(OP, [SHAPE])
     assert len(clock.asked) == len(candidates())
+
+
+def test_ranks_take_what_rank_0_has_timed(tmp_path: Path) -> None:
+    clocks = Clock({3: 0.25}), Clock({5: 0.25})
+
+    def function(rank: int) -> list[Any]:
+        own = Store(tmp_path / str(rank))  # on machines of their own, of which the second one knows another choice
+        if rank:
+            tuned(own, clocks[1], OTHER)
+        tuning = Tuning(CPU, own, timer=clocks[rank], ranks=group_of("tp"))
+        tuning._load(OP, tuning._key(OP))
+        tuning.agree()
+        tuning.tune(OP, [SHAPE])
+        with tuning.choices.in_use():
+            return [chosen(OP, SHAPE), chosen(OP, OTHER)]
+
+    assert ranks(2, function) == [[candidates()[3], None]] * 2
+    assert {shape for _, shape, _ in clocks[1].asked} == {OTHER}
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
