@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 from dgraph.blueprint import Blueprint
 from dgraph.dataset.answers import Answer
@@ -15,9 +16,6 @@ from dgraph.errors import DgraphError, InputError
 from dgraph.ray.cluster import actor_options, check_room, joined, needs
 from dgraph.ray.installed import check_installed
 from dgraph.runtime.decoding import Decoding
-
-if TYPE_CHECKING:
-    pass
 
 LINE, INDEX = "line", "index"
 """Columns of a dataset of questions: a line as a file has it, and its number."""
@@ -40,8 +38,9 @@ class Generate:
         )
 
     A row has a `prompt` or `messages`, and may have fields of a `Decoding`, as a line of `dgraph.dataset` does; or a
-    column `line` with all of that as JSON. Null says nothing. It comes back with the columns that it had, and `text`,
-    `tokens`, `finish_reason` and `error`. A row that cannot be answered says why; it stops no other one.
+    column `line` with all of that as JSON. Null says nothing, nor do other columns, but for `index`, by which draws
+    differ. It comes back with the columns that it had, and `text`, `tokens`, `finish_reason` and `error`. A row that
+    cannot be answered says why; it stops no other one.
 
     Calls of one actor share its engine: with several at a time, as above, it stays full from batch to batch. A batch
     comes back in its order and in one piece, for Ray repeats what was lost with an actor by position.
@@ -93,10 +92,12 @@ class Generate:
         index = row.get(INDEX) or 0
         if row.get(LINE) is not None:
             return read_line(row[LINE], index, self._usual)
-        return question_of({k: v for k, v in row.items() if k != INDEX and v is not None}, index, self._usual)
+        said = {name: row[name] for name in _ASKED if row.get(name) is not None and row[name] == row[name]}  # not NaN
+        return question_of(said, index, self._usual)
 
 
 _BLUEPRINT = ("options", "dtype", "device", "facts", "compilation", "engine", "shipped")
+_ASKED = ("prompt", "messages", *(field.name for field in fields(Decoding)))
 
 
 def _plain(values: Any) -> list[Any]:
