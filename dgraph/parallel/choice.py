@@ -31,9 +31,13 @@ def choose(
         size: bytes of one rank's tensor.
         world: ranks.
         capability: of the GPUs, the lowest of all.
-        available: kinds that work on every rank.
+        available: kinds that work on every rank. One alone is taken wherever it can be.
         largest: bytes of the symmetric buffer.
     """
+    if len(available) == 1:
+        (only,) = available
+        whole = size % (ALIGNMENT * (1 if only == "one_shot" else world)) == 0
+        return next((kind for kind in KINDS if kind == only and whole and size <= largest), "nccl")
     if size > largest or size % ALIGNMENT:
         return "nccl"
     if "one_shot" in available and size <= ONE_SHOT.get(world, 0):

@@ -29,6 +29,10 @@ KIB, MIB = 1 << 10, 1 << 20
         (1000, 2, (9, 0), ALL, "nccl"),  # not a multiple of 16 bytes
         (16, 8, (9, 0), ALL, "one_shot"),
         (16, 8, (9, 0), ("nccl", "two_shot"), "nccl"),
+        (8 * MIB, 2, (9, 0), ("multimem",), "multimem"),  # asked for
+        (8 * MIB, 2, (9, 0), ("one_shot",), "one_shot"),
+        (16, 2, (9, 0), ("two_shot",), "nccl"),
+        (LARGEST + 64, 2, (9, 0), ("one_shot",), "nccl"),
     ],
 )
 def test_the_kernel_of_a_sum(
