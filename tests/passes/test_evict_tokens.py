@@ -13,7 +13,8 @@ from torch.fx import Node
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
-from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
+from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PackRows, ShardTensorParallel
+from dgraph.testing.ranks import ranks
 from tests.oracle.scoring import Eviction
 from tests.passes.scene import BLOCKS, WEIGHTS, Scene, oracle_step, scene
 from tests.tiny import BLOCK, MASK, interpret, ops_of, read_cache, report_of, rewritten
@@ -341,3 +342,22 @@ def test_scripted_selection_measures_all_the_same_and_takes_what_is_given(cached
     counts = script.view(-1, BLOCK).sum(1)
     out = interpret(graph, {**step.copy().inputs, "script": script, "average": counts})
     assert set(out["kept"].tolist()) == set((~masked | (script > 0)).nonzero().flatten().tolist())
+
+
+def test_importance_is_of_the_heads_of_all_ranks(captured: Graph, cached: Graph, step: Scene) -> None:
+    """Scores and kept rows of two ranks are those of one process: the sum comes before the difference."""
+    made = (PackRows(), CacheKV(), EvictTokens())
+    graphs = [rewritten(captured, ShardTensorParallel(2, rank=rank), *made) for rank in range(2)]
+    assert len(graphs[0].find("all_reduce", 0)) == len(graphs[0].find("all_reduce", 1)) == 3
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        mine = step.copy().inputs
+        for name in [name for name in mine if "_cache_" in name]:
+            mine[name] = mine[name].chunk(2, dim=2)[rank].contiguous()
+        return interpret(graphs[rank], mine)
+
+    want = interpret(rewritten(cached, EvictTokens()), step.copy().inputs)
+    first, second = ranks(2, run)
+    for name in ("score", "kept", "reached"):
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], want[name], rtol=1e-4, atol=1e-5)
