@@ -15,11 +15,14 @@ from dgraph.errors import InputError, PassError, UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.linears import head_of
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.statistics import MARGIN
 from dgraph.passes import ChunkLMHead, FuseProjections, MeasureRows, PackRows, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.passes.manager import run_passes
+from dgraph.phases import scoring
+from dgraph.runtime.scoring import Question, Scorer
 from dgraph.testing import models
 from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
@@ -376,3 +379,17 @@ def test_responses_are_those_of_one_process(recipe: str) -> None:
         return opt.generate(input_ids=prompts(tiny), max_new_tokens=12).token_ids
 
     assert ranks(2, respond) == [want, want]
+
+
+def test_labels_are_as_probable_as_in_one_process() -> None:
+    (tiny,) = models(None, "dream")
+    question = Question.of(tiny.model.spec, [5, 6, 7], [[8], [9], [10, 11]], [12], [13], 64)
+
+    def ask(graph: Graph) -> list[float]:
+        program = LoweredProgram(scoring(graph), RegionCompiler("eager"), Buckets())
+        return Scorer(tiny.model.spec, program, 8, torch.device("cpu"))(question)
+
+    graphs = [rewritten(tiny.graph, ShardTensorParallel(2, rank=rank)) for rank in range(2)]
+    first, second = ranks(2, lambda rank: ask(graphs[rank]))
+    assert first == second
+    assert first == pytest.approx(ask(tiny.graph), abs=1e-5)
