@@ -54,20 +54,25 @@ if TYPE_CHECKING:
 
 
 def load(
-    name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device | None = None, **facts: Any
+    name: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    opened: bool = False,
+    **facts: Any,
 ) -> Model:
     """Load an embedded model by name or a checkpoint folder by path.
 
     Args:
         name: of an embedded model, or the path of a folder.
         dtype, device: of the weights, and where they go; see `dgraph.families.resolve`.
+        opened: leave the weights where they are stored, for `optimize(mesh=)`: each rank reads its parts.
         facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
 
     Raises:
         UnknownName, CheckpointError: no such model, or a damaged folder.
         InputError: a fact is missing, which can be given, or out of range.
     """
-    return resolve(name, dtype, device, **facts)
+    return resolve(name, dtype, device, opened=opened, **facts)
 
 
 def adopt(model: Any, **facts: Any) -> Model:

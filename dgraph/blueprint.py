@@ -97,7 +97,7 @@ class Blueprint:
             )
         self.unpack()
         tell("loading")
-        found = load(self.model, self.dtype, self.device, **self.facts)
+        found = load(self.model, self.dtype, self.device, mesh is not None, **self.facts)
         title = self.name or found.name
         engines = {}
         for recipe in self.recipes:

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dgraph.errors import CaptureError, CheckpointError, UnknownName, warn
+from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points
 from dgraph.plugins import load as load_entry
@@ -201,7 +201,7 @@ def resolve(
 
     Raises:
         UnknownName: a name that is neither an embedded model nor a folder, or a fact that nobody can give.
-        InputError: a fact that is missing or out of range.
+        InputError: a fact that is missing or out of range, or a `Model` whose weights were not read, unless `opened`.
         CheckpointError: a folder that no family loads, or that is damaged.
         CaptureError: an object that no family adopts.
     """
@@ -209,6 +209,11 @@ def resolve(
         if name not in FACTS:
             raise UnknownName("fact", name, FACTS)
     if isinstance(model, Model):
+        if model.weights is not None and not opened:
+            raise InputError(
+                f"the weights of {model.name} were left where they are stored (opened=True), and only ranks that "
+                f"divide a model read their parts of these: give a mesh to dgraph.optimize, or load it without."
+            )
         return replace(model, spec=replace(model.spec, **facts)) if facts else model
     if isinstance(model, (str, Path)):
         return load(model, dtype, device, opened=opened, **facts)

@@ -170,6 +170,9 @@ def open_parts(
     }
     model.load_state_dict(state, assign=True, strict=False)
     restore_buffers(model, model.config, device)
+    for module in model.modules():
+        if isinstance(module, Router) and module.expert_bias is not None:
+            module.expert_bias = torch.zeros_like(module.expert_bias, memory_format=torch.contiguous_format)
     return {name: blocks for name, blocks in stored.items() if blocks}
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch import Tensor, nn
 
 from dgraph.errors import UnknownName
 from dgraph.families import Model
 from dgraph.models import dream, llada, llada2, sdar, sdar_moe
-from dgraph.models.moe import MoEFamily, materialise
+from dgraph.models.moe import MoEFamily, materialise, open_parts
 from dgraph.models.remote_code import RemoteCodeFamily
+from dgraph.sharding import Part
+from dgraph.weights import WeightSource
 
 # Family, which builds the model and knows its facts, and the config's keys, of the published checkpoints.
 SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
@@ -102,7 +107,12 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
 
 
 def random_model(
-    name: str, device: str | torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any
+    name: str,
+    device: str | torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    opened: bool = False,
+    **changes: Any,
 ) -> Model:
     """A model of a published shape with random weights.
 
@@ -110,6 +120,7 @@ def random_model(
         name: a key of `SHAPES`.
         device, dtype: where and as what the weights are made; nothing passes through the host.
         seed: of the weights.
+        opened: make none yet: ranks that divide the model make their parts of it, see `dgraph.load`.
         changes: config keys to override, e.g. `num_hidden_layers=4`, or facts of the family, e.g. `block_length=`.
             A shape of LLaDA or Dream is that of a bidirectional model; to decode it in blocks whose keys and values
             are kept, as SDAR is, give `attention="block_causal", logit_shift=0`.
@@ -123,13 +134,46 @@ def random_model(
     family, keys = SHAPES[name]
     facts = {k: v for k, v in family.facts.items() if v is not None}
     facts |= {k: changes.pop(k) for k in list(changes) if k in family.facts}
-    source = f"the shape {name}"
-    model = materialise(family.build({**keys, **changes}, source), torch.device(device), dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    return family.model(name, model, {**keys, **changes}, dtype, **facts)
+    model, target = family.build({**keys, **changes}, f"the shape {name}"), torch.device(device)
+    if opened:
+        open_parts(model, {}, dtype, target)
+    else:
+        model = materialise(model, target, dtype)
+    model.tie_weights()
+    weights = Drawn(model, seed)
+    if not opened:
+        for weight, parameter in model.named_parameters():
+            weights.draw(weight, parameter)
+    found = family.model(name, model, {**keys, **changes}, dtype, **facts)
+    return replace(found, weights=weights) if opened else found
+
+
+class Drawn(WeightSource):
+    """Random weights, each drawn by itself: parts are those of one whole model, whoever makes them.
+
+    Args:
+        model: whose weights.
+        seed: of all of them.
+    """
+
+    def __init__(self, model: nn.Module, seed: int):
+        super().__init__({})
+        first: dict[int, str] = {}
+        named = model.named_parameters(remove_duplicate=False)
+        self._names, self._seed = {name: first.setdefault(id(p), name) for name, p in named}, seed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    @torch.no_grad()
+    def draw(self, name: str, into: Tensor) -> Tensor:
+        """Set a weight: ones for a vector, else normal numbers from a seed of its own."""
+        if into.dim() < 2:
+            return into.fill_(1.0)
+        seed = crc32(f"{self._seed} {self._names[name]}".encode())
+        return into.normal_(0.0, 0.02, generator=torch.Generator(into.device).manual_seed(seed))
+
+    def take(self, name: str, like: Tensor, part: Part | None) -> Tensor:
+        """See `WeightSource.take`. A part is cut from its weight, which is in memory for that long."""
+        whole = self.draw(name, torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        return whole if part is None else part.take(whole)

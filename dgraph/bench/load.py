@@ -50,9 +50,14 @@ def prompts_of(model: Model, lengths: list[int], seed: int = 0) -> list[list[int
 
 
 def shape_of(
-    name: str, device: torch.device, dtype: torch.dtype, layers: int | None = None, block: int | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    block: int | None = None,
+    opened: bool = False,
 ) -> Model:
-    """A published shape with random weights.
+    """A published shape with random weights; see `dgraph.load` for `opened`.
 
     Raises:
         UnknownName: no such shape.
@@ -62,18 +67,26 @@ def shape_of(
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if block is not None:
         changes["block_length"] = block
-    return shapes.random_model(name, device, dtype, **changes)
+    return shapes.random_model(name, device, dtype, opened=opened, **changes)
 
 
 def named(
-    name: str, device: torch.device, dtype: torch.dtype, *, random_weights: bool, block: int | None, **facts: Any
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    random_weights: bool,
+    block: int | None,
+    opened: bool = False,
+    **facts: Any,
 ) -> Model:
-    """An embedded model or a checkpoint folder, with its own weights or with random ones; facts as for `dgraph.load`.
+    """An embedded model or a checkpoint folder, with its own weights or with random ones, which are made whole;
+    `opened` and facts as for `dgraph.load`.
 
     Raises:
         UnknownName, CheckpointError: as `dgraph.load`.
     """
-    model = load_model(name, dtype, device, **facts)
+    model = load_model(name, dtype, device, opened=opened and not random_weights, **facts)
     if random_weights:
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():

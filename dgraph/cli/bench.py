@@ -97,7 +97,9 @@ def bench(
     with ranks(tp, str(where)) as mesh:
         with status("loading"):
             length = load.trace.block if load.trace else block
-            found = endless(workload.model_of(model, shape, where, kind, random_weights, layers, length, facts))
+            found = endless(
+                workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, mesh is not None)
+            )
             measure = replace(_bench(found, load, where, backend, rows, repeat), mesh=mesh)
             arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
         over = "" if mesh is None else f" over {mesh.size()} ranks"

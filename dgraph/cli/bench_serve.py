@@ -152,7 +152,7 @@ def serve(
     with ranks(tp, str(where)) as mesh, status("loading") as tell:
         length = followed.block if followed else block
         kind = workload.dtype_of(dtype, where)
-        found = workload.model_of(model, shape, where, kind, random_weights, layers, length, facts)
+        found = workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, mesh is not None)
         chosen = dgraph.recipe(recipe, found.spec, **workload.scripted(recipe, options, followed))
         asked, longest = _fitting(asked, max_tokens, found.spec.max_positions)
         settings = replace(settings, max_tokens=longest, block_length=found.spec.block_length)

@@ -143,7 +143,7 @@ def generate(
     if html is not None:
         check_page(html)
     with ranks(tp, device) as mesh, status("loading") as tell:
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), mesh is not None, **facts)
         build(RECIPES, recipe, found.spec, options)
         _check(found, prompts, decoding, max_batch)
         optimized = dgraph.optimize(

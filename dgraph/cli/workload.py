@@ -89,15 +89,17 @@ def model_of(
     layers: int | None,
     block: int | None,
     facts: dict[str, Any],
+    opened: bool = False,
 ) -> Model:
-    """The model that the options name."""
+    """The model that the options name; see `dgraph.load` for `opened`."""
     from dgraph.bench import load as loads
 
     if block is not None and block < 1:
         raise InputError(f"--block must be at least 1, got {block}.")
     if shape is not None:
-        return loads.shape_of(shape, device, dtype, layers, block)
-    return loads.named(str(model), device, dtype, random_weights=random_weights, block=block, **facts)
+        return loads.shape_of(shape, device, dtype, layers, block, opened)
+    own: dict[str, Any] = {"random_weights": random_weights, "block": block, "opened": opened}
+    return loads.named(str(model), device, dtype, **own, **facts)
 
 
 def commits_of(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import dgraph
+import dgraph.parallel.divide
+from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.models.checkpoint import build_native
+from dgraph.models.shapes import random_model
 from dgraph.models.tiny import KEYS
 from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
-from dgraph.sharding import Part
+from dgraph.sharding import Part, Sharding
+from dgraph.testing.ranks import ranks
 from dgraph.weights import WeightSource, hollow
 from tests.oracle import llada2 as oracle
 from tests.remote import write
@@ -86,3 +92,46 @@ def test_parts_of_a_stack_of_blocks(part: Part | None) -> None:
     expected = whole if part is None else part.take(whole)
     assert torch.equal(source.take("stack", like, part), expected.bfloat16())
     assert source.taken == expected.nbytes
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "block_length": 8, "mask_id": 100, "eos_ids": (1,), "pad_id": 1,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 16}
+
+
+@pytest.mark.parametrize(("shape", "changes"), [("sdar-8b", {"tie_word_embeddings": True}), ("llada2-mini", EXPERTS)])
+def test_parts_of_random_weights_are_those_of_one_model(shape: str, changes: dict[str, Any]) -> None:
+    sizes = {**SMALL, **changes}
+    whole, opened = (random_model(shape, "cpu", torch.float32, opened=lazy, **sizes) for lazy in (False, True))
+    expected, graph = captured(whole), captured(opened)
+    for rank in range(2):
+        mine, reference = graph.copy(), expected.copy()
+        run_passes(mine, [ShardTensorParallel(2, rank=rank, weights=opened.weights)])
+        run_passes(reference, [ShardTensorParallel(2, rank=rank)])
+        assert mine.tensors.keys() == reference.tensors.keys()
+        for name, tensor in reference.tensors.items():
+            assert torch.equal(mine.tensors[name], tensor), name
+            assert mine.tensors[name].is_contiguous(), name
+
+
+def test_ranks_of_an_opened_model_say_what_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dgraph.parallel.divide, "of", lambda mesh: Sharding(2))
+    how: dict[str, Any] = {"input_ids": [[5, 6, 7, 8]], "max_new_tokens": 8, "steps": 4}
+
+    def tokens(rank: int) -> list[list[int]]:
+        mesh: Any = object()
+        opened = dgraph.load("tiny_sdar", opened=True)
+        opt = dgraph.optimize(opened, "dense", backend="eager", mesh=mesh)
+        assert sum(p.untyped_storage().nbytes() for p in opened.module.parameters()) < 4096
+        return opt.generate(**how).token_ids
+
+    alone = dgraph.optimize("tiny_sdar", "dense", backend="eager").generate(**how).token_ids
+    assert ranks(2, tokens) == [alone, alone]
+
+
+def test_an_opened_model_is_for_ranks() -> None:
+    opened = dgraph.load("tiny_sdar", opened=True)
+    with pytest.raises(InputError, match=r"weights of tiny_sdar were left where they are stored \(opened=True\)"):
+        dgraph.optimize(opened, "dense", backend="eager")
