@@ -11,7 +11,7 @@ import torch
 import dgraph
 from benchmarks.partial_error import Compare, Errors, Measured, errors, measure, plot, quantiles, tables
 from benchmarks.tables import Report
-from dgraph.ops import OPS, partial_attention
+from dgraph.ops import OPS
 from tests.recipes.bidirectional import LAYERS, Setup, setup_of
 
 PROMPTS = [[11, 12, 13, 14, 15], [21, 22, 23]]
@@ -61,7 +61,7 @@ def test_an_update_is_not_exact_and_a_salient_row_is(measured: Measured) -> None
 
 
 def test_a_row_is_compared_with_attention_over_the_same_keys() -> None:
-    samples = partial_attention.samples(torch.Generator().manual_seed(0))
+    samples = OPS["partial_attention"].samples(torch.Generator().manual_seed(0))
     args = next(s.args for s in samples if s.name == "some rows")
     q, k_cache, v_cache, _, index, cu_changed, c_cache, *_, table, cu_rows, limit, scale, _ = args
     compare = Compare([5], [100, 100])

@@ -75,7 +75,7 @@ def test_every_command_hands_them_on(
 ) -> None:
     seen: list[dict[str, Any]] = []
 
-    def load(name: Any, dtype: Any = None, device: Any = None, **facts: Any) -> Any:
+    def load(name: Any, dtype: Any = None, device: Any = None, opened: bool = False, **facts: Any) -> Any:
         seen.append(facts)
         raise InputError("seen")
 
