@@ -451,8 +451,10 @@ def optimize(
     keywords = {f.name: options.pop(f.name) for f in fields(Compilation) if f.name in options}
     how = settings_of(Compilation, compilation, keywords)
     check_recipe(RECIPES, recipe, options)
-    if isinstance(recipe, str):
-        _check_names(recipe)
+    if isinstance(recipe, str) and (taken := sorted(arguments() & options_of(RECIPES[recipe]).keys())):
+        raise InputError(
+            f"recipe {recipe!r} has the option {taken[0]!r}, an argument of dgraph.optimize; rename the option."
+        )
     store = open_store(how.artifacts)
     compiled = how.backend == "inductor"
     code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
@@ -495,10 +497,3 @@ def arguments() -> frozenset[str]:
     """Names that `optimize` takes for itself, fields of `Compilation` among them: no option of a recipe has one."""
     own = {name for name, p in inspect.signature(optimize).parameters.items() if p.kind is not p.VAR_KEYWORD}
     return frozenset(own.union(f.name for f in fields(Compilation)))
-
-
-def _check_names(recipe: str) -> None:
-    for option in sorted(arguments() & options_of(RECIPES[recipe]).keys()):
-        raise InputError(
-            f"recipe {recipe!r} has the option {option!r}, which is an argument of dgraph.optimize; rename the option."
-        )

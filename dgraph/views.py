@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dgraph.api import Optimized, capture
+from dgraph.cache.store import open_store
 from dgraph.errors import InputError, UnknownName
 from dgraph.families import resolve
+from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.passes.manager import run_passes
@@ -169,7 +171,7 @@ def _captured(model: Any, facts: Mapping[str, Any] | None, tp: int | None = None
         model = capture(model, **dict(facts or {}))
     else:
         found = resolve(model, opened=True, **dict(facts or {}))
-        model, hints = capture(found), found.hints
+        model, hints = capture_or_load(found.module, found.spec, found.prefix, open_store())[0], found.hints
     if tp is None:
         return model
     divided: Graph = model.copy()

@@ -14,9 +14,9 @@ ALIGNMENT = 16
 """Bytes that the kernels of symmetric memory move at a time."""
 LARGEST = 64 << 20
 """Bytes up to which they are used: above, NCCL is bound by the link as well, and needs no buffer of that size."""
-ONE_SHOT: Mapping[int, int] = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
+ONE_SHOT: Mapping[int, int] = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
 """Bytes up to which one-shot is taken, by world: it waits once where two-shot waits twice, and reads as often as there
-are others."""
+are others. For two H200s as measured (benchmarks/results/parallel.md); for more, an assumption."""
 MULTIMEM: Mapping[int, tuple[int, ...]] = {9: (4, 8), 10: (8,)}
 """Worlds for which the switch sums faster than the ranks do, by the major number of the compute capability. For two
 ranks each reads no more than it would send."""

@@ -14,7 +14,8 @@ KIB, MIB = 1 << 10, 1 << 20
     ("size", "world", "capability", "available", "kind"),
     [
         (256 * KIB, 2, (9, 0), ALL, "one_shot"),  # 32 rows of 4096 in bf16
-        (MIB, 2, (9, 0), ALL, "one_shot"),
+        (512 * KIB, 2, (9, 0), ALL, "one_shot"),
+        (MIB, 2, (9, 0), ALL, "two_shot"),
         (8 * MIB, 2, (9, 0), ALL, "two_shot"),  # two ranks gain nothing from the switch
         (256 * KIB, 4, (9, 0), ALL, "one_shot"),
         (512 * KIB, 4, (9, 0), ALL, "multimem"),
