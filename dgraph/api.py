@@ -453,7 +453,8 @@ def optimize(
     check_recipe(RECIPES, recipe, options)
     if isinstance(recipe, str) and (taken := sorted(arguments() & options_of(RECIPES[recipe]).keys())):
         raise InputError(
-            f"recipe {recipe!r} has the option {taken[0]!r}, an argument of dgraph.optimize; rename the option."
+            f"recipe {recipe!r} has the option {taken[0]!r}, which is an argument of dgraph.optimize; rename the "
+            f"option."
         )
     store = open_store(how.artifacts)
     compiled = how.backend == "inductor"
