@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "spec": {"errors"},
     "shapes": {"errors", "nodes", "private"},
     "groups": {"errors", "sharding"},
+    "rendezvous": set(),
     "sharding": set(),
     "weights": {"sharding"},
     "ops": {"errors", "groups", "nodes", "plugins", "private", "shapes", "spec"},
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
     "dataset": {"engine", "errors", "runtime"},
     "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families", "parallel"}
+    | {"rendezvous"}
     | {"runtime", "serve", "settings"},
     "testing": CORE | {"api", "cache", "families", "frontend", "groups", "lowering", "ops", "passes", "recipes"},
     "evaluate": CORE

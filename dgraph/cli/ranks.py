@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.cli import output
 from dgraph.errors import DgraphError, InputError
+from dgraph.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,10 +122,7 @@ def _check_gpus(world: int) -> None:
 @contextmanager
 def _others(world: int, kind: str) -> Iterator[None]:
     """Ranks 1 and up as processes, and this one as rank 0. They have ended when this has."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    own = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = rendezvous(world)
     if kind == "cpu":  # or every rank would want every core
         own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ.update({**own, "RANK": "0", "LOCAL_RANK": "0"})

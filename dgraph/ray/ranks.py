@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from dgraph.blueprint import Blueprint
 from dgraph.engine.engine import Engine
 from dgraph.errors import InputError
 from dgraph.ray.cluster import needs
+from dgraph.rendezvous import rendezvous
 
 ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Lets each rank see all GPUs of its machine, as symmetric memory needs it: Ray would hide those of the others."""
@@ -76,10 +76,7 @@ def engines(blueprint: Blueprint, count: int, tell: Callable[[str], None]) -> tu
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = rendezvous(count)
     group: Any = ray.util.get_current_placement_group()
     others = []
     for rank in range(1, count):
