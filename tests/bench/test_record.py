@@ -13,7 +13,7 @@ from dgraph.runtime.script import selections
 def test_the_embedded_model_is_recorded() -> None:
     model = dgraph.load("tiny_sdar")
     decoding = dgraph.Decoding(threshold=0.4, max_new_tokens=64)
-    found = record(model, text_prompts("tiny_sdar", 1), decoding=decoding, backend="eager")
+    found = record(model, text_prompts("tiny_sdar", 2), decoding=decoding, backend="eager")
     trace, rows = found.trace, found.trace.redundancy()
     assert trace.block == 32
     assert trace.keeps

@@ -94,7 +94,7 @@ def test_stages_grow_in_pairs_to_512_tokens() -> None:
 @pytest.mark.parametrize("length", NEEDLE_LENGTHS["llada"])
 def test_needles_of_the_table_are_held_out_and_where_they_should_be(length: int) -> None:
     for part in range(DEPTHS):
-        for example in needle_cell(TOKENIZER, length, part, 2):
+        for example in needle_cell(TOKENIZER, length, part, 4):
             assert is_held_out(example.prompt)
             assert depth_of(example.prompt) == part
             assert 0.85 * length < length_of(example) <= length + 4

@@ -67,7 +67,9 @@ def test_a_replica_without_room_says_so_and_one_whose_client_left_has_room_again
                 await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
                 while sum(one.done() for one in asked) < 7:
                     await asyncio.sleep(0.01)
-            return [await one for one in asked]
+            found = [await one for one in asked]
+            assert (await client.post("/v1/completions", json=short)).status_code == 200
+            return found
 
     answers = asyncio.run(run())
     wait_for(lambda: "leaves" in access_log(cluster.logs, process))
