@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from dgraph.recipes import Recipe as Recipe
     from dgraph.runtime.decoding import Decoding as Decoding
     from dgraph.runtime.sampling import Sampler as Sampler
+    from dgraph.saving import Saved as Saved
+    from dgraph.saving import save_quantised as save_quantised
     from dgraph.spec import ModelSpec as ModelSpec
     from dgraph.views import diff as diff
     from dgraph.views import dump as dump
@@ -65,6 +67,7 @@ _HOMES = {
     "Recipe": "recipes",
     "Result": "api",
     "Sampler": "runtime.sampling",
+    "Saved": "saving",
     "WarmUp": "compilation",
     "adopt": "api",
     "calibrate": "evaluate.calibrate",
@@ -76,6 +79,7 @@ _HOMES = {
     "optimize": "api",
     "recipe": "api",
     "rewrite": "phases",
+    "save_quantised": "saving",
 }
 """The module below dgraph that each public name comes from."""
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dgraph.cache.store import open_store
+from dgraph.captured import Weights, graph_of_model, quantising
 from dgraph.compilation import Compilation
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.profile import profile
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
-from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.groups import ranks_of
 from dgraph.lowering.buckets import Buckets
@@ -65,7 +65,7 @@ def load(
     Args:
         name: of an embedded model, or the path of a folder.
         dtype, device: of the weights, and where they go; see `dgraph.families.resolve`.
-        opened: leave the weights where they are stored, for `optimize(mesh=)`: each rank reads its parts.
+        opened: leave the weights where they are stored, for `optimize(mesh=)` and `optimize(weights=)` to read.
         facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
 
     Raises:
@@ -103,8 +103,7 @@ def capture(model: Any, **facts: Any) -> Graph:
     Raises:
         CaptureError: the model cannot be captured; the message names the op, the module and the line.
     """
-    found = resolve(model, **facts)
-    return capture_or_load(found.module, found.spec, found.prefix, open_store())[0]
+    return graph_of_model(resolve(model, **facts), open_store())
 
 
 def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
@@ -422,6 +421,7 @@ def optimize(
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     mesh: DeviceMesh | None = None,
+    weights: Weights = None,
     **options: Any,
 ) -> Optimized:
     """Capture a model, rewrite it by a recipe, and compile it.
@@ -438,6 +438,8 @@ def optimize(
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         progress: called with what is being done, for display.
         mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
+        weights: "fp8", "int8", "int4" or a `dgraph.passes.QuantizeWeights`: weights are stored so. Those of a name or
+            folder are read and quantised one by one; a model object keeps its own tensors besides.
         options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
             backend, buckets, graphs, warmup, artifacts, tune.
 
@@ -461,15 +463,12 @@ def optimize(
     code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
     compiler = RegionCompiler(how.backend, tell, code_store)
     tell("loading")
-    found = resolve(model, dtype, device, opened=mesh is not None, **dict(facts or {}))
+    stored = quantising(weights)
+    found = resolve(model, dtype, device, opened=mesh is not None or stored is not None, **dict(facts or {}))
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
-    graph, _ = capture_or_load(found.module, found.spec, found.prefix, store)
-    if mesh is not None:
-        from dgraph.parallel.divide import divide
-
-        same = {"model": found.spec, "recipe": chosen.to_json(), "compilation": how}
-        graph = divide(graph, mesh, same, found.hints, found.weights)
+    same = {"model": found.spec, "recipe": chosen.to_json(), "compilation": how}
+    graph = graph_of_model(found, store, stored, mesh, same)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = None

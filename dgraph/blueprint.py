@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.store import open_store
 from dgraph.cache.upkeep import import_
+from dgraph.captured import Weights, quantising
 from dgraph.compilation import Compilation
 from dgraph.engine.build import EngineSettings
 from dgraph.engine.warm_up import warm_up
@@ -34,6 +35,7 @@ class Blueprint:
         options: of the recipes; each takes those that it has.
         name: what the model is called; default its own name. With several recipes, an engine's is NAME:RECIPE.
         dtype, device: of the weights, and where they go; see `dgraph.load`.
+        weights: how they are stored, see `dgraph.optimize`.
         facts: what holds of the model instead of what it says.
         compilation: see `Compilation`.
         engine: see `EngineSettings`.
@@ -52,6 +54,7 @@ class Blueprint:
     name: str | None = None
     dtype: torch.dtype | None = None
     device: str | torch.device | None = None
+    weights: Weights = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     compilation: Compilation = field(default_factory=Compilation)
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -65,6 +68,7 @@ class Blueprint:
             )
         if isinstance(self.recipes, str) or not self.recipes or not all(isinstance(one, str) for one in self.recipes):
             raise InputError(f"recipes are names, at least one of them, got {self.recipes!r}.")
+        quantising(self.weights)
         known: dict[str, Any] = {}
         for recipe in self.recipes:
             known |= options_of(builder_of(RECIPES, recipe))
@@ -97,14 +101,16 @@ class Blueprint:
             )
         self.unpack()
         tell("loading")
-        found = load(self.model, self.dtype, self.device, mesh is not None, **self.facts)
+        stored = quantising(self.weights)
+        opened = mesh is not None or stored is not None
+        found = load(self.model, self.dtype, self.device, opened, **self.facts)
         title = self.name or found.name
         engines = {}
         for recipe in self.recipes:
             tell(f"{recipe}: compiling")
             known = options_of(builder_of(RECIPES, recipe))
             own = {key: value for key, value in self.options.items() if key in known}
-            optimized = optimize(found, recipe, self.compilation, progress=tell, mesh=mesh, **own)
+            optimized = optimize(found, recipe, self.compilation, progress=tell, mesh=mesh, weights=stored, **own)
             tell(f"{recipe}: making room for keys and values")
             engine = optimized.engine(self.engine)
             tell(f"{recipe}: warming up")

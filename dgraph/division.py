@@ -246,6 +246,17 @@ class Divided:
             raise self.error(node, gate_up if of_g is None else down, "expected gate, up and down divided alike")
         return partial(of_d.of)
 
+    def _dequantise(self, node: Node) -> Division | None:
+        values, *others = [arg for arg in args_of(node)[:3] if arg is not None]
+        found = self.of.get(values)
+        if found is None:
+            for other in others:
+                if other in self.of:
+                    raise self.error(node, other, f"expected whole, as {values.name} is")
+            return None
+        each = int(self._shape(node)[found.dim]) // int(self._shape(values)[found.dim])  # two 4-bit numbers are one
+        return found.at(found.dim, [(whole * each, own * each) for whole, own in found.parts])
+
     def _embedding(self, node: Node) -> Division:
         return partial(self.of[args_of(node)[0]].of)
 
@@ -377,6 +388,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 _RULES: dict[str, Callable[[Divided, Node], Any]] = {
     "linear": Divided._linear,
     "dgraph.embedding_part": Divided._embedding,
+    "dgraph.dequantise": Divided._dequantise,
     "layer_norm": Divided._norm,
     "dgraph.rms_norm": Divided._norm,
     "dgraph.rope": Divided._rope,

@@ -41,9 +41,13 @@ from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points
 from dgraph.plugins import load as load_entry
 from dgraph.spec import FACTS, ModelSpec
-from dgraph.weights import WeightSource
+from dgraph.weights import WeightSource, read_all, weights_of
 
 GROUP = "dgraph.models"
+DIFFERENCE = "difference.safetensors"
+"""In a checkpoint folder: weights as a difference from an autoregressive model, whose tokenizer is the folder's, too,
+unless it has its own.
+"""
 
 
 class Tokenizer(Protocol):
@@ -84,7 +88,8 @@ class Model:
         prefix: dotted path before the weights' names within `module`.
         hints: what a weight is to tensor parallelism where its layers do not say so, by a pattern of its name in the
             graph; see `dgraph.passes.ShardTensorParallel`.
-        weights: where the parameters of `module` are to be read, if they only stand for these; see `Family.open`.
+        weights: where parameters of `module` are to be read that only stand for these: all of them, see `Family.open`;
+            or those that a checkpoint stores quantised, which a captured graph reads as they are.
     """
 
     name: str
@@ -97,12 +102,7 @@ class Model:
 
 
 class Family(Protocol):
-    """How to adopt and load one family of models.
-
-    A family may also have `open`, with the arguments and errors of `load`: the same model, whose parameters are
-    `dgraph.weights.hollow` and are read from `Model.weights`. Ranks that divide a model load it so; that of a family
-    without is loaded whole by each of them first.
-    """
+    """How to adopt and open one family of models."""
 
     name: str
     summary: str
@@ -114,10 +114,12 @@ class Family(Protocol):
         """
         ...
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """A checkpoint folder (an absolute path) of this family; None if its config names another family.
 
-        `facts` are as in `adopt`.
+        Its parameters are `dgraph.weights.hollow`, of this dtype (None: that of the checkpoint) and on this device, and
+        stand for those in `Model.weights`: who loads the model reads all of them, a rank its parts. A family may also
+        give parameters that are read already, and no `Model.weights`. `facts` are as in `adopt`.
         """
         ...
 
@@ -132,11 +134,15 @@ class Exam(Protocol):
 
     Attributes:
         names: the tasks.
+        hard: more of them, by names of their own: harder than what was trained on, so that methods can be told apart.
         new_tokens: length of a response that every answer fits into.
     """
 
     @property
     def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def hard(self) -> tuple[str, ...]: ...
 
     @property
     def new_tokens(self) -> int: ...
@@ -196,7 +202,7 @@ def resolve(
         dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and
             folders.
         device: where to load; None for "cpu". Only for names and folders.
-        opened: leave the weights of a name or folder where they are stored, if the family can; see `Family`.
+        opened: leave the weights of a name or folder where they are stored; see `Family.open`.
         facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
 
     Raises:
@@ -209,10 +215,11 @@ def resolve(
         if name not in FACTS:
             raise UnknownName("fact", name, FACTS)
     if isinstance(model, Model):
-        if model.weights is not None and not opened:
+        if model.weights is not None and not model.weights.all_quantised and not opened:
             raise InputError(
-                f"the weights of {model.name} were left where they are stored (opened=True), and only ranks that "
-                f"divide a model read their parts of these: give a mesh to dgraph.optimize, or load it without."
+                f"the weights of {model.name} were left where they are stored (opened=True). They are read where a "
+                f"model is divided over ranks or its weights are quantised: give mesh or weights to dgraph.optimize, "
+                f"or load it without."
             )
         return replace(model, spec=replace(model.spec, **facts)) if facts else model
     if isinstance(model, (str, Path)):
@@ -247,10 +254,13 @@ def load(
     if dtype is None and target.type == "cpu":
         dtype = torch.float32
     for family in families().values():
-        read = getattr(family, "open", family.load) if opened else family.load
-        loaded: Model | None = read(folder, dtype, target, **facts)
-        if loaded is not None:
-            return loaded if "layer_importance" in facts else _calibrated(loaded, folder)
+        found = family.open(folder, dtype, target, **facts)
+        if found is None:
+            continue
+        if found.weights is not None and not opened:
+            read_all(weights_of(found.module, found.prefix), found.weights)
+            found = replace(found, weights=found.weights.quantised())
+        return found if "layer_importance" in facts else _calibrated(found, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
 
 

@@ -139,13 +139,13 @@ class Graph:
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def add_weight(self, name: str, tensor: Tensor) -> Node:
-        """A new weight, placed before the run-time inputs."""
+    def add_weight(self, name: str, tensor: Tensor, before: Node | None = None) -> Node:
+        """A new weight, placed before another one, or after all of them."""
         if name in self.tensors:
             raise VerifyError(f"weight {name!r} is in the graph already.")
         placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
         first_input = next((n for n in placeholders if "input" in n.meta), None)
-        node = self._placeholder(_identifier(name), before=first_input or self._first_after(placeholders))
+        node = self._placeholder(_identifier(name), before or first_input or self._first_after(placeholders))
         node.meta.update(weight=name, val=self.symbols.of(tensor))
         self.tensors[name] = tensor
         return node

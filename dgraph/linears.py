@@ -15,6 +15,7 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, viewed
 from dgraph.ops import OPS, op_of
+from dgraph.stored import Stored, stored_of
 
 aten = torch.ops.aten
 
@@ -57,9 +58,9 @@ class Linear:
         return bool(self.x.meta["val"].dim() == 2)
 
     @property
-    def is_stored(self) -> bool:
-        """Whether weight and bias are weights of the model, not computed."""
-        return "weight" in self.weight.meta and (self.bias is None or "weight" in self.bias.meta)
+    def stored(self) -> Stored | None:
+        """Its weight as it is stored; None if weight or bias are no weights of the model, but computed."""
+        return stored_of(self.weight) if self.bias is None or "weight" in self.bias.meta else None
 
     @property
     def routes(self) -> bool:

@@ -13,6 +13,7 @@ from dgraph.graph import Graph
 from dgraph.linears import linear_of
 from dgraph.nodes import args_of, is_view, op_name, where
 from dgraph.ops import OPS
+from dgraph.stored import stored_of
 
 aten = torch.ops.aten
 
@@ -61,10 +62,9 @@ def _maker(graph: Graph, node: Node) -> str | None:
 def _divided(graph: Graph, value: Any) -> str | None:
     """The divided weight that a value is, or is made of alone."""
     node: Node = value
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+    while (stored := stored_of(node)) is None and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    name: str | None = node.meta.get("weight")
-    return name if name in graph.divided else None
+    return stored.name if stored is not None and stored.name in graph.divided else None
 
 
 def _is_linear(node: Node, read: list[Node], made: dict[Node, str]) -> bool:

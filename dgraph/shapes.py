@@ -32,8 +32,11 @@ DTYPES = {
     torch.float32: "f32",
     torch.bfloat16: "bf16",
     torch.float16: "f16",
+    torch.float8_e4m3fn: "f8",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
     torch.bool: "bool",
 }
 

@@ -10,12 +10,15 @@ import torch
 from dgraph.errors import InputError
 
 ATTENTION_KINDS = ("block_causal", "bidirectional")
+ENCODINGS = ("block", "causal")
 FACTS = (
     "mask_id",
     "eos_ids",
     "pad_id",
     "block_length",
     "attention",
+    "encoding",
+    "next_token",
     "logit_shift",
     "max_positions",
     "layer_importance",
@@ -41,6 +44,11 @@ class ModelSpec:
         block_length: rows denoised together, in tokens; the length the model was trained for.
         attention: "block_causal" (a row sees its own block and earlier ones) or "bidirectional".
         logit_shift: 0 if the logits of row i predict position i, 1 if they predict position i + 1 (Dream).
+        encoding: what a row sees where keys are written for good, which are those of prompts and of finished blocks:
+            "block" (its whole block and all before it) or "causal" (itself and all before it; then a block begins
+            wherever what is known ends, and tokens can be decoded one by one).
+        next_token: whether the forward that writes the keys of a finished block also predicts the token after it, with
+            which the next block begins. Such a model works in two modes: it denoises a block, then encodes it.
         max_positions: the model's window in tokens, prompt and response together.
         dtype: dtype of the weights.
         layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
@@ -63,6 +71,8 @@ class ModelSpec:
     max_positions: int
     dtype: torch.dtype
     layer_importance: tuple[float, ...] = ()
+    encoding: str = "block"
+    next_token: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
@@ -72,6 +82,18 @@ class ModelSpec:
             )
         if self.attention not in ATTENTION_KINDS:
             raise InputError(f"{self.family}: attention must be one of {ATTENTION_KINDS}, got {self.attention!r}.")
+        if self.encoding not in ENCODINGS:
+            raise InputError(f"{self.family}: encoding must be one of {ENCODINGS}, got {self.encoding!r}.")
+        if self.next_token and self.attention != "block_causal":
+            raise InputError(
+                f"{self.family}: next_token says what the keys of a finished block come with, but its attention is "
+                f"{self.attention}, whose keys are never final; leave it out."
+            )
+        if self.encoding == "causal" and not self.next_token:
+            raise InputError(
+                f"{self.family}: a model with encoding='causal' predicts the token after a block where it encodes it; "
+                f"give {given_as('next_token', True)}, too."
+            )
         if self.heads % self.kv_heads:
             raise InputError(f"{self.family}: {self.heads} heads are not a multiple of {self.kv_heads} KV heads.")
         if self.block_length < 1:
@@ -83,6 +105,33 @@ class ModelSpec:
             )
         if not self.dtype.is_floating_point:
             raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
+
+    @property
+    def aligned(self) -> bool:
+        """Whether blocks begin at multiples of their length; else they follow what is known."""
+        return self.attention == "block_causal" and self.encoding == "block"
+
+    def check_keys(self, recommit: bool, kept: object | None) -> None:
+        """Refuse what cannot be done with the keys of a model that predicts the next token where it writes them.
+
+        Args:
+            recommit: whether all rows of a finished block are forwarded again.
+            kept: the plan of which keys stay; None for all.
+
+        Raises:
+            InputError: a finished block is not forwarded, or not all keys stay.
+        """
+        if self.next_token and not recommit:
+            raise InputError(
+                f"{self.family}: the forward of a finished block predicts the next token, and recommit=False leaves it "
+                f"out; use recommit=True."
+            )
+        if self.next_token and kept is not None:
+            raise InputError(
+                f"{self.family}: the forward of a finished block predicts the next token from all keys, but {kept} "
+                f"keeps some of them, and no publication says what that forward reads then; use a recipe that keeps "
+                f"all, such as 'dense' or 'dyllm'."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only, in field order."""

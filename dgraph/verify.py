@@ -16,6 +16,7 @@ from dgraph.errors import VerifyError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import op_of
+from dgraph.ops.scales import FLOAT8
 from dgraph.orders import Orders, broken_decision
 from dgraph.partial_sums import broken_sums
 from dgraph.private.torch import OpOverload
@@ -175,6 +176,30 @@ def _writes(graph: Graph) -> Iterable[str]:
                 yield f"{got}; expected the write first"
 
 
+def _scales(graph: Graph) -> Iterable[str]:
+    """Float8 in caches is read, copied and written by ops that know of its scales, and are given them."""
+    stored = {node for node in graph.fx.nodes if _in_place(graph, node) and node.meta["val"].dtype == FLOAT8}
+    for node in graph.calls if stored else ():
+        op, args = op_of(node.target), args_of(node)
+        read = [] if op is None else list(zip(op.arguments, args, strict=False))
+        if op is None or not any(arg in stored for _, arg in read):
+            read = [("an argument", arg) for arg in node.all_input_nodes]
+        given = {name for name, arg in read if arg is not None}
+        for name, arg in read:
+            if arg not in stored or (op is not None and op.scales.get(name) in given):
+                continue
+            if op is not None and name in op.copies:
+                stored.add(node)
+                continue
+            got = f"{where(node)} ({op_name(node.target)}) reads {arg.name} as {name}, which is stored in float8"
+            yield f"{got}; expected an op that takes its scales (`Op.scales`), with them. Leave out kv_dtype for it"
+
+
+def _in_place(graph: Graph, node: Node) -> bool:
+    spec = graph.inputs.get(node.meta.get("input", ""))
+    return spec is not None and spec.in_place
+
+
 def _weights(graph: Graph) -> Iterable[str]:
     for name, node in graph.weight_nodes().items():
         tensor = graph.tensors.get(name)
@@ -229,5 +254,6 @@ RULES = (
     Rule("partial sums", "what each rank has a share of is summed before anything but a sum reads it", broken_sums),
     Rule("types", "recorded types equal recomputed types", _types),
     Rule("writes", "only declared writes, before their reads", _writes),
+    Rule("scales", "what is stored in float8 is read with its scales", _scales),
 )
 """Every rule, in the order in which they are checked."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dgraph.api import Optimized, capture
 from dgraph.cache.store import open_store
+from dgraph.captured import Weights, graph_of_model, quantising
 from dgraph.errors import InputError, UnknownName
 from dgraph.families import resolve
-from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.phases import graph_of_phase, rewrite
@@ -35,6 +37,7 @@ def graph_of(
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     tp: int | None = None,
+    weights: Weights = None,
 ) -> Graph:
     """The graph that a view is of.
 
@@ -47,6 +50,7 @@ def graph_of(
         facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
         tp: ranks to divide the model over right after capture, of which one's graph is given; its weights have shapes
             and no values. An `Optimized` is divided or not. None: not divided.
+        weights: how weights are stored, as for `optimize`; they have shapes and no values then.
 
     Raises:
         UnknownName: an unknown recipe, option, phase or pass.
@@ -63,15 +67,16 @@ def graph_of(
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
         _has_its_own(facts)
-        if tp is not None:
-            raise InputError("this model is optimized already, over its own ranks; leave tp out.")
+        if tp is not None or weights is not None:
+            name = "weights" if tp is None else "tp"
+            raise InputError(f"this model is optimized already, with its own ranks and weights; leave {name} out.")
         return model.graph(phase, after)
     if recipe is None or recipe == CAPTURED:
         if after is not None or options:
             raise InputError(f"{f'after={after!r}' if after else ', '.join(options)} needs a recipe.")
-        return _captured(model, facts, tp)
+        return _captured(model, facts, tp, weights)
     _known(recipe)
-    graph = _captured(model, facts, tp)
+    graph = _captured(model, facts, tp, weights)
     return graph_of_phase(rewrite(graph, build(RECIPES, recipe, graph.spec, options)), phase, after)
 
 
@@ -84,6 +89,7 @@ def dump(
     full: bool = False,
     facts: Mapping[str, Any] | None = None,
     tp: int | None = None,
+    weights: Weights = None,
     **options: Any,
 ) -> str:
     """A graph as text: as captured, or after a recipe's passes. See `dgraph.text.dump`.
@@ -91,12 +97,12 @@ def dump(
         print(dgraph.dump("tiny_sdar", recipe="focus", alpha=1.8))
 
     Args:
-        model, recipe, phase, after, facts, tp, options: which graph; see `graph_of`. As `after` names a pass, an option
-            of that name has to come with a finished recipe.
+        model, recipe, phase, after, facts, tp, weights, options: which graph; see `graph_of`. As `after` names
+            a pass, an option of that name has to come with a finished recipe.
         layer: only this layer.
         full: write every layer out instead of folding equal ones.
     """
-    return dump_graph(graph_of(model, recipe, phase, after, options, facts, tp), full, layer)
+    return dump_graph(graph_of(model, recipe, phase, after, options, facts, tp, weights), full, layer)
 
 
 def diff(
@@ -106,6 +112,7 @@ def diff(
     phase: str = "step",
     facts: Mapping[str, Any] | None = None,
     tp: int | None = None,
+    weights: Weights = None,
     **options: Any,
 ) -> Diff:
     """What differs between a phase of two recipes; prints as text. See `dgraph.diff`.
@@ -117,7 +124,7 @@ def diff(
         from_, to: recipes; "captured" for the graph without any.
         phase: of both.
         facts: as for `capture`.
-        tp: ranks to divide the model over first, see `graph_of`.
+        tp, weights: ranks to divide the model over first, and how its weights are stored, see `graph_of`.
         options: each goes to every one of the two recipes that has it.
     """
     for recipe in (from_, to):
@@ -127,7 +134,7 @@ def diff(
         if not any(option in options_of(RECIPES[r]) for r in named):
             known = {o for r in named for o in options_of(RECIPES[r])}
             raise UnknownName(f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}", option, known)
-    graph = _captured(model, facts, tp)
+    graph = _captured(model, facts, tp, weights)
     graphs, names = [], []
     for recipe in (from_, to):
         own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
@@ -163,20 +170,24 @@ def explain(
     return explain_phases(rewrite(graph, chosen), chosen, rounding or Buckets.default(graph.device))
 
 
-def _captured(model: Any, facts: Mapping[str, Any] | None, tp: int | None = None) -> Graph:
+def _captured(model: Any, facts: Mapping[str, Any] | None, tp: int | None = None, weights: Weights = None) -> Graph:
+    stored = quantising(weights)
     hints: Mapping[str, str] = {}
     if isinstance(model, Graph):
         _has_its_own(facts)
-    elif tp is None:
-        model = capture(model, **dict(facts or {}))
+        graph = model
+    elif tp is None and stored is None:
+        graph = capture(model, **dict(facts or {}))
     else:
         found = resolve(model, opened=True, **dict(facts or {}))
-        model, hints = capture_or_load(found.module, found.spec, found.prefix, open_store())[0], found.hints
-    if tp is None:
-        return model
-    divided: Graph = model.copy()
-    run_passes(divided, [ShardTensorParallel(tp, hints=tuple(hints.items()), weights=Shapes())])
-    return divided
+        graph, hints = graph_of_model(found, open_store()), found.hints
+    steps: list[Pass] = [] if stored is None else [replace(stored, weights=Shapes())]
+    if tp is not None:
+        steps.append(ShardTensorParallel(tp, hints=tuple(hints.items()), weights=Shapes()))
+    if steps:
+        graph = graph.copy()
+        run_passes(graph, steps)
+    return graph
 
 
 def _has_its_own(facts: Mapping[str, Any] | None) -> None:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dgraph.quantised import PARTS, Format, QuantisedWeight, quantise, sizes_of
 from dgraph.sharding import Part
 
 
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """A tensor of a shape that takes the memory of one element: what stands for a weight that is not read yet."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def weights_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Parameters and buffers by the name that they have in a graph: that within the module, without the prefix."""
+    named = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+
+
+@torch.no_grad()
+def read_all(weights: Mapping[str, Tensor], source: WeightSource) -> None:
+    """Give hollow tensors memory, with what they stand for; those that stand for a quantised weight stay hollow.
+
+    A tensor of several names is read once, by the first.
+    """
+    read: set[int] = set()
+    for name, tensor in weights.items():
+        if name in source and name not in source.formats and id(tensor) not in read:
+            tensor.data = source.whole(name, tensor)
+            read.add(id(tensor))
 
 
 class Shapes:
@@ -27,25 +51,86 @@ class Shapes:
         return hollow(shape, like.dtype, like.device)
 
 
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is made of stored ones when it is read.
+
+    Attributes:
+        shape, dtype: of it.
+        make: makes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+Stored = Tensor | Made
+
+
+def made(stored: Stored) -> Tensor:
+    """What is stored, as a tensor."""
+    return stored.make() if isinstance(stored, Made) else stored
+
+
 class WeightSource:
     """Weights by name, each stored as one tensor, or as the blocks of a stack [items, rows, columns].
 
-    The stored tensors are to lie in mapped files, of which only what is taken is read.
+    The stored tensors are to lie in mapped files, of which only what is taken is read. Of a weight that is stored
+    quantised its name is that of the values, and with `PARTS` after it that of scales and zeros.
 
     Args:
         stored: per weight its tensor, or, of a stack, the blocks of each item one after the other, [rows, columns]
             each, with the same number of them for every item.
+        formats: of the weights that are stored quantised.
+        names: what a checkpoint calls the tensors of those that are stored as they are.
 
     Attributes:
+        formats: see above.
+        all_quantised: whether it has no others.
         taken: bytes of what has been taken so far, as they are stored.
     """
 
-    def __init__(self, stored: Mapping[str, Sequence[Tensor]]):
+    def __init__(
+        self,
+        stored: Mapping[str, Sequence[Stored]],
+        formats: Mapping[str, Format] | None = None,
+        names: Mapping[str, Sequence[str]] | None = None,
+    ):
         self._stored = {name: tuple(blocks) for name, blocks in stored.items()}
+        self._names = dict(names or {})
+        self.formats, self.all_quantised = dict(formats or {}), False
         self.taken = 0
+
+    def quantised(self) -> WeightSource | None:
+        """Where to read what is stored quantised, after all else was read; None if nothing is."""
+        names = [f"{name}{part}" for name in self.formats for part in PARTS if f"{name}{part}" in self._stored]
+        found = WeightSource({name: self._stored[name] for name in names}, self.formats)
+        found.all_quantised = True
+        return found if names else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def stored(self) -> list[tuple[str, str, Tensor]]:
+        """What is stored as it is: of each tensor the name of the weight, the checkpoint's own name, and itself."""
+        return [
+            (name, own, block)
+            for name, names in self._names.items()
+            for own, block in zip(names, self._stored[name], strict=True)
+            if isinstance(block, Tensor)
+        ]
+
+    def whole(self, name: str, like: Tensor) -> Tensor:
+        """A weight; in the memory where it is stored, if it is stored as one tensor in the dtype and on the device of
+        `like`.
+        """
+        blocks = self._stored.get(name, ())
+        stored = blocks[0] if len(blocks) == 1 else None
+        if isinstance(stored, Tensor) and all(getattr(stored, fact) == getattr(like, fact) for fact in _SAME):
+            self.taken += stored.nbytes
+            return stored
+        return self.take(name, like, None)
 
     @torch.no_grad()
     def take(self, name: str, like: Tensor, part: Part | None) -> Tensor:
@@ -58,29 +143,49 @@ class WeightSource:
         """
         blocks = self._stored[name]
         if len(blocks) == 1 and blocks[0].shape == like.shape:
-            (block,) = blocks
-            found = block.clone() if part is None else part.take(block)
-            self.taken += found.nbytes
-            return found.to(like.device, like.dtype)
+            block = made(blocks[0])
+            mine = block if part is None else part.take(block)
+            self.taken += mine.nbytes
+            return mine.to(like.device, like.dtype, copy=mine is blocks[0]).contiguous()
         each = len(blocks) // like.shape[0]
         items = _indices(part, 0, like.shape[0])
-        pieces = [self._item(blocks[i * each : (i + 1) * each], part) for i in items]
-        found = torch.empty((len(pieces), *pieces[0].shape), dtype=like.dtype, device=like.device)
-        for place, piece in zip(found, pieces, strict=True):
-            place.copy_(piece)
+        shape = like.shape if part is None else part.take(like.to("meta")).shape
+        found = torch.empty(shape, dtype=like.dtype, device=like.device)
+        for place, i in zip(found, items, strict=True):
+            self._read_item(blocks[i * each : (i + 1) * each], part, place)
         return found
 
-    def _item(self, blocks: Sequence[Tensor], part: Part | None) -> Tensor:
-        """What a part has of one item of a stack."""
-        pieces, at = [], 0
-        for block in blocks:
+    def take_quantised(self, name: str, like: Tensor) -> QuantisedWeight:
+        """A weight that is stored quantised, as it is stored.
+
+        Args:
+            name: of it, in `formats`.
+            like: the weight's shape, and the device of the result.
+        """
+        format = self.formats[name]
+        found = [
+            self.take(f"{name}{part}", hollow(shape, dtype, like.device), None)
+            for part, (shape, dtype) in zip(PARTS, sizes_of(like.shape, format), strict=False)
+        ]
+        assert format.block is not None  # filled in by the format
+        return QuantisedWeight(found[0], found[1], found[2] if format.zeros else None, format.block)
+
+    def _read_item(self, blocks: Sequence[Stored], part: Part | None, into: Tensor) -> None:
+        """Read what a part has of one item of a stack."""
+        at = row = 0
+        for block in map(made, blocks):
             for begin, end in _ranges(part, 1, at, at + block.shape[0]):
+                column = 0
                 for left, right in _ranges(part, 2, 0, block.shape[1]):
-                    pieces.append(block[begin - at : end - at, left:right])
+                    piece = block[begin - at : end - at, left:right]
+                    into[row : row + end - begin, column : column + right - left].copy_(piece)
+                    self.taken += piece.nbytes
+                    column += right - left
+                row += end - begin
             at += block.shape[0]
-        found = torch.cat(pieces)
-        self.taken += found.nbytes
-        return found
+
+
+_SAME = ("shape", "dtype", "device")
 
 
 def _ranges(part: Part | None, dim: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -95,3 +200,48 @@ def _ranges(part: Part | None, dim: int, begin: int, end: int) -> Iterator[tuple
 
 def _indices(part: Part | None, dim: int, length: int) -> list[int]:
     return [i for begin, end in _ranges(part, dim, 0, length) for i in range(begin, end)]
+
+
+class Quantising:
+    """The weights of another source, some of them quantised when they are taken.
+
+    A quantised weight is read whole, and what of it was asked for is taken: values, scales or zeros, or a part of one.
+    One weight is held meanwhile, the last one, since the others of its tensors are asked for next.
+
+    Args:
+        source: of the weights as they are; None: of `whole`.
+        whole: by name, the weights as they are, or `hollow` stand-ins of their shape, dtype and device.
+        formats: by name, what weights are quantised to.
+    """
+
+    def __init__(self, source: WeightSource | None, whole: Mapping[str, Tensor], formats: Mapping[str, Format]):
+        self._source, self._whole, self._formats = source, whole, dict(formats)
+        self._places = {f"{name}{part}": (name, i) for name in formats for i, part in enumerate(PARTS)}
+        self._held: tuple[str, QuantisedWeight] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places or (self._source is not None and name in self._source)
+
+    def take(self, name: str, like: Tensor, part: Part | None) -> Tensor:
+        """See `WeightSource.take`."""
+        if name not in self._places:
+            assert self._source is not None, name
+            return self._source.whole(name, like) if part is None else self._source.take(name, like, part)
+        of, index = self._places[name]
+        stored = self._quantised(of)
+        found = (stored.values, stored.scales, stored.zeros)[index]
+        assert found is not None, name
+        return found if part is None else part.take(found)
+
+    def _quantised(self, name: str) -> QuantisedWeight:
+        if self._held is None or self._held[0] != name:
+            self._held = None  # before the next one is read
+            whole = self._whole[name]
+            if self._source is not None and name in self._source:
+                whole = self._source.whole(name, whole)
+            self._held = name, quantise(whole, self._formats[name])
+        return self._held[1]
+
+
+Source = WeightSource | Shapes | Quantising
+"""Where weights are taken from."""

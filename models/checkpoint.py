@@ -1,11 +1,10 @@
-"""Reading a checkpoint folder: its configs, tokenizer and safetensors shards, into a native transformers class; strict
-about what is there.
-"""
+"""Opening a checkpoint folder: its configs, tokenizer and safetensors shards; strict about what is there."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError
-from dgraph.families import Model
-from dgraph.models.native import PREFIX, Forward, native_spec, with_ids
+from dgraph.families import DIFFERENCE
+from dgraph.models import difference
+from dgraph.models.layouts import Quantised
+from dgraph.models.native import with_ids
+from dgraph.models.quantised import find_quantised, settings_of, stack_parts
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
-from dgraph.weights import WeightSource, hollow
+from dgraph.quantised import PARTS, Format
+from dgraph.weights import Stored, WeightSource, hollow
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
-# Keys of a config that name the class it was written for, and not the model.
-_ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype")
+# Keys of a config that say of which class it was written, and how its weights are stored, and not what the model is.
+_ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "quantization_config")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -35,7 +38,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
-    """All that the files of a folder say of a model but its weights: its config, and its tokenizer if it has one.
+    """All that the files of a folder say of a model but its weights: its config, and its tokenizer if it has one; that
+    of its base if it is a difference (see `dgraph.models.difference`).
 
     The config has the ids of generation_config.json, and the tokenizer's mask token where both name none.
 
@@ -43,6 +47,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
         CheckpointError: a damaged file.
     """
     config, tokenizer = read_config(folder), read_tokenizer(folder)
+    if tokenizer is None and (folder / DIFFERENCE).is_file():
+        tokenizer = difference.tokenizer_of(folder)
     if (folder / GENERATION).is_file():
         config = with_ids(config, _read_object(folder / GENERATION, "the settings of a generation"))
     if config.get("mask_token_id") is None and tokenizer is not None and tokenizer.mask_id is not None:
@@ -50,62 +56,76 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
     return config, tokenizer
 
 
-def load_checkpoint(
-    folder: Path,
-    config: dict[str, Any],
-    architecture: str,
-    family: str,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    tokenizer: FileTokenizer | None = None,
-    stored: Callable[[str], str] = str,
-    published: Mapping[str, Any] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    opened: bool = False,
-) -> Model:
-    """A native transformers model filled from a folder's shards.
+# The names in a checkpoint of what each tensor of a model consists of, given the model and the names that are there.
+Layout = Callable[[nn.Module, Container[str]], Mapping[str, Sequence[str]]]
+
+
+def as_named(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
+    """The `Layout` of a checkpoint that has the model's own names."""
+    return {name: [name] for name in model.state_dict()}
+
+
+def open_weights(
+    model: Any, folder: Path, dtype: torch.dtype | None, device: torch.device, layout: Layout = as_named
+) -> tuple[WeightSource, torch.dtype]:
+    """Let a model on the meta device have hollow parameters, and find in a folder's shards what they stand for.
 
     Args:
+        model: with an attribute `config` and a method `tie_weights`.
         folder: with *.safetensors.
-        config: what `read_folder` gave, in the native class's keys.
-        architecture: name of the native class in `transformers`.
-        family: the family's name, for the spec.
         dtype: of the weights in memory; None for the checkpoint's own.
-        device: where the weights go.
-        tokenizer: the folder's.
-        stored: the name in the shards of a native parameter's name; the same by default.
-        published, facts: see `native_spec`.
-        opened: leave the weights in the shards; see `dgraph.families.Family`.
+        device: where they go.
+        layout: where each tensor of the model is.
+
+    Returns:
+        Where to read the weights, those that are tied to another one among them; and their dtype, that of layers whose
+        weights are stored quantised among them.
 
     Raises:
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
-            of the shards.
+            of the shards. Weights that are quantised in a way that is not known, see `dgraph.models.quantised`.
     """
-    model = build_native(architecture, config, f"{folder}/config.json")
-    tensors = read_tensors(folder)
-    dtype = dtype or next(iter(tensors.values())).dtype
-    spec = native_spec(WithOwnKeys(model.config, config), family, dtype, published, **(facts or {}))
+    tensors: Mapping[str, Tensor | Quantised] = read_tensors(folder)
+    if settings := settings_of(read_config(folder)):
+        tensors = find_quantised(tensors, settings, f"checkpoint {folder}")
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
-    names = match_names(model, tensors, stored, f"checkpoint {folder}", belong)
-    weights = None
-    if opened:
-        state = {native: hollow(tensors[name].shape, dtype, device) for native, name in names.items()}
-        weights = {native: [tensors[name]] for native, name in names.items()}
-    else:  # each tensor is let go as soon as it is converted: the weights are in memory once
-        state = {native: tensors.pop(name).to(device, dtype) for native, name in names.items()}
-    model.load_state_dict(state, assign=True, strict=False)
+    names = match(model, layout(model, tensors), tensors, f"checkpoint {folder}", belong)
+    plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    dtype = dtype or next(tensor.dtype for name, tensor in plain.items() if name.endswith("weight"))
+    make_hollow(model, dtype, device)
     model.tie_weights()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored: dict[str, list[Stored]] = {}
+    formats: dict[str, Format] = {}
+    plainly: dict[str, list[str]] = {}
+    for name, blocks in names.items():
+        quantised = stack_parts(name, [tensors[block] for block in blocks])
+        if quantised is None:
+            plainly[name] = blocks
+            stored[name] = [plain[block] for block in blocks]
+            continue
+        formats[name] = quantised[0].format
+        for part, each in zip(PARTS, zip(*(block.parts for block in quantised), strict=True), strict=False):
+            stored[f"{name}{part}"] = list(each)
+    by_parameter = {id(parameters[name]): blocks for name, blocks in stored.items() if name in parameters}
+    tied = {name: by_parameter[id(parameter)] for name, parameter in parameters.items() if name not in stored}
+    return WeightSource({**stored, **tied}, formats, plainly), dtype
+
+
+def make_hollow(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model on the meta device hollow parameters, and buffers; what is tied has to be tied again.
+
+    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits. Those that
+    checkpoints store are zero.
+    """
+    stored = model.state_dict()
+    for owner, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(hollow(parameter.shape, dtype, device)))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if f"{owner}.{name}" in stored:
+                setattr(module, name, torch.zeros(buffer.shape, device=device))
     restore_buffers(model, model.config, device)
-    source = None if weights is None else source_of(model, weights)
-    return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX, weights=source)
-
-
-def source_of(model: nn.Module, stored: dict[str, list[Tensor]]) -> WeightSource:
-    """Where to read a model's weights, those that are tied to another one among them."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    names = {id(named[name]): name for name in stored if name in named}
-    tied = {name: stored[names[id(p)]] for name, p in named.items() if name not in stored and id(p) in names}
-    return WeightSource({**stored, **tied})
 
 
 def build_native(architecture: str, config: Mapping[str, Any], source: str) -> Any:
@@ -137,45 +157,42 @@ def build_native(architecture: str, config: Mapping[str, Any], source: str) -> A
     return model
 
 
-def match_names(
-    model: Any, tensors: Mapping[str, Tensor], stored: Callable[[str], str], what: str, advice: str
-) -> dict[str, str]:
-    """Which of the tensors each native parameter is: native name -> stored name.
+def match(
+    model: Any, layout: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor | Quantised], what: str, advice: str
+) -> dict[str, list[str]]:
+    """Which of the tensors each one of a model consists of: its name -> theirs, for those that are there.
 
     Args:
-        model: the native model.
-        tensors: what there is, by stored name.
-        stored: the stored name of a native name.
+        model: with an attribute `config`; what it ties may be missing.
+        layout: its names -> the names of what each consists of; of a stack [items, rows, columns] the blocks of each
+            item one after the other, all with the same number of rows.
+        tensors: what there is.
         what, advice: how a message begins and ends.
 
     Raises:
         CheckpointError: a name is missing or unexpected, or a tensor is not of the shape or kind expected.
     """
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    return match_shapes(shapes, tied, tensors, stored, what, advice)
-
-
-def match_shapes(
-    shapes: Mapping[str, tuple[int, ...]],
-    tied: Set[str],
-    tensors: Mapping[str, Tensor],
-    stored: Callable[[str], str],
-    what: str,
-    advice: str,
-) -> dict[str, str]:
-    """As `match_names`, for the shapes of the native parameters; those that are tied may be missing."""
-    names = {name: stored(name) for name in shapes}
-    found = {native: name for native, name in names.items() if name in tensors}
+    found = {name: list(blocks) for name, blocks in layout.items() if all(block in tensors for block in blocks)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict().items():
+        blocks = layout[name]
+        whole = (math.prod(value.shape[:-1]) // len(blocks), value.shape[-1]) if len(blocks) > 1 else value.shape
+        shapes |= dict.fromkeys(blocks, tuple(whole))
+    asked = {block for name, blocks in layout.items() if name in found or name not in tied for block in blocks}
     problems = {
-        "missing": sorted(names[n] for n in set(names) - set(found) - tied),
-        "unexpected": sorted(set(tensors) - set(names.values())),
+        "missing": sorted(asked - set(tensors)),
+        "unexpected": sorted(set(tensors) - set(shapes)),
         "wrong shape": [
-            f"{name} is {tuple(tensors[name].shape)}, expected {shapes[native]}"
-            for native, name in found.items()
-            if tensors[name].shape != shapes[native]
+            f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
+            for name, shape in shapes.items()
+            if name in tensors and tensors[name].shape != shape
         ],
-        "not floating-point": [f"{k} is {t.dtype}" for k, t in tensors.items() if not t.dtype.is_floating_point],
+        "not floating-point": [
+            f"{name} is {tensor.dtype}"
+            for name, tensor in tensors.items()
+            if isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point
+        ],
     }
     for kind, which in problems.items():
         if which:
@@ -196,14 +213,18 @@ class WithOwnKeys:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one.
+    """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one; or of
+    its base and the difference from it (see `dgraph.models.difference`).
 
     Raises:
+        InputError: what the base needs is not installed.
         CheckpointError: no shard, a missing or damaged shard, a damaged index, or a name in two shards.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if (folder / DIFFERENCE).is_file():
+        return difference.read(folder)
     tensors: dict[str, Tensor] = {}
     for shard in _shards(folder):
         try:

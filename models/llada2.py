@@ -1,8 +1,10 @@
-"""LLaDA2.0 and 2.1: block diffusion with a mixture of experts (inclusionAI/LLaDA2.{0,1}-{mini,flash}).
+"""LLaDA2.0, 2.1 and 2.2: block diffusion with a mixture of experts (inclusionAI/LLaDA2.{0,1,2}-{mini,flash}).
 
 Its own readable module, since transformers has none. The first layers are dense; in the others a row goes to the best
 8 of 256 experts, within the best 4 of 8 groups, and to one expert for all rows ("LLaDA2.0: Scaling Up Diffusion
-Language Models to 100B", section 2). Only the first half of each head's dimensions is rotated.
+Language Models to 100B", section 2). Only the first half of each head's dimensions is rotated. Where the config has an
+`expert_capacity` (2.2), the rows of a block of `block_size` positions share so many experts instead of groups, and each
+goes to the best 8 of these: the block is the rows of it that a forward has.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Config:
     first_k_dense_replace: int = 1
     n_group: int = 8
     topk_group: int = 4
+    expert_capacity: int = 0
+    block_size: int = 0
     routed_scaling_factor: float = 2.5
     rms_norm_eps: float = 1e-6
     rope_theta: float = 600_000.0
@@ -90,7 +94,14 @@ class Config:
                     not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool")
                 ):
                     raise CheckpointError(f"{f.name} is {value!r}, expected {kind}.")
-            check(config.num_experts, "sigmoid", config.n_group, config.topk_group, config.num_experts_per_tok)
+            routing = config.routing
+            check(routing.experts, routing.score, routing.groups, routing.top_groups, routing.topk)
+            if routing.capacity and not routing.topk <= routing.capacity <= routing.experts:
+                raise CheckpointError(
+                    f"expert_capacity is {routing.capacity}, expected {routing.topk} to {routing.experts} experts."
+                )
+            if routing.capacity and config.block_size < 1:
+                raise CheckpointError(f"block_size is {config.block_size}, expected the positions of a routed block.")
         except TypeError as error:
             missing = str(error).partition("missing ")[2] or str(error)
             raise CheckpointError(f"{source} does not describe a LLaDA2 model: missing {missing}.") from error
@@ -110,12 +121,13 @@ class Config:
             experts=self.num_experts,
             topk=self.num_experts_per_tok,
             score="sigmoid",
-            groups=self.n_group,
-            top_groups=self.topk_group,
+            groups=1 if self.expert_capacity else self.n_group,
+            top_groups=1 if self.expert_capacity else self.topk_group,
             renormalise=self.num_experts_per_tok > 1,
             scale=self.routed_scaling_factor,
             biased=True,
             wide=True,
+            capacity=self.expert_capacity,
         )
 
 
@@ -224,9 +236,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = feed_forward(config, layer)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor | None) -> Tensor:
         x = x + self.attention(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        shared = (blocks,) if isinstance(self.mlp, MoE) else ()
+        return x + self.mlp(self.post_attention_layernorm(x), *shared)
 
 
 class Body(nn.Module):
@@ -234,6 +247,7 @@ class Body(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
+        self.routed = config.block_size if config.expert_capacity else 0
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = Rotary(config)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
@@ -242,13 +256,16 @@ class Body(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.word_embeddings(input_ids)
         cos, sin = self.rotary_emb(position_ids, x.dtype)
+        blocks = torch.ops.dgraph.block_numbers(position_ids, None, self.routed) if self.routed else None
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, blocks)
         return self.norm(x)
 
 
 class LLaDA2(nn.Module):
     """The model; names as in its checkpoints, experts stacked."""
+
+    _tied_weights_keys = ("lm_head.weight",)
 
     def __init__(self, config: Config):
         super().__init__()
@@ -280,7 +297,7 @@ def build(keys: Mapping[str, Any], source: str) -> LLaDA2:
 
 family = MoEFamily(
     name="llada2",
-    summary="LLaDA2.0 and 2.1: block diffusion with a mixture of experts",
+    summary="LLaDA2.0, 2.1 and 2.2: block diffusion with a mixture of experts",
     classes=(CLASS,),
     facts=FACTS,
     build=build,

@@ -1,7 +1,7 @@
 """Mixtures of experts: the layer, and families whose checkpoints keep each expert's matrices apart.
 
 The layer holds its experts stacked, [experts, ...], so that `dgraph::experts` can multiply all of them in one call. A
-checkpoint's tensors are copied one by one to their places in the stacks. A model object's experts are stacked layer by
+checkpoint's tensors are read one by one to their places in the stacks. A model object's experts are stacked layer by
 layer, and its own parameters become views of the stacks: no weight is in memory twice but, for a moment, one layer's.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +22,16 @@ import dgraph.ops  # noqa: F401  (registers dgraph::route and dgraph::experts)
 from dgraph.families import Model
 from dgraph.models.checkpoint import (
     WithOwnKeys,
-    match_shapes,
+    as_named,
+    match,
+    open_weights,
     read_config,
     read_folder,
-    read_tensors,
     restore_buffers,
-    source_of,
 )
 from dgraph.models.native import config_of, native_spec
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
-from dgraph.weights import hollow
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Routing:
         renormalise, scale: whether the weights are divided by their sum, and what they are multiplied by then.
         biased: whether a bias takes part in the choice.
         wide: whether the router's product is in fp32, and not in the dtype of the model.
+        capacity: experts that the rows of a block share, of which each row chooses; 0 for any. See
+            `dgraph::block_experts`.
     """
 
     experts: int
@@ -57,6 +58,7 @@ class Routing:
     scale: float = 1.0
     biased: bool = False
     wide: bool = False
+    capacity: int = 0
 
 
 class Router(nn.Module):
@@ -70,12 +72,15 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(routing.experts, hidden))
         self.register_buffer("expert_bias", torch.zeros(routing.experts) if routing.biased else None)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, hidden] -> choice i64[n, topk], weight f32[n, topk]."""
+    def forward(self, rows: Tensor, blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[n, hidden], with a capacity i64[n] -> choice i64[n, topk], weight f32[n, topk]."""
         r = self.routing
         logits = F.linear(rows.float(), self.weight.float()) if r.wide else F.linear(rows, self.weight)
         rules = (r.score, r.groups, r.top_groups, r.topk, r.renormalise, r.scale)
-        return torch.ops.dgraph.route(logits, self.expert_bias, *rules)
+        if not r.capacity:
+            return torch.ops.dgraph.route(logits, self.expert_bias, *rules)
+        allowed = torch.ops.dgraph.block_experts(logits, self.expert_bias, blocks, r.capacity)
+        return torch.ops.dgraph.route(logits, self.expert_bias, *rules, allowed)
 
 
 def identity_of(forward: str) -> str:
@@ -106,10 +111,10 @@ class MoE(nn.Module):
         self.experts = RoutedExperts(routing.experts, hidden, intermediate)
         self.shared_experts = shared
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, t, hidden] -> [b, t, hidden]."""
+    def forward(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
+        """[b, t, hidden] -> [b, t, hidden]; blocks i64[b, t]: numbers of the rows' blocks, see `Routing.capacity`."""
         rows = x.reshape(-1, x.shape[-1])
-        routed = self.experts(rows, *self.gate(rows)).view(x.shape)
+        routed = self.experts(rows, *self.gate(rows, None if blocks is None else blocks.reshape(-1))).view(x.shape)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
@@ -122,68 +127,30 @@ def parts_of(path: str, experts: int) -> tuple[list[str], list[str]]:
     return both, [f"{path}.{e}.down_proj.weight" for e in range(experts)]
 
 
-def stacks(model: nn.Module, names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The name of each stack of a model -> the names of its parts; empty if `names` has the stacks themselves."""
-    found: dict[str, list[str]] = {}
+def layout(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
+    """Where the tensors of a model are, see `dgraph.models.checkpoint.Layout`: those of experts apart, or stacked."""
+    found = as_named(model, there)
     for path, module in model.named_modules():
-        if isinstance(module, RoutedExperts) and f"{path}.gate_up_proj" not in names:
+        if isinstance(module, RoutedExperts) and f"{path}.gate_up_proj" not in there:
             both, down = parts_of(path, module.down_proj.shape[0])
             found |= {f"{path}.gate_up_proj": both, f"{path}.down_proj": down}
     return found
 
 
-def check_names(model: nn.Module, tensors: Mapping[str, Tensor], what: str, advice: str) -> None:
-    """Raise CheckpointError, in the words of `match_shapes`, if the tensors are not those of the model."""
-    state = model.state_dict()
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    for name, parts in stacks(model, tensors).items():
-        experts, rows, width = shapes.pop(name)
-        shapes |= dict.fromkeys(parts, (experts * rows // len(parts), width))
-    tied = {"lm_head.weight"} if cast(Any, model).config.tie_word_embeddings else set()
-    match_shapes(shapes, tied, tensors, str, what, advice)
+def share(model: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> None:
+    """Let a model on the meta device hold the tensors of another, by the names that `match` found.
 
-
-@torch.no_grad()
-def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into a model, taking each from the dict as it is copied."""
-    stacked = stacks(model, tensors)
-    for name, place in model.state_dict().items():
-        parts = stacked.get(name, [name])
-        pieces = place.flatten(0, 1).tensor_split(len(parts)) if name in stacked else (place,)
-        for part, piece in zip(parts, pieces, strict=True):
-            if part in tensors:  # what is tied to another may be missing
-                piece.copy_(tensors.pop(part))
-
-
-def open_parts(
-    model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> dict[str, list[Tensor]]:
-    """Let a model on the meta device have hollow tensors, and say which stored ones each stands for. Buffers are fp32,
-    see `materialise`.
+    Experts are stacked, and become views.
     """
-    stacked, places = stacks(model, tensors), model.state_dict()
-    stored = {name: [tensors[part] for part in stacked.get(name, [name]) if part in tensors] for name in places}
-    parameters = dict(model.named_parameters())
-    state = {
-        name: hollow(value.shape, dtype if name in parameters else torch.float32, device)
-        for name, value in places.items()
-    }
-    model.load_state_dict(state, assign=True, strict=False)
-    restore_buffers(model, model.config, device)
-    for module in model.modules():
-        if isinstance(module, Router) and module.expert_bias is not None:
-            module.expert_bias = torch.zeros_like(module.expert_bias, memory_format=torch.contiguous_format)
-    return {name: blocks for name, blocks in stored.items() if blocks}
-
-
-def share(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let a model on the meta device hold the tensors of another; experts are stacked, and become views."""
-    stacked = stacks(model, tensors)
     trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    state = {name: tensor for name, tensor in tensors.items() if name in shapes}
-    for name, parts in stacked.items():
-        state[name] = nn.Parameter(stack([tensors[part] for part in parts]).view(shapes[name]), requires_grad=False)
+    state = {}
+    for name, parts in names.items():
+        if len(parts) == 1:
+            state[name] = tensors[parts[0]]
+        else:
+            stacked = stack([tensors[part] for part in parts]).view(shapes[name])
+            state[name] = nn.Parameter(stacked, requires_grad=False)
     model.load_state_dict(state, assign=True, strict=False)
     for name, tensor in tensors.items():  # a parameter that is assigned asks for gradients
         tensor.requires_grad_(trained[name])
@@ -244,8 +211,8 @@ class MoEFamily:
         built = self.build(config, f"this {kind}'s config")
         tensors = model.state_dict(keep_vars=True)
         advice = "Its config and its parameters do not belong together."
-        check_names(built, tensors, f"this {kind} does not fit {self.name}", advice)
-        share(built, tensors)
+        names = match(built, layout(built, tensors), tensors, f"this {kind} does not fit {self.name}", advice)
+        share(built, tensors, names)
         built.tie_weights()
         first = next(model.parameters())
         restore_buffers(built, built.config, first.device)
@@ -256,52 +223,17 @@ class MoEFamily:
         built = build_tiny(self.build, self.tiny, seed)
         return self.model(f"tiny random {self.name}", built, {}, torch.float32, **TINY_FACTS)
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family.load`."""
-        return self._load(folder, dtype, device, facts, opened=False)
-
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family`."""
-        return self._load(folder, dtype, device, facts, opened=True)
-
-    def _load(
-        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
-    ) -> Model | None:
+        """See `Family.open`."""
         if not set(self.classes) & set(read_config(folder).get("architectures") or []):
             return None
         config, tokenizer = read_folder(folder)
         config = self.translate(config, str(folder))
         built = self.build(config, f"{folder}/config.json")
-        tensors = read_tensors(folder)
-        belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
-        check_names(built, tensors, f"checkpoint {folder}", belong)
-        dtype = dtype or next(t.dtype for name, t in tensors.items() if name.endswith("weight"))
-        if opened:
-            stored = open_parts(built, tensors, dtype, device)
-        else:
-            built = materialise(built, device, dtype)
-            fill(built, tensors)
-        built.tie_weights()
-        source = source_of(built, stored) if opened else None
-        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer, weights=source)
+        weights, dtype = open_weights(built, folder, dtype, device, layout)
+        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer, weights=weights)
 
     def model(self, name: str, built: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A built and filled model with its facts."""
         spec = native_spec(WithOwnKeys(built.config, config), self.name, dtype, self.facts, **facts)
         return Model(name, self.wrap(built.eval()), spec, None, self.prefix)
-
-
-def materialise(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model from the meta device with parameters that are not set yet, and with its buffers.
-
-    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits.
-    """
-    model.to(dtype).to_empty(device=device)
-    for module in model.modules():
-        for name, _ in list(module.named_buffers(recurse=False)):
-            if isinstance(module, Router):
-                module.expert_bias = torch.zeros(module.routing.experts, device=device)
-            else:
-                setattr(module, name, torch.empty(0, device="meta"))
-    restore_buffers(model, model.config, device)
-    return model

@@ -153,6 +153,7 @@ def native_spec(
         "pad_id": pad,
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
+        **{name: getattr(config, name, None) for name in ("attention", "encoding", "next_token", "logit_shift")},
     }
     known = {name: value for name, value in said.items() if value is not None} | facts
     assumed = {name: value for name, value in {**UNSAID, **(published or {})}.items() if name not in known}
@@ -195,25 +196,18 @@ class NativeFamily:
         model = build_tiny(lambda keys, source: build_native("LlamaForCausalLM", keys, source), {}, seed)
         return cast(Model, self.adopt(model, **FACTS))
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family.load`."""
-        return self._load(folder, dtype, device, facts, opened=False)
-
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family`."""
-        return self._load(folder, dtype, device, facts, opened=True)
-
-    def _load(
-        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
-    ) -> Model | None:
-        from dgraph.models.checkpoint import load_checkpoint, read_config, read_folder
+        """See `Family.open`."""
+        from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_config, read_folder
 
         architecture = (read_config(folder).get("architectures") or [""])[0]
         if architecture not in NATIVE:
             return None
         config, tokenizer = read_folder(folder)
-        what = folder, config, architecture, self.name, dtype, device, tokenizer
-        return load_checkpoint(*what, facts=facts, opened=opened)
+        model = build_native(architecture, config, f"{folder}/config.json")
+        weights, dtype = open_weights(model, folder, dtype, device)
+        spec = native_spec(WithOwnKeys(model.config, config), self.name, dtype, **facts)
+        return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX, weights=weights)
 
 
 family = NativeFamily()

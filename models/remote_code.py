@@ -6,7 +6,7 @@ tensors. A model object that such code made is adopted the same way, its tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from dgraph.families import Model
 from dgraph.models.checkpoint import (
     WithOwnKeys,
     build_native,
-    load_checkpoint,
-    match_names,
+    match,
+    open_weights,
     read_config,
     read_folder,
     restore_buffers,
@@ -71,9 +71,10 @@ class RemoteCodeFamily:
         native = self.build(config, source)
         tensors = model.state_dict(keep_vars=True)
         what = f"this {self.remote} does not fit {self.native.removesuffix('ForCausalLM')}"
-        names = match_names(native, tensors, self.stored, what, "Its config and its parameters do not belong together.")
+        advice = "Its config and its parameters do not belong together."
+        names = match(native, self._stored(native, tensors), tensors, what, advice)
         trained = [p for p in model.parameters() if p.requires_grad]
-        native.load_state_dict({mine: tensors[name] for mine, name in names.items()}, assign=True, strict=False)
+        native.load_state_dict({mine: tensors[name] for mine, (name,) in names.items()}, assign=True, strict=False)
         native.tie_weights()
         model.requires_grad_(False)  # a parameter that is assigned asks for gradients
         for parameter in trained:
@@ -96,23 +97,19 @@ class RemoteCodeFamily:
         native = build_tiny(self.build, self.tiny, seed)
         return self.model(f"tiny random {self.name}", native, {}, torch.float32, **TINY_FACTS)
 
-    def load(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family.load`."""
-        return self._load(folder, dtype, device, facts, opened=False)
-
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
-        """See `Family`."""
-        return self._load(folder, dtype, device, facts, opened=True)
-
-    def _load(
-        self, folder: Path, dtype: torch.dtype | None, device: torch.device, facts: Mapping[str, Any], opened: bool
-    ) -> Model | None:
+        """See `Family.open`."""
         if self.remote not in (read_config(folder).get("architectures") or []):
             return None
         config, tokenizer = read_folder(folder)
-        config = self._translated(config, str(folder), f"{folder}/config.json")
-        what = folder, config, self.native, self.name, dtype, device, tokenizer
-        return replace(load_checkpoint(*what, self.stored, self.facts, facts, opened), hints=self.hints)
+        source = f"{folder}/config.json"
+        config = self._translated(config, str(folder), source)
+        native = self.build(config, source)
+        weights, dtype = open_weights(native, folder, dtype, device, self._stored)
+        return replace(self.model(folder.name, native, config, dtype, **facts), tokenizer=tokenizer, weights=weights)
+
+    def _stored(self, native: nn.Module, there: Container[str]) -> dict[str, list[str]]:
+        return {name: [self.stored(name)] for name in native.state_dict()}
 
     def _translated(self, config: dict[str, Any], folder: str, source: str) -> dict[str, Any]:
         try:

@@ -11,11 +11,25 @@ from torch import Tensor, nn
 
 from dgraph.errors import UnknownName
 from dgraph.families import Model
-from dgraph.models import dream, llada, llada2, sdar, sdar_moe
-from dgraph.models.moe import MoEFamily, materialise, open_parts
+from dgraph.models import dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, sdar, sdar_moe
+from dgraph.models.checkpoint import make_hollow
+from dgraph.models.moe import MoEFamily
 from dgraph.models.remote_code import RemoteCodeFamily
 from dgraph.sharding import Part
-from dgraph.weights import WeightSource
+from dgraph.weights import WeightSource, read_all, weights_of
+
+_MINISTRAL = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 
 # Family, which builds the model and knows its facts, and the config's keys, of the published checkpoints.
 SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
@@ -88,6 +102,45 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llada-moe-7b-a1b": (
+        llada_moe.family,
+        {
+            "vocab_size": 157184,
+            "hidden_size": 2048,
+            "dense_intermediate_size": 8192,
+            "expert_intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "qk_layernorm": True,
+            "max_position_embeddings": 8192,
+            "rope_theta": 5e4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "fast-dllm-v2-7b": (
+        fast_dllm_v2.family,
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "nemotron-3b": (
+        nemotron.family,
+        {**_MINISTRAL, "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26},
+    ),
+    "nemotron-8b": (nemotron.family, _MINISTRAL),
     "dream-7b": (
         dream.family,
         {
@@ -134,18 +187,15 @@ def random_model(
     family, keys = SHAPES[name]
     facts = {k: v for k, v in family.facts.items() if v is not None}
     facts |= {k: changes.pop(k) for k in list(changes) if k in family.facts}
-    model, target = family.build({**keys, **changes}, f"the shape {name}"), torch.device(device)
-    if opened:
-        open_parts(model, {}, dtype, target)
-    else:
-        model = materialise(model, target, dtype)
+    model = family.build({**keys, **changes}, f"the shape {name}")
+    make_hollow(model, dtype, torch.device(device))
     model.tie_weights()
-    weights = Drawn(model, seed)
-    if not opened:
-        for weight, parameter in model.named_parameters():
-            weights.draw(weight, parameter)
     found = family.model(name, model, {**keys, **changes}, dtype, **facts)
-    return replace(found, weights=weights) if opened else found
+    weights = Drawn(model, seed)
+    if opened:
+        return replace(found, weights=weights)
+    read_all(weights_of(found.module, found.prefix), weights)
+    return found
 
 
 class Drawn(WeightSource):
@@ -166,14 +216,15 @@ class Drawn(WeightSource):
         return name in self._names
 
     @torch.no_grad()
-    def draw(self, name: str, into: Tensor) -> Tensor:
-        """Set a weight: ones for a vector, else normal numbers from a seed of its own."""
-        if into.dim() < 2:
-            return into.fill_(1.0)
-        seed = crc32(f"{self._seed} {self._names[name]}".encode())
-        return into.normal_(0.0, 0.02, generator=torch.Generator(into.device).manual_seed(seed))
-
     def take(self, name: str, like: Tensor, part: Part | None) -> Tensor:
-        """See `WeightSource.take`. A part is cut from its weight, which is in memory for that long."""
-        whole = self.draw(name, torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        """See `WeightSource.take`: ones for a vector, else normal numbers from a seed of its own.
+
+        A part is cut from its weight, which is in memory for that long.
+        """
+        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if whole.dim() < 2:
+            whole.fill_(1.0)
+        else:
+            seed = crc32(f"{self._seed} {self._names[name]}".encode())
+            whole.normal_(0.0, 0.02, generator=torch.Generator(whole.device).manual_seed(seed))
         return whole if part is None else part.take(whole)

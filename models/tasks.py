@@ -38,8 +38,9 @@ def is_held_out(prompt: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
-def math(rng: random.Random) -> Example:
-    """A word problem of 2 to 5 sentences after the first; the answer shows every step.
+def math(rng: random.Random, fewest: int = 2, most: int = 5, largest: int = 20) -> Example:
+    """A word problem of `fewest` to `most` sentences after the first, which add or take up to `largest`; the answer
+    shows every step.
 
     Ann has 12 apples. Ann buys 5 more apples. How many apples does Ann have? -> 12 + 5 = 17. #### 17
     """
@@ -47,7 +48,7 @@ def math(rng: random.Random) -> Example:
     thing = rng.choice(THINGS)
     total = rng.randint(2, 30)
     prompt, steps = [f"{name} has {total} {thing}."], []
-    for _ in range(rng.randint(2, 5)):
+    for _ in range(rng.randint(fewest, most)):
         choices = ["buys", "finds"]
         if total >= 2:
             choices += ["gives", "loses"]
@@ -60,13 +61,13 @@ def math(rng: random.Random) -> Example:
             prompt.append(f"The number of {thing} doubles.")
             steps.append(f"{before} * 2 = {total}.")
         elif action in ("buys", "finds"):
-            count = rng.randint(2, 20)
+            count = rng.randint(2, largest)
             total += count
             gain = f"{name} buys {count} more" if action == "buys" else f"Then {name} finds {count}"
             prompt.append(f"{gain} {thing}.")
             steps.append(f"{before} + {count} = {total}.")
         else:
-            count = rng.randint(1, min(20, total - 1))
+            count = rng.randint(1, min(largest, total - 1))
             total -= count
             recipient = f" to {other}" if action == "gives" else ""
             prompt.append(f"{name} {action} {count} {thing}{recipient}.")
@@ -88,12 +89,12 @@ def needle(rng: random.Random, fewest: int = 2, most: int = 16, depth: tuple[flo
     return Example("needle", f"{pairs} What is {key}?", f"The value of {key} is {value}. #### {value}")
 
 
-def sort(rng: random.Random) -> Example:
-    """Alphabetical order of 3 to 6 words.
+def sort(rng: random.Random, fewest: int = 3, most: int = 6) -> Example:
+    """Alphabetical order of `fewest` to `most` words.
 
     Sort these words: river stone cloud maple -> Sorted: cloud maple river stone #### cloud
     """
-    words = rng.sample(WORDS, rng.randint(3, 6))
+    words = rng.sample(WORDS, rng.randint(fewest, most))
     ordered = sorted(words)
     return Example("sort", f"Sort these words: {' '.join(words)}", f"Sorted: {' '.join(ordered)} #### {ordered[0]}")
 
@@ -108,18 +109,19 @@ def follow(rng: random.Random) -> Example:
     return Example("follow", prompt, " - ".join([word.upper()] * times))
 
 
-def trace(rng: random.Random) -> Example:
-    """Execution of a three-variable program of 1 to 3 assignments after the initial values.
+def trace(rng: random.Random, fewest: int = 1, most: int = 3, largest: int = 9) -> Example:
+    """Execution of a three-variable program of `fewest` to `most` assignments after the initial values, whose numbers
+    are up to `largest`.
 
     Run: x = 3; y = 5; z = 2; x = y + 4; z = x - 1; print z -> x = y + 4 = 9; z = x - 1 = 8; z is 8 #### 8
     """
-    values = {name: rng.randint(1, 9) for name in "xyz"}
+    values = {name: rng.randint(1, largest) for name in "xyz"}
     program = [f"{name} = {value}" for name, value in values.items()]
     steps = []
     target = "x"
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(fewest, most)):
         target, source = rng.choice("xyz"), rng.choice("xyz")
-        count = rng.randint(1, 9)
+        count = rng.randint(1, largest)
         if rng.random() < 0.5 and values[source] >= count:
             statement, result = f"{target} = {source} - {count}", values[source] - count
         else:

@@ -35,9 +35,12 @@ FACTS: dict[str, Any] = {"mask_id": MASK, "eos_ids": (EOS,), "pad_id": EOS, "blo
 
 def build_tiny(build: Callable[[Mapping[str, Any], str], Any], keys: Mapping[str, Any], seed: int) -> Any:
     """A model of `KEYS` and a family's own, in fp32 on the CPU; `build` makes it on the meta device."""
-    from dgraph.models.moe import materialise
+    from dgraph.models.checkpoint import make_hollow
 
-    model = materialise(build({**KEYS, **keys}, "a tiny model"), torch.device("cpu"), torch.float32)
+    model = build({**KEYS, **keys}, "a tiny model")
+    make_hollow(model, torch.float32, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.data = torch.empty(parameter.shape)
     draw_weights(model, seed)
     model.tie_weights()
     return model

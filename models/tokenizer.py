@@ -59,9 +59,30 @@ class FileTokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def with_mask(self, mask: str) -> FileTokenizer:
+        """The same, with the mask token that is written so; one that the vocabulary lacks gets the next free id."""
+        from tokenizers import AddedToken, Tokenizer
+
+        made = Tokenizer.from_str(self._tokenizer.to_str())
+        made.add_special_tokens([AddedToken(mask, normalized=False, special=True)])
+        return FileTokenizer(made, self._template, {**self._names, "mask_token": mask})
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `read_tokenizer` and transformers read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self._names}
+        settings |= {"chat_template": self._template} if self._template else {}
+        for name, text in (
+            ("tokenizer.json", self._tokenizer.to_str(pretty=True)),
+            ("tokenizer_config.json", json.dumps(settings, indent=1) + "\n"),
+        ):
+            part = folder / f"{name}.part"
+            part.write_text(text, encoding="utf-8")
+            part.replace(folder / name)
+
     def _hide(self, text: str) -> str:
         """A text in which places that look like a special token are marked, for `_encode` to find."""
-        for place, token in enumerate(self._special):
+        for place, token in enumerate(self.special):
             if token in text:
                 text = text.replace(token, f"{_OPEN}{place}{_CLOSE}")
         return text
@@ -70,13 +91,13 @@ class FileTokenizer:
         """Ids of a text in which special tokens are such, and marked places are text."""
         ids: list[int] = []
         for piece in re.split(f"({_OPEN}[0-9]+{_CLOSE})", text) if _OPEN in text else [text]:
-            marked = piece[:1] == _OPEN and piece[-1:] == _CLOSE and int(piece[1:-1]) < len(self._special)
+            marked = piece[:1] == _OPEN and piece[-1:] == _CLOSE and int(piece[1:-1]) < len(self.special)
             reader = self._literal if marked else self._tokenizer
-            ids += reader.encode(self._special[int(piece[1:-1])] if marked else piece, add_special_tokens=False).ids
+            ids += reader.encode(self.special[int(piece[1:-1])] if marked else piece, add_special_tokens=False).ids
         return ids
 
     @cached_property
-    def _special(self) -> list[str]:
+    def special(self) -> list[str]:
         """Special tokens as they are written, longer ones first."""
         found = self._tokenizer.get_added_tokens_decoder().values()
         named = set(self._names.values())
@@ -89,7 +110,7 @@ class FileTokenizer:
 
         described = json.loads(self._tokenizer.to_str())
         for token in described["added_tokens"]:
-            token["special"] = token["special"] or token["content"] in self._special
+            token["special"] = token["special"] or token["content"] in self.special
         found = Tokenizer.from_str(json.dumps(described))
         found.encode_special_tokens = True
         return found

@@ -31,7 +31,7 @@ def dense(model: dgraph.Model) -> dgraph.Optimized:
 
 @pytest.fixture
 def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgraph.api.capture_or_load", lambda *_: (captured.copy(), True))
+    monkeypatch.setattr("dgraph.captured.capture_or_load", lambda *_: (captured.copy(), True))
 
 
 @pytest.mark.parametrize(

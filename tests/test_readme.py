@@ -19,7 +19,7 @@ BLOCKS = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.D
 """Those that need no server; the others are run in tests/serve."""
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["start", "decoding rules", "serve", "add a pass"])
+@pytest.mark.parametrize("code", BLOCKS, ids=["start", "quantised weights", "decoding rules", "serve", "add a pass"])
 def test_python_blocks_run_and_answer(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "__readme__"})
     assert capsys.readouterr().out.startswith("Sorted: ")

@@ -13,6 +13,7 @@ from torch.fx import Node
 from dgraph.errors import VerifyError
 from dgraph.graph import Graph
 from dgraph.ops import OPS, define
+from dgraph.ops.scales import FLOAT8
 from dgraph.passes.base import Pass
 from dgraph.shapes import InputSpec
 from dgraph.sharding import Part, Sharding
@@ -272,6 +273,19 @@ def kept_among_the_kept(graph: Graph) -> None:
     graph.set_outputs({**graph.results(), "kept": again.index})
 
 
+def float8_without_scales(graph: Graph) -> None:
+    (read,) = graph.find("paged_attention")
+    caches = [graph.add_input(InputSpec(f"{n}_rounded", FLOAT8, ("pages", "page", 2, 4))) for n in "kv"]
+    graph.call(OPS["paged_attention"], (read.args[0], *caches, *read.args[3:]), before=read, by="Test")
+
+
+def float8_copied_and_read(graph: Graph) -> None:
+    (write,), (read,) = graph.find("kv_write"), graph.find("paged_attention")
+    cache = graph.add_input(InputSpec("k_rounded", FLOAT8, ("pages", "page", 2, 4)))
+    copied = graph.call(OPS["feature_read"], (cache, *write.args[4:7]), before=read, by="Test")
+    graph.call(aten.unsqueeze.default, (copied, 0), before=read, by="Test")
+
+
 BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("straight", foreign_node, r"outside the layers, node weight, made by Test is a get_attr; expected placeholders"),
     ("straight", bare_placeholder, r"placeholder who is neither weight nor input"),
@@ -335,6 +349,16 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
         "writes",
         read_before_write,
         r"node paged_attention_default \(dgraph.paged_attention\) reads k_cache_0 before its write",
+    ),
+    (
+        "scales",
+        float8_without_scales,
+        r"\(dgraph.paged_attention\) reads k_rounded as k_cache, which is stored in float8",
+    ),
+    (
+        "scales",
+        float8_copied_and_read,
+        r"made by Test \(unsqueeze\) reads feature_read_default as an argument",
     ),
 ]
 

@@ -7,10 +7,11 @@ So measured time over floor says what is left to gain without another method.
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
 from dgraph.passes.salience import of_masked
+from dgraph.stored import stored_of
 
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
@@ -62,6 +64,8 @@ class Work:
         head: the LM head's weight, if it takes the masked rows alone.
         key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
         dtype: of the weights.
+        spared: by product, how many bytes less than in that dtype its weights take as they are stored; of products of
+            one shape, the most of any.
     """
 
     products: tuple[dict[Shape, int], ...]
@@ -72,6 +76,7 @@ class Work:
     key_bytes: int
     query_bytes: int
     dtype: torch.dtype
+    spared: Mapping[Shape, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ def work_of(graph: Graph) -> Work:
     """
     row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
     products: list[dict[Shape, int]] = [{} for _ in row_sets]
+    spared: dict[Shape, int] = {}
     attentions = [0] * len(row_sets)
     listed: dict[Shape, int] = {}
     linears, mixed = {linear.node: linear for linear in linears_of(graph.calls)}, graph.find("experts")
@@ -109,10 +115,13 @@ def work_of(graph: Graph) -> Work:
         shape: Shape = _mixture(node) if node in mixed else linears[node].shape
         found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
+        _spare(spared, shape, args_of(node)[3:] if node in mixed else [linears[node].weight])
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
     last = head_of(graph)
     head = None if isinstance(last, str) or last.kind != "head" else last  # logits are counted among the products
+    if head is not None:
+        _spare(spared, head.shape, [head.weight])
     spec = graph.spec
     return Work(
         tuple(products),
@@ -120,10 +129,53 @@ def work_of(graph: Graph) -> Work:
         tuple(attentions),
         head is not None and of_masked(graph, head.x),
         head.shape if head is not None else None,
-        2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize,
+        _key_bytes(graph),
         2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
         spec.dtype,
+        spared,
     )
+
+
+def _spare(spared: dict[Shape, int], shape: Shape, weights: Iterable[Node]) -> None:
+    """Note how many bytes less the weights of a product take as they are stored."""
+    less = 0
+    for weight in weights:
+        stored = stored_of(weight)
+        parts = [weight] if stored is None else stored.parts
+        less += _bytes(weight) - sum(map(_bytes, parts))
+    if less > 0:
+        spared[shape] = max(less, spared.get(shape, 0))
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.dtype.itemsize)
+
+
+def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
+    """Seconds of a product at least. By a quantised weight it is that by the weight as it was, without the time to read
+    what is not stored, and not below the time to read what is.
+    """
+    seconds, less = device.product(shape, work.dtype, rows), float(work.spared.get(shape, 0))
+    if not less or rows <= 0:
+        return seconds
+    if isinstance(shape, Mixture):
+        read = min(1.0, rows * shape.chosen / shape.experts)  # of the experts, at most
+        whole = 3.0 * shape.experts * shape.hidden * shape.inner
+    else:
+        read, whole = 1.0, float(shape[0] * shape[1])
+    whole, less = whole * work.dtype.itemsize * read, less * read
+    return max(seconds - less / device.bandwidth, (whole - less) / device.bandwidth)
+
+
+def _key_bytes(graph: Graph) -> int:
+    """Bytes of a position in what an attention reads: keys, values, and their scales if they have some."""
+    spec = graph.spec
+    for attention in graph.find("paged_attention"):
+        op = OPS["paged_attention"]
+        read = op.values([*op.scales, *op.scales.values()], args_of(attention))
+        return sum(math.prod(node.meta["val"].shape[2:]) * node.meta["val"].dtype.itemsize for node in read)
+    return 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 def _mixture(node: Node) -> Mixture:
@@ -220,7 +272,7 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
     for rows, shapes in zip([*rows_of, [1] * len(counts)], [*work.products, work.listed], strict=True):
         for shape, times in shapes.items():
             device.measure(shape, work.dtype, rows)
-            seconds = times * sum(device.product(shape, work.dtype, r) for r in rows)
+            seconds = times * sum(_least(work, shape, r, device) for r in rows)
             if isinstance(shape, Mixture):
                 experts += seconds
             else:
@@ -231,5 +283,5 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
     if work.head is not None:
         rows = [c.head for c in counts]
         device.measure(work.head, work.dtype, rows)
-        head = sum(device.product(work.head, work.dtype, r) for r in rows)
+        head = sum(_least(work, work.head, r, device) for r in rows)
     return Floor(linear / steps, experts / steps, attention / steps, head / steps)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dgraph.bench.traces import Trace
+from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding
@@ -87,6 +88,10 @@ def named(
         UnknownName, CheckpointError: as `dgraph.load`.
     """
     model = load_model(name, dtype, device, opened=opened and not random_weights, **facts)
+    if random_weights and model.weights is not None:
+        raise InputError(
+            f"the weights of {name} come quantised, so none are made at random; leave --random-weights out."
+        )
     if random_weights:
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():

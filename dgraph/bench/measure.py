@@ -194,6 +194,7 @@ class Bench:
     repeat: int = 3
     profile_steps: int = 8
     mesh: DeviceMesh | None = None
+    weights: str | None = None
 
     def __call__(self, arm: Arm, tell: Callable[[str], None] | None = None) -> Measured:
         """Measure one arm.
@@ -220,6 +221,7 @@ class Bench:
             graphs=arm.graphs,
             progress=tell,
             mesh=self.mesh,
+            weights=self.weights,
         )
         built = time.perf_counter() - begin
         if optimized.transitions is not None:

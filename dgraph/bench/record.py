@@ -111,8 +111,14 @@ def record(
         tell: called with what is being done.
 
     Raises:
-        InputError: a setting that cannot be used, or no block was decoded as a whole.
+        InputError: a setting that cannot be used, a model whose blocks do not begin all masked, or no block was decoded
+            as a whole.
     """
+    if model.spec.next_token:
+        raise InputError(
+            f"a history is of a block that begins all masked, but blocks of {model.spec.family} begin with the token "
+            f"that the forward before them predicts; record one of another family."
+        )
     tell, chosen = tell or (lambda what: None), decoding or Decoding()
     said = {**chosen.to_json(), **dict(options or {})}
     optimized = optimize(model, recipe, backend=backend, progress=tell, **dict(options or {}))

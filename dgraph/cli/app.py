@@ -32,6 +32,7 @@ COMMANDS = {
     "explain": "views:explain",
     "compile": "compile:compile_",
     "calibrate": "calibrate:calibrate",
+    "quantize": "quantize:quantize",
     "profile": "profile:profile",
     "cache": "cache:app",
     "bench": "bench:app",

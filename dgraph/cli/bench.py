@@ -40,6 +40,7 @@ def bench(
     layers: workload.Layers = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     against: Annotated[str | None, typer.Option(help="A recipe to compare with, measured first.")] = None,
     batch: Annotated[int, typer.Option(help="Prompts, decoded together.")] = 8,
     prompt: Annotated[
@@ -57,6 +58,7 @@ def bench(
     backend: workload.Backend = "inductor",
     repeat: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
     dtype: workload.Dtype = None,
+    weights: given.Weights = None,
     device: workload.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
@@ -80,8 +82,9 @@ def bench(
         return
     import dgraph.bench.report as written
     from dgraph.bench.load import endless
+    from dgraph.captured import quantising
 
-    options = given.recipe_options(recipe, option)
+    options = given.recipe_options(recipe, option, kv_dtype)
     if against is not None:
         given.recipe_options(against, None)
     facts = given.facts(fact)
@@ -94,15 +97,16 @@ def bench(
     rows = given.bucket_list(buckets)
     load = _load(commits, steps, threshold, prompt, batch, tokens, block)
     kind = workload.dtype_of(dtype, where)
+    quantising(weights)
     with ranks(tp, str(where)) as mesh:
+        opened = mesh is not None or weights is not None
         with status("loading"):
             length = load.trace.block if load.trace else block
-            found = endless(
-                workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, mesh is not None)
-            )
-            measure = replace(_bench(found, load, where, backend, rows, repeat), mesh=mesh)
+            found = endless(workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, opened))
+            measure = replace(_bench(found, load, where, backend, rows, repeat), mesh=mesh, weights=weights)
             arms = _arms(measure, recipe, options, against, ablation, not no_graphs, where)
         over = "" if mesh is None else f" over {mesh.size()} ranks"
+        over += "" if weights is None else f", weights {weights}"
         title = (
             f"{found.name}{over}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
         )
@@ -145,6 +149,7 @@ def record(
     out: Annotated[Path | None, typer.Option(help="The file to write; required.", show_default=False)] = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     threshold: Annotated[float, typer.Option(help="Commit tokens above this confidence, in (0, 1].")] = 0.9,
     prompts: Annotated[int, typer.Option(help="How many of the model's held-out passages.")] = 50,
     prompt_file: Annotated[str | None, typer.Option(help="Instead: a file with a prompt per line.")] = None,
@@ -169,7 +174,7 @@ def record(
         raise InputError("--out is missing; name the file that the trace is written to.")
     if not out.resolve().parent.is_dir():
         raise InputError(f"--out {out} cannot be written: there is no folder {out.parent}.")
-    options = given.recipe_options(recipe, option)
+    options = given.recipe_options(recipe, option, kv_dtype)
     for name, value in (("--prompts", prompts), ("--tokens", tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")

@@ -32,6 +32,7 @@ def serve(
     layers: workload.Layers = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "dense",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="A scheduling policy; may be repeated.", show_default="look_ahead"),
@@ -125,7 +126,7 @@ def serve(
     from dgraph.engine.load import arrivals as times_of
     from dgraph.engine.policies import policy_of
 
-    options, facts = given.recipe_options(recipe, option), given.facts(fact)
+    options, facts = given.recipe_options(recipe, option, kv_dtype), given.facts(fact)
     workload.check_model(model, shape, layers, facts)
     workload.check_files(json, plot)
     if not 0 <= warm_share < 1:

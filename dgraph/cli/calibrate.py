@@ -65,7 +65,7 @@ def calibrate(
     if known is None and not Path(model).is_dir():
         dgraph.load(model)  # its error says why this names no model
     path = _writable(known.folder if known is not None else Path(model), out)
-    texts = _drawn(model, count, seed) if prompts is None else _read(prompts)[:count]
+    texts = prompts_of(model, count, seed) if prompts is None else read_prompts(prompts)[:count]
     with status("loading"):
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)
     if tokens is None and known is not None and known.exam is not None and found.spec.attention == "bidirectional":
@@ -100,7 +100,7 @@ def _writable(folder: Path, out: Path | None) -> Path:
     return path
 
 
-def _drawn(model: str, count: int, seed: int) -> list[str]:
+def prompts_of(model: str, count: int, seed: int) -> list[str]:
     """Held-out prompts of an embedded model's tasks in turn, none of those that it is evaluated on by default.
 
     Raises:
@@ -121,7 +121,7 @@ def _drawn(model: str, count: int, seed: int) -> list[str]:
     return list(chain.from_iterable(zip(*by_task, strict=True)))[:count]
 
 
-def _read(file: Path) -> list[str]:
+def read_prompts(file: Path) -> list[str]:
     """The prompts of a JSONL file.
 
     Raises:

@@ -17,10 +17,12 @@ def compile_(
     model: given.Model,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     buckets: Annotated[
         str | None, typer.Option(help="Row counts to pad to: exact, hybrid, or a list as 8,16,32.", show_default=False)
     ] = None,
     dtype: given.Dtype = None,
+    weights: given.Weights = None,
     device: given.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
@@ -47,7 +49,7 @@ def compile_(
     if batch is None and tokens is not None:
         raise InputError("--tokens is the length of the sequences of --batch; give that too, or leave it out.")
     facts = given.facts(fact)
-    options, rows, store = given.recipe_options(recipe, option), given.bucket_list(buckets), open_cache(cache)
+    options, rows, store = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
     with ranks(tp, device) as mesh, status("loading") as tell:
         made = dgraph.optimize(
@@ -61,6 +63,7 @@ def compile_(
             artifacts=store.root,
             progress=tell,
             mesh=mesh,
+            weights=weights,
             **options,
         )
     seconds, compiler = time.perf_counter() - start, made.compiler

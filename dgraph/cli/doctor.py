@@ -149,10 +149,12 @@ def _devices() -> Iterator[Check]:
 
 
 def _models() -> Iterator[Check]:
-    from dgraph.families import embedded
+    from dgraph.families import DIFFERENCE, embedded
 
     for model in embedded().values():
-        lacking = [name for name in ("config.json", "tokenizer.json") if not (model.folder / name).is_file()]
+        alone = not (model.folder / DIFFERENCE).is_file()
+        needed = ("config.json", "tokenizer.json") if alone else ("config.json",)
+        lacking = [name for name in needed if not (model.folder / name).is_file()]
         lacking += _damaged(model.folder)
         if lacking:
             yield Check(

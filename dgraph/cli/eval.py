@@ -51,6 +51,14 @@ def evaluate(
     against: Annotated[
         str, typer.Option(metavar=CHOICE, help="The recipe whose responses others should give; none for none.")
     ] = "dense",
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Store weights as fp8, int8 or int4; may be repeated. What --against names keeps them as they are.",
+            show_default="as they are",
+        ),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="A JSONL file of prompt and answer, instead of the model's own prompts.")
     ] = None,
@@ -58,13 +66,13 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Only this task of the model or of --data, or one that dgraph brings along: gsm8k, svamp, mawps, "
-            "bbh/NAME; may be repeated.",
+            "bbh/NAME; hard/NAME are harder ones of an embedded model. hard and bbh are all of them; may be repeated.",
             show_default="all",
         ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", "--limit", help="Prompts of each task.", show_default="all, 50 with --seed"),
+        typer.Option("--count", "--limit", help="Prompts of each task.", show_default="all, 50 if drawn"),
     ] = None,
     seed: Annotated[
         int | None,
@@ -115,12 +123,16 @@ def evaluate(
     \b
     dgraph eval tiny_sdar --recipe focus --sweep alpha=1.2,1.5,1.8 --count 20 --out results.jsonl --plot plot.png
     dgraph eval tiny_llada -r dense -r fast_dllm:cache=prefix -r fast_dllm --policy llada2.0 --policy factor
+    dgraph eval tiny_sdar --recipe dense --weights fp8 --weights int8 --weights int4 --count 20
     dgraph eval ./SDAR-8B-Chat-b32 --task gsm8k --limit 200 --recipe focus --judge base --device cuda
     dgraph eval ./SDAR-8B-Chat-b32 --data mine.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
     """
     import dgraph.evaluate.report as written
+    from dgraph.captured import quantising
 
     recipes, rules, sweeps, reference = _choices(recipe, option, policy, threshold, steps, sweep, against)
+    for one in weights or ():
+        quantising(one)
     for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
@@ -134,6 +146,7 @@ def evaluate(
         evaluation = _evaluation(
             model,
             (recipes, rules, sweeps, reference),
+            weights or [None],
             questions,
             out=out,
             max_new_tokens=max_new_tokens,
@@ -245,18 +258,22 @@ def _questions(model: str, data: Path | None, tasks: list[str], count: int | Non
         raise InputError("--seed draws prompts of the model's tasks; leave it out beside --data.")
     if data is not None:
         return questions.choose(questions.read_questions(data), tasks, count)
-    own = [name for name in tasks if name not in TASKS]
-    drawn = 50 if count is None and seed is not None else count
-    found = [q for name in dict.fromkeys(tasks) if name in TASKS for q in questions_of(name, drawn, seed)]
     _known(model)
+    hard = questions.hard_tasks(model)
+    tasks = questions.expand(tasks, (*hard, *TASKS))
+    own = [name for name in tasks if name not in TASKS and name not in hard]
+    many = 50 if count is None else count
+    found = [q for name in tasks if name in TASKS for q in questions_of(name, count if seed is None else many, seed)]
+    if asked := [name for name in tasks if name in hard]:  # there are no stored ones
+        found = [*questions.drawn(model, asked, many, seed or 0), *found]
     if not own and found:
         return found
     try:
         if seed is not None:
-            return [*questions.drawn(model, own, 50 if count is None else count, seed), *found]
+            return [*questions.drawn(model, own, many, seed), *found]
         return [*questions.choose(questions.stored(model), own, count), *found]
     except UnknownName as error:
-        raise UnknownName(error.kind, error.name, [*error.known, *TASKS]) from None
+        raise UnknownName(error.kind, error.name, [*error.known, *hard, *TASKS]) from None
 
 
 def _known(model: str) -> Embedded | None:
@@ -276,6 +293,7 @@ def _known(model: str) -> Embedded | None:
 def _evaluation(
     name: str,
     choices: tuple[list[Choice], list[Choice], dict[str, list[Any]], Choice | None],
+    weights: Sequence[str | None],
     questions: list[Question],
     *,
     out: Path | None,
@@ -304,7 +322,7 @@ def _evaluation(
     store = Store(out)
     where = given.torch_device(device)
     found: Model = dgraph.load(name, given.torch_dtype(dtype), where, **facts)
-    arms, references = expand(found.spec, *choices)
+    arms, references = expand(found.spec, *choices, weights)
     if max_new_tokens is None:
         known = _known(name)
         own = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.generate_data import generate_data
+from dgraph.cli.generate_data import generate_data, help_generate
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
-from dgraph.cli.ranks import ranks
+from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def generate(
     prompt_file: Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")] = None,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
     threshold: Annotated[
         float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
@@ -82,6 +83,7 @@ def generate(
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
+    weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
@@ -98,14 +100,16 @@ def generate(
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --html run.html
     dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
     dgraph generate ./SDAR-8B-Chat-b32 --device cuda --tp 2 -p "Why is the sky blue?"
+    dgraph generate ./SDAR-8B-Chat-b32 --device cuda --weights fp8 -p "Why is the sky blue?"
     dgraph generate tiny_sdar --data in.jsonl --out out.jsonl
     """
     import dgraph
+    from dgraph import parallel
     from dgraph.blueprint import Blueprint
     from dgraph.recipes import RECIPES, build
     from dgraph.viewer import page_of
 
-    options, facts, rows = given.recipe_options(recipe, option), given.facts(fact), given.bucket_list(buckets)
+    options, facts, rows = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), given.bucket_list(buckets)
     decoding = dgraph.Decoding(
         max_new_tokens=max_new_tokens,
         threshold=threshold,
@@ -120,8 +124,8 @@ def generate(
     )
     if not ray and replicas > 1:
         raise InputError("--replicas says how many actors --ray has; add --ray, or leave it out.")
-    if data is not None and tp > 1:
-        raise InputError("--data is answered by engines that have one device each; leave --tp out.")
+    if ray and (tp > 1 or parallel.started()):
+        raise InputError("--ray answers --data in actors of one device each: leave it out, or --tp and torchrun.")
     if ray and data is None:
         raise InputError("--ray answers --data; give that, or leave --ray out.")
     if data is not None or out is not None:
@@ -133,21 +137,35 @@ def generate(
             options=options,
             dtype=given.torch_dtype(dtype),
             device=device if ray else given.torch_device(device),
+            weights=weights,
             facts=facts,
             compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache),
             engine=dgraph.EngineSettings(max_sequences=max_batch, block_length=block_length, decoding=decoding),
         )
-        generate_data(blueprint, decoding, data, out, ray=ray, replicas=replicas, json=json)
+        with ranks(tp, device) as mesh:
+            if leads():
+                generate_data(blueprint, decoding, data, out, ray=ray, replicas=replicas, mesh=mesh, json=json)
+            else:
+                help_generate(blueprint, mesh)
         return
     prompts = given.read_prompts(prompt, prompt_file)
     if html is not None:
         check_page(html)
     with ranks(tp, device) as mesh, status("loading") as tell:
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), mesh is not None, **facts)
+        opened = mesh is not None or weights is not None
+        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), opened, **facts)
         build(RECIPES, recipe, found.spec, options)
         _check(found, prompts, decoding, max_batch)
         optimized = dgraph.optimize(
-            found, recipe, backend=backend, buckets=rows, artifacts=cache, progress=tell, mesh=mesh, **options
+            found,
+            recipe,
+            backend=backend,
+            buckets=rows,
+            artifacts=cache,
+            progress=tell,
+            mesh=mesh,
+            weights=weights,
+            **options,
         )
 
         def count(progress: Progress) -> None:

@@ -9,8 +9,11 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from dgraph.cli.output import ERR, print_json, print_text
+from dgraph.cli.ranks import agreed
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from dgraph.blueprint import Blueprint
     from dgraph.dataset.answers import Answer
     from dgraph.dataset.lines import Question
@@ -20,7 +23,15 @@ Tell = Callable[[str], None]
 
 
 def generate_data(
-    blueprint: Blueprint, usual: Decoding, data: str, out: str, *, ray: bool, replicas: int, json: bool
+    blueprint: Blueprint,
+    usual: Decoding,
+    data: str,
+    out: str,
+    *,
+    ray: bool,
+    replicas: int,
+    mesh: DeviceMesh | None,
+    json: bool,
 ) -> None:
     """Answer what a file asks and another one has no answer to yet.
 
@@ -30,6 +41,7 @@ def generate_data(
         data, out: the files; see `dgraph.dataset`.
         ray: in actors on Ray, instead of in this process.
         replicas: actors.
+        mesh: ranks over which the model is divided, of which this is the first; the others call `help_generate`.
         json: print counts as JSON.
 
     Raises:
@@ -44,7 +56,7 @@ def generate_data(
     questions, began = read_questions(data, usual), time.monotonic()
     with Answers(out, {question.id for question in questions}) as answers:
         left = [question for question in questions if question.id not in answers.present]
-        if left:
+        if agreed(bool(left)):
             with _shown(len(questions), len(answers.present)) as (tell, step):
 
                 def write(answer: Answer) -> None:
@@ -58,7 +70,7 @@ def generate_data(
                         for answer in found:
                             write(answer)
                 else:
-                    _answer_here(left, blueprint, tell, write)
+                    _answer_here(left, blueprint, mesh, tell, write)
         counts = {
             "questions": len(questions),
             "present": len(answers.present),
@@ -75,17 +87,28 @@ def generate_data(
         )
 
 
+def help_generate(blueprint: Blueprint, mesh: DeviceMesh | None) -> None:
+    """What the ranks after the first do meanwhile."""
+    if agreed(False):
+        (engine,) = blueprint.engines(mesh=mesh).values()
+        engine.join()
+
+
 def _answer_here(
-    questions: Sequence[Question], blueprint: Blueprint, tell: Tell, write: Callable[[Answer], None]
+    questions: Sequence[Question],
+    blueprint: Blueprint,
+    mesh: DeviceMesh | None,
+    tell: Tell,
+    write: Callable[[Answer], None],
 ) -> None:
-    """In this process."""
+    """In this process, and the other ranks of a mesh."""
     from dgraph.dataset.asking import ask_all
 
     async def answer() -> None:
         async for each in ask_all(engine, questions):
             write(each)
 
-    (engine,) = blueprint.engines(tell).values()
+    (engine,) = blueprint.engines(tell, mesh).values()
     tell("answering")
     with engine:
         asyncio.run(answer())

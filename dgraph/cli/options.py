@@ -48,36 +48,59 @@ Ranks = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", show_default="cpu")]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Store the weights of linear layers and experts as fp8, int8 or int4.",
+        show_default="as they are",
+    ),
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="FORMAT",
+        help="Store keys and values as fp8; short for --option kv_dtype=fp8.",
+        show_default="as they are computed",
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", show_default=False)]
 
 
-def recipe_options(recipe: str, given: Sequence[str] | None) -> dict[str, Any]:
+def recipe_options(recipe: str, given: Sequence[str] | None, kv_dtype: str | None = None) -> dict[str, Any]:
     """`key=value` texts as options of a recipe, each read as the type of its default.
+
+    kv_dtype: the option of that name, given by itself.
 
     Raises:
         UnknownName: an unknown recipe or option.
         InputError: no `=`, or a value of another type.
     """
-    from dgraph.recipes import RECIPES, builder_of, options_of
+    from dgraph.recipes import RECIPES, builder_of, types_of
 
-    return read_options(f"option of recipe {recipe!r}", options_of(builder_of(RECIPES, recipe)), given)
+    return read_options(f"option of recipe {recipe!r}", types_of(builder_of(RECIPES, recipe)), _with(given, kv_dtype))
 
 
-def shared_options(recipes: Sequence[str], given: Sequence[str] | None) -> dict[str, Any]:
-    """`key=value` texts as options that at least one of several recipes has ("captured" has none).
+def shared_options(recipes: Sequence[str], given: Sequence[str] | None, kv_dtype: str | None = None) -> dict[str, Any]:
+    """`key=value` texts, and `kv_dtype`, as options that at least one of several recipes has ("captured" has none).
 
     Raises:
         UnknownName, InputError: as `recipe_options`.
     """
-    from dgraph.recipes import RECIPES, builder_of, options_of
+    from dgraph.recipes import RECIPES, builder_of, types_of
     from dgraph.views import CAPTURED
 
-    defaults: dict[str, Any] = {}
+    types: dict[str, type] = {}
     for recipe in recipes:
         if recipe not in (*RECIPES, CAPTURED) and "+" not in recipe:
             raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
-        defaults |= options_of(builder_of(RECIPES, recipe)) if recipe != CAPTURED else {}
-    return read_options(f"option of {' or '.join(map(repr, recipes))}", defaults, given)
+        types |= types_of(builder_of(RECIPES, recipe)) if recipe != CAPTURED else {}
+    return read_options(f"option of {' or '.join(map(repr, recipes))}", types, _with(given, kv_dtype))
+
+
+def _with(given: Sequence[str] | None, kv_dtype: str | None) -> Sequence[str]:
+    return (*(given or ()), *(() if kv_dtype is None else (f"kv_dtype={kv_dtype}",)))
 
 
 def facts(given: Sequence[str] | None) -> dict[str, Any]:
@@ -105,7 +128,9 @@ def facts(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
-    """`key=value` texts, each read as the type of its default, None as a whole number; see `recipe_options`."""
+    """`key=value` texts, each read as the type of its default, or as the type that is given for one, None as a whole
+    number; see `recipe_options`.
+    """
     options = {}
     for text in given or ():
         key, equals, value = text.partition("=")
@@ -113,7 +138,9 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise InputError(f"--option takes KEY=VALUE, got {text!r}.")
         if key not in defaults:
             raise UnknownName(kind, key, defaults)
-        options[key] = _typed("option", key, value, int if defaults[key] is None else type(defaults[key]))
+        default = defaults[key]
+        read = default if isinstance(default, type) else int if default is None else type(default)
+        options[key] = _typed("option", key, value, read)
     return options
 
 

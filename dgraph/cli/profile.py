@@ -25,6 +25,7 @@ def profile(
     model: given.Model,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     rows: Annotated[
         int | None, typer.Option(help="Rows of a step at most.", show_default="16384 on a GPU, 1024 on a CPU")
     ] = None,
@@ -45,6 +46,7 @@ def profile(
     buckets: given.Buckets = None,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     dtype: given.Dtype = None,
+    weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
@@ -63,7 +65,7 @@ def profile(
     import dgraph
     from dgraph.engine.profile import profile as run
 
-    options, facts, limit = given.recipe_options(recipe, option), given.facts(fact), _size(memory)
+    options, facts, limit = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), _size(memory)
     if json is not None and not json.resolve().parent.is_dir():
         raise InputError(f"--json {json} cannot be written: there is no folder {json.parent}.")
     if shape and facts:
@@ -82,6 +84,7 @@ def profile(
             device=None if shape else given.torch_device(device),
             facts=facts,
             progress=tell,
+            weights=weights,
             **options,
         )
         found = run(optimized, rows, logit_rows, limit, sequences=sequences, steps=steps, progress=tell)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dgraph.cli import output
 from dgraph.errors import DgraphError, InputError
@@ -24,6 +24,7 @@ from dgraph.rendezvous import rendezvous
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 FOLLOWS = "DGRAPH_FOLLOWS"
 """Set for ranks that another one has started, whose standard input is a pipe from there."""
 PATIENCE = 10.0
@@ -74,6 +75,18 @@ def ranks(tp: int, device: str | None) -> Iterator[DeviceMesh | None]:
 def leads() -> bool:
     """Whether this process is rank 0, or alone: what is printed and written is its."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+
+
+def agreed(value: T) -> T:
+    """What the first rank has as `value`, on all of them; the others give anything."""
+    group = _group()
+    if group is None:
+        return value
+    if group.rank:
+        heard: T = group.hear()
+        return heard
+    group.tell(value)
+    return value
 
 
 def is_mine(error: DgraphError) -> bool:

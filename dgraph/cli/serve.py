@@ -37,6 +37,7 @@ def serve(
         ),
     ] = None,
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
     name: Annotated[
@@ -125,6 +126,7 @@ def serve(
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
+    weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
@@ -150,7 +152,11 @@ def serve(
     from dgraph.serve.host import Host, bind
 
     recipes = list(dict.fromkeys(recipe or ["focus"]))
-    chosen = given.shared_options(recipes, option) if len(recipes) > 1 else given.recipe_options(recipes[0], option)
+    chosen = (
+        given.shared_options(recipes, option, kv_dtype)
+        if len(recipes) > 1
+        else given.recipe_options(recipes[0], option, kv_dtype)
+    )
     if shutdown_timeout < 0:
         raise InputError(f"--shutdown-timeout must be at least 0 seconds, got {shutdown_timeout}.")
     if len(recipes) > 1 and kv is None and str(device or "").startswith("cuda"):
@@ -188,6 +194,7 @@ def serve(
         name=name,
         dtype=given.torch_dtype(dtype),
         device=device if ray else given.torch_device(device),
+        weights=weights,
         facts=given.facts(fact),
         compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache),
         engine=engine,

@@ -22,11 +22,13 @@ def dump(
         str | None, typer.Option("--recipe", "-r", help="Rewrite by it first.", show_default="as captured")
     ] = None,
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     phase: Phase = "step",
     after: Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)] = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
     tp: Tp = None,
+    weights: given.Weights = None,
     fact: given.Facts = None,
     json: given.Json = False,
     html: given.Html = None,
@@ -38,6 +40,7 @@ def dump(
     dgraph dump tiny_sdar -r focus -o alpha=1.8 --layer 1
     dgraph dump tiny_sdar -r focus --after CacheKV --json
     dgraph dump tiny_sdar --tp 2
+    dgraph dump tiny_sdar --weights int8 -r focus
     """
     from dgraph import views
     from dgraph.errors import InputError
@@ -47,10 +50,10 @@ def dump(
 
     if recipe is None and option:
         raise InputError("--option needs --recipe.")
-    options = given.recipe_options(recipe, option) if recipe is not None else {}
+    options = given.recipe_options(recipe, option, kv_dtype) if recipe is not None else {}
     facts = given.facts(fact)
     with status(f"capturing {model}"):
-        graph = views.graph_of(model, recipe, phase, after, options, facts, tp)
+        graph = views.graph_of(model, recipe, phase, after, options, facts, tp, weights)
     if html is not None:
         write_page(html, to_html(graph, full, layer))
     if json:
@@ -64,8 +67,10 @@ def diff(
     from_: Annotated[str, typer.Option("--from", help="A recipe, or captured.")] = "dense",
     to: Annotated[str, typer.Option(help="A recipe, or captured.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     phase: Phase = "step",
     tp: Tp = None,
+    weights: given.Weights = None,
     fact: given.Facts = None,
     json: given.Json = False,
     html: given.Html = None,
@@ -79,9 +84,9 @@ def diff(
     from dgraph import views
     from dgraph.text.html import diff_to_html
 
-    options, facts = given.shared_options((from_, to), option), given.facts(fact)
+    options, facts = given.shared_options((from_, to), option, kv_dtype), given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.diff(model, from_, to, phase, facts, tp, **options)
+        found = views.diff(model, from_, to, phase, facts, tp, weights, **options)
     if html is not None:
         write_page(html, diff_to_html(found))
     if json:
@@ -94,6 +99,7 @@ def explain(
     model: given.Model,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
     option: given.Options = None,
+    kv_dtype: given.KvDtype = None,
     buckets: given.Buckets = None,
     fact: given.Facts = None,
     json: given.Json = False,
@@ -106,7 +112,7 @@ def explain(
     """
     from dgraph import views
 
-    options, rows = given.recipe_options(recipe, option), given.bucket_list(buckets)
+    options, rows = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets)
     facts = given.facts(fact)
     with status(f"capturing {model}"):
         found = views.explain(model, recipe, rows, facts, **options)

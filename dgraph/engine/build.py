@@ -150,10 +150,11 @@ def build_driver(
     limit = _pool_pages(session, slots, tokens + block, kv_bytes or CPU_BYTES)
     scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
     causal = spec.attention == "block_causal"
-    columns = -(-(tokens + (0 if causal else block)) // block) * block
+    columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
     whole = causal and session.packed is None
-    prefix = PrefixCache(session.kv, block) if settings.prefix_cache and whole and not session.lasting else None
+    alike = block if spec.aligned else 1
+    prefix = PrefixCache(session.kv, alike) if settings.prefix_cache and whole and not session.lasting else None
     if kind == "cuda":
         session.compile_transition(shape, settings.decoding or Decoding())
     session.kv.limit = limit

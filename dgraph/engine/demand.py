@@ -9,7 +9,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
 from dgraph.plans.view import View, ahead
 from dgraph.runtime.policies import FixedSteps
-from dgraph.runtime.requests import Request
+from dgraph.runtime.requests import Request, prefilled_positions, step_rows
 from dgraph.spec import ModelSpec
 
 
@@ -49,7 +49,8 @@ def job_of(
         "steps_per_block": rule.steps if isinstance(rule, FixedSteps) else None,
     }
     if spec.attention == "block_causal":
-        return Job(**common, refresh_rows=len(request.known) // block * block, reuse_rows=2 * block, chunk=block)  # type: ignore[arg-type]
+        refresh = prefilled_positions(request, block, spec)
+        return Job(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)  # type: ignore[arg-type]
     assert plan is not None
     everything = prompt + new
     reuse = min(everything, _region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift)

@@ -19,7 +19,15 @@ from dgraph.runtime.batch import Batch, first_cached
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import kind_of, policy_key
 from dgraph.runtime.report import Report
-from dgraph.runtime.requests import Request, Shape, first_positions, positions, settled_end
+from dgraph.runtime.requests import (
+    Request,
+    Shape,
+    first_positions,
+    positions,
+    prefilled_positions,
+    settled_end,
+    step_rows,
+)
 from dgraph.runtime.session import BlockSession, broken
 from dgraph.runtime.stats import StageCounts
 from dgraph.runtime.stops import Decoder
@@ -201,7 +209,7 @@ class Driver:
                 self._end(ticket, "error", error=failed[slot])
             elif report.broken[slot]:
                 if self.prefix is not None:
-                    self.prefix.forget(ticket.going_on.known)
+                    self.prefix.forget(self._prompt(ticket))
                 self._end(ticket, "error", error=broken(ticket.request.index, int(report.start[slot])))
             else:
                 self._hear(ticket, report)
@@ -226,7 +234,7 @@ class Driver:
             return
         batch = self._ready_for([ticket.request.decoding for ticket in tickets])
         for ticket in tickets:
-            shared = self.prefix.look_up(ticket.going_on.known) if self.prefix is not None else ()
+            shared = self.prefix.look_up(self._prompt(ticket)) if self.prefix is not None else ()
             ticket.going_on = replace(ticket.going_on, shared=shared)
         slots = [self.scheduler.running[ticket.number].slot for ticket in tickets]
         try:
@@ -295,24 +303,31 @@ class Driver:
             # It goes on at the block that it is in: all before that is a prompt now.
             one = batch.running[slot]
             if one.start > len(now.ids):
-                again = now.after(self._script.tokens(slot, len(now.ids), one.start), one.began)
+                # A block that begins with the token of the forward before it begins with that forward again.
+                steps = one.began - 1 if self.session.spec.next_token else one.began
+                again = now.after(self._script.tokens(slot, len(now.ids), one.start), steps)
         batch.retire([slot])
         ticket.going_on, ticket.slot = again, -1
         ticket.rows_before, ticket.rows = ticket.rows_before + ticket.rows, 0
         self.scheduler.requeue(ticket.number, self._job(ticket))
+
+    def _prompt(self, ticket: Ticket) -> list[int]:
+        """What is prefilled of a request."""
+        request = ticket.going_on
+        return request.known[: prefilled_positions(request, self.shape.block, self.session.spec)]
 
     def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> dict[int, int]:
         """Run a part of the prompts in the order of a plan, with the rows that its steps leave; rows by slot."""
         waiting = [t for t in members if batch.running[t.slot].prefilled < batch.running[t.slot].prompt]
         if not waiting:
             return {}
-        steps = sum(2 * self.shape.block for t in members) - 2 * self.shape.block * len(waiting)
+        steps = step_rows(self.shape.block, self.session.spec) * (len(members) - len(waiting))
         before = {t.slot: batch.running[t.slot].prefilled for t in waiting}
         batch.prefill(max(self.shape.block, (self.shape.most_rows or 1 << 15) - steps), [t.slot for t in waiting])
         for ticket in waiting:
             one = batch.running[ticket.slot]
             if self.prefix is not None and one.prefilled == one.prompt:
-                self.prefix.add(ticket.going_on.known, self.session.kv.owned(one.handles[0]))
+                self.prefix.add(self._prompt(ticket), self.session.kv.owned(one.handles[0]))
         return {slot: batch.running[slot].prefilled - rows for slot, rows in before.items()}
 
     # -- what the scheduler is told ------------------------------------------------------------------------------------
@@ -351,8 +366,8 @@ class Driver:
         absent = 0
         if session.spec.attention != "block_causal":
             absent = first_cached(len(request.ids), block, session.spec, session.packed) // kv.page_size
-        life = kv.pages_for(positions(request, block)) - absent
-        first = kv.pages_for(first_positions(request, block, self.by_block)) - absent
+        life = kv.pages_for(positions(request, block, session.spec)) - absent
+        first = kv.pages_for(first_positions(request, block, self.by_block, session.spec)) - absent
         return job_of(
             ticket.number,
             request,
@@ -409,9 +424,9 @@ class Driver:
         return Draft(first - len(request.ids), shown, sure, kept, step)
 
     def _first_block(self, request: Request) -> int:
-        """Tokens of a response that lie in its first block."""
-        block = self.shape.block
-        filled = len(request.ids) % block if self.session.spec.attention == "block_causal" else 0
+        """Tokens of a response that lie in its first block; one where they come one after the other."""
+        block = 1 if getattr(request.decoding.rule, "autoregressive", False) else self.shape.block
+        filled = len(request.ids) % block if self.session.spec.aligned else 0
         return min(block - filled, request.decoding.max_new_tokens)
 
     def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:

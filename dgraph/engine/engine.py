@@ -382,7 +382,7 @@ class Engine:
     def max_tokens(self) -> int:
         """Positions of a request, prompt and response together."""
         shape = self._driver.shape
-        return shape.columns - (0 if self.spec.attention == "block_causal" else shape.block)
+        return shape.columns - (0 if self.spec.aligned else shape.block)
 
     @property
     def clock(self) -> Callable[[], float]:

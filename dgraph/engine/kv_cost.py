@@ -25,6 +25,7 @@ class KVCost:
             entries that a sequence has there; then, where they share the budgets of other ranks' heads, of how many.
         causal: whether attention is block-causal.
         block, shift: rows of a block, and the logit shift of the model.
+        after: positions after a sequence that its last block may take, where blocks begin anywhere.
     """
 
     position: int
@@ -34,6 +35,7 @@ class KVCost:
     causal: bool
     block: int
     shift: int
+    after: int = 0
 
     @classmethod
     def of(cls, inputs: Iterable[InputSpec], spec: ModelSpec, page: int, plan: KVPlan | None) -> KVCost:
@@ -60,7 +62,8 @@ class KVCost:
                     entries[one.layer] = entries.get(one.layer, 0) + size
         packed = tuple((layer, entries[layer], *counts[layer]) for layer in sorted(entries))
         causal = spec.attention == "block_causal"
-        return cls(position, page, plan, packed, causal, spec.block_length, spec.logit_shift)
+        after = spec.block_length if spec.encoding == "causal" else 0
+        return cls(position, page, plan, packed, causal, spec.block_length, spec.logit_shift, after)
 
     @property
     def page_bytes(self) -> int:
@@ -79,7 +82,7 @@ class KVCost:
         """
         if not 1 <= response <= length:
             raise InputError(f"a sequence of {length} positions has a response of 1 to {length}, got {response}.")
-        pages = -(-length // self.page) - self._absent(length - response) // self.page
+        pages = -(-(length + self.after) // self.page) - self._absent(length - response) // self.page
         return pages * self.page_bytes + self._packed(length - response, response)
 
     def _absent(self, prompt: int) -> int:

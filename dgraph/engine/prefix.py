@@ -25,14 +25,15 @@ class _Part:
 class PrefixCache:
     """Pages of prompts, by content. In a block-causal model the keys of a full block depend on the tokens up to its end
     alone, so two prompts that begin alike can share the pages of what they have in common: parts that are whole pages
-    as well as whole blocks.
+    as well as whole blocks. Where a row of a prompt sees only what comes before it, its keys depend on no more either,
+    and any whole page is a part.
 
     It owns its pages beside the sequences that use them. When the pool has too few, pages that nobody else owns go, the
     least recently used first, those at the end of a prompt before those that they follow.
 
     Args:
         kv: whose pages they are.
-        block: of the model.
+        block: positions that see each other; 1 where a row of a prompt sees only what comes before it.
 
     Attributes:
         asked, found: tokens of prompts that were looked up, and that were there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
@@ -42,6 +42,7 @@ class Arm:
         recipe, rule: as they were asked for.
         built, policy: the recipe and the rule as values; equal ones make equal arms.
         swept: the swept options that this arm has, and their values.
+        weights: the format that weights are stored in; None: as they are.
     """
 
     recipe: Choice = field(compare=False)
@@ -49,11 +50,16 @@ class Arm:
     built: Recipe
     policy: DecodeRule
     swept: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    weights: str | None = None
 
     @property
     def label(self) -> str:
-        """Recipe and rule in words."""
-        return f"{self.recipe}; {self.rule_label}"
+        """Recipe, format of the weights and rule in words."""
+        return f"{self._recipe_label(None)}; {self.rule_label}"
+
+    def _recipe_label(self, key: str | None) -> str:
+        recipe = str(self.recipe.without(key))
+        return recipe if self.weights is None else f"{recipe}, weights {self.weights}"
 
     @property
     def rule_label(self) -> str:
@@ -68,7 +74,7 @@ class Arm:
         """The label without a swept option: what it has in common with the other arms of that sweep."""
         rule = self.rule.without(key)
         shown = str(rule) if rule.options or rule.name or key in self.rule.options else self.rule_label
-        return "; ".join(filter(None, [str(self.recipe.without(key)), shown]))
+        return "; ".join(filter(None, [self._recipe_label(key), shown]))
 
 
 def expand(
@@ -77,6 +83,7 @@ def expand(
     rules: Sequence[Choice],
     sweeps: Mapping[str, Sequence[Any]],
     against: Choice | None = None,
+    weights: Sequence[str | None] = (None,),
 ) -> tuple[list[Arm], dict[Arm, Arm]]:
     """Every recipe under every rule, at every combination of swept options that they have.
 
@@ -84,7 +91,9 @@ def expand(
         spec: of the model.
         recipes, rules: what is combined.
         sweeps: values by option of a recipe or of a rule. One that a recipe or rule has not leaves it alone.
-        against: the recipe that others are compared with, each under its own rule; None for no comparison.
+        against: the recipe that others are compared with, each under its own rule, with weights as they are; None for
+            no comparison.
+        weights: formats that weights are stored in, each with every recipe; None: as they are.
 
     Returns:
         The arms, equal ones once, each after the one that it is compared with; and what each is compared with.
@@ -100,14 +109,14 @@ def expand(
             raise UnknownName("option to sweep", key, known)
     arms: dict[Arm, Arm] = {}
     references: dict[Arm, Arm] = {}
-    for recipe, rule in itertools.product(recipes, rules):
+    for recipe, stored, rule in itertools.product(recipes, weights, rules):
         mine = [key for key in sweeps if key in {*_known(recipe, of_rule=False), *_known(rule, of_rule=True)}]
         for values in itertools.product(*(sweeps[key] for key in mine)):
             swept = dict(zip(mine, values, strict=True))
             own = {k: v for k, v in swept.items() if k in _known(recipe, of_rule=False)}
             others = {k: v for k, v in swept.items() if k not in own}
             chosen = Choice(rule.name, {**_yielding(rule, others), **others})
-            arm = _arm(spec, Choice(recipe.name, {**recipe.options, **own}), chosen, swept)
+            arm = replace(_arm(spec, Choice(recipe.name, {**recipe.options, **own}), chosen, swept), weights=stored)
             if against is not None:
                 reference = _arm(spec, against, chosen, others)
                 arms.setdefault(reference, reference)

@@ -28,6 +28,7 @@ from dgraph.passes.pack_rows import PackRows
 from dgraph.plans.calibration import Calibration
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.rows import first_limits
 from dgraph.spec import ModelSpec
 from dgraph.verify import verify
 
@@ -78,14 +79,14 @@ def calibrate(
     if (prompts is None) == (input_ids is None):
         raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
     found = resolve(model, dtype, device, **dict(facts or {}))
-    ids = [list(row) for row in input_ids] if input_ids is not None else _encode(found, prompts or ())
+    ids = [list(row) for row in input_ids] if input_ids is not None else encoded(found, prompts or ())
     if not ids:
         raise InputError("no prompt to calibrate on; give at least one.")
     spec = found.spec
     if max_new_tokens is None:
         max_new_tokens = response_length(spec)
     checked = check_request(spec, ids, Decoding(max_new_tokens=max_new_tokens), None)
-    graph = measuring(capture_or_load(found.module, spec, found.prefix, open_store())[0])
+    graph = measuring(capture_or_load(found.module, spec, found.prefix, open_store(), found.weights)[0])
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
     measured = []
     for i, prompt in enumerate(checked):
@@ -116,9 +117,7 @@ def first_step(spec: ModelSpec, prompt: Sequence[int], masks: int, device: torch
     """Inputs of a packed program that forwards one sequence as a whole: a prompt and masks after it."""
     count = len(prompt) + masks
     positions = torch.arange(count, device=device)
-    limit = torch.full_like(positions, count)
-    if spec.attention == "block_causal":
-        limit = ((positions // spec.block_length + 1) * spec.block_length).clamp(max=count)
+    limit = first_limits(spec, positions, len(prompt), spec.block_length)
     return {
         "input_ids": torch.tensor([*prompt, *[spec.mask_id] * masks], dtype=torch.int64, device=device),
         "positions": positions,
@@ -192,7 +191,12 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _encode(model: Model, prompts: Sequence[str]) -> list[list[int]]:
+def encoded(model: Model, prompts: Sequence[str]) -> list[list[int]]:
+    """Ids of prompts.
+
+    Raises:
+        InputError: no tokenizer, or one text instead of a list.
+    """
     if model.tokenizer is None:
         raise InputError(f"{model.name} came without a tokenizer; pass input_ids instead of texts.")
     if isinstance(prompts, str):

@@ -118,7 +118,7 @@ class Adapter:
         spec, tokenizer = self.program.spec, self.program.model.tokenizer
         assert tokenizer is not None
         length = len(tokenizer.encode(context))
-        block = spec.block_length if spec.attention == "block_causal" else 1
+        block = spec.block_length if spec.aligned else 1
         room = spec.max_positions // block * block - length
         if room < 1:
             raise InputError(

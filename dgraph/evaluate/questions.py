@@ -73,7 +73,7 @@ def stored(model: str) -> list[Question]:
 
 
 def drawn(model: str, tasks: Sequence[str], count: int, seed: int) -> list[Question]:
-    """Fresh held-out prompts of an embedded model's tasks, `count` of each; no tasks stand for all of them.
+    """Fresh held-out prompts of an embedded model's tasks, `count` of each; no tasks stand for all but the hard ones.
 
     Raises:
         InputError: a model without tasks, or a task with fewer prompts.
@@ -82,11 +82,23 @@ def drawn(model: str, tasks: Sequence[str], count: int, seed: int) -> list[Quest
     exam = _exam_of(model).exam
     if exam is None:
         raise InputError(f"{model} has no tasks to draw from; give its stored prompts (no --seed) or --data FILE.")
-    _check_tasks(tasks, exam.names)
+    _check_tasks(tasks, (*exam.names, *exam.hard))
     try:
         return [Question(t, *pair) for t in tasks or exam.names for pair in exam.draw(t, count, seed)]
     except ValueError as error:
         raise InputError(f"{error}.") from None
+
+
+def hard_tasks(model: str) -> tuple[str, ...]:
+    """The hard tasks of an embedded model; none of a folder."""
+    found = embedded().get(model)
+    return () if found is None or found.exam is None else found.exam.hard
+
+
+def expand(tasks: Iterable[str], known: Sequence[str]) -> list[str]:
+    """The tasks, in place of a "bbh" all known ones that begin with "bbh/"; each once."""
+    below = {task: [name for name in known if name.startswith(f"{task}/")] for task in tasks}
+    return list(dict.fromkeys(name for task, names in below.items() for name in names or [task]))
 
 
 def choose(questions: Iterable[Question], tasks: Sequence[str], count: int | None) -> list[Question]:

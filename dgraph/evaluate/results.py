@@ -109,6 +109,7 @@ class Keys:
                 "torch": torch.__version__,
                 "recipe": arm.built.to_json(),
                 "rule": arm.rule_json(),
+                **({} if arm.weights is None else {"stored as": arm.weights}),
             }
             self._arms[arm] = json.dumps(value, sort_keys=True)
         return hashlib.sha256(f"{self._arms[arm]}\n{prompt}".encode()).hexdigest()[:32]

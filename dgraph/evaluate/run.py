@@ -86,7 +86,7 @@ class Evaluation:
             )
 
     def run(self, tell: Callable[[State], None] | None = None) -> None:
-        """Decode what is missing; equal recipes one after the other, so that each is compiled once. Then judge it.
+        """Decode what is missing; equal programs one after the other, so that each is compiled once. Then judge it.
 
         An arm that cannot be run is noted in `failed`, and the others go on.
         """
@@ -103,7 +103,12 @@ class Evaluation:
                     for batch in self._missing(arm):
                         if program is None:
                             program = optimize(
-                                self.model, arm.built, backend=self.backend, buckets=self.buckets, progress=say
+                                self.model,
+                                arm.built,
+                                backend=self.backend,
+                                buckets=self.buckets,
+                                progress=say,
+                                weights=arm.weights,
                             )
                         found = sum(self.store.get(self.keys.of(arm, q.prompt)) is not None for q in batch)
                         self.store.add(*self._decode(program, arm, batch, say))
@@ -162,6 +167,7 @@ class Evaluation:
                     "label": arm.label,
                     "recipe": {"recipe": arm.recipe.name, "options": dict(arm.recipe.options)},
                     "rule": arm.rule_json(),
+                    **({} if arm.weights is None else {"weights": arm.weights}),
                     "swept": dict(arm.swept),
                     "against": reference.label if reference is not None and reference != arm else None,
                     **self.score(arm).to_json(),
@@ -200,8 +206,8 @@ class Evaluation:
             )
 
     def _by_recipe(self) -> Iterator[list[Arm]]:
-        for built in dict.fromkeys(arm.built for arm in self.arms):
-            yield [arm for arm in self.arms if arm.built == built]
+        for same in dict.fromkeys((arm.built, arm.weights) for arm in self.arms):
+            yield [arm for arm in self.arms if (arm.built, arm.weights) == same]
 
     def _missing(self, arm: Arm) -> Iterator[Sequence[Question]]:
         for first in range(0, len(self.questions), self.max_batch):

@@ -44,7 +44,7 @@ def canonicalise(graph: Graph) -> None:
     _straighten_rotary_table(graph)
     _type_and_drop_no_ops(graph)
     graph.sweep()
-    for raise_op in (_raise_attention, _raise_rms_norm, _raise_rope):
+    for raise_op in (_raise_attention, _raise_rms_norm, _raise_bare_norm, _raise_rope):
         for node in graph.calls:
             raise_op(graph, node)
         graph.sweep()
@@ -190,9 +190,25 @@ def _raise_rms_norm(graph: Graph, node: Node) -> None:
     graph.replace(node, new)
 
 
+def _raise_bare_norm(graph: Graph, node: Node) -> None:
+    """(x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, where no weight follows, or one that is
+    computed: so after all norms that have their own were raised."""
+    found = _match_scaled(node)
+    if found is not None:
+        x, eps = found
+        source = node.meta.get("source", "")
+        graph.replace(node, graph.call(OPS["rms_norm"], (x, None, eps), before=node, by="", like=node, source=source))
+
+
 def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
     if "weight" not in weight.meta or weight.meta["val"].dim() != 1:
         return None
+    found = _match_scaled(scaled)
+    return None if found is None else (found[0], weight, found[1])
+
+
+def _match_scaled(scaled: Node) -> tuple[Node, float] | None:
+    """What is normed, and eps, of a norm as it is before its weight."""
     product = _through_cast(scaled)
 
     def inner(x32: Node, rsqrt: Node) -> tuple[Node, float] | None:
@@ -220,7 +236,7 @@ def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
     x = _through_cast(x32)
     if x.meta["val"].dtype != scaled.meta["val"].dtype or x32.meta["val"].dtype != numeric(x.meta["val"].dtype):
         return None  # a norm that computes in another dtype than the op
-    return x, weight, eps
+    return x, eps
 
 
 def _raise_rope(graph: Graph, node: Node) -> None:

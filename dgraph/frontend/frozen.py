@@ -28,7 +28,9 @@ from dgraph.plugins import load_ops
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import DTYPES, InputSpec
 from dgraph.spec import ModelSpec
+from dgraph.stored import as_stored
 from dgraph.verify import verify
+from dgraph.weights import WeightSource, weights_of
 
 FILE = "graph.json"
 _DTYPES = {text: dtype for dtype, text in DTYPES.items()}
@@ -40,7 +42,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-READ_LATER = {"block_length", "eos_ids", "layer_importance", "mask_id", "pad_id"}
+READ_LATER = {"block_length", "encoding", "eos_ids", "layer_importance", "mask_id", "next_token", "pad_id"}
 """Facts of a spec that recipes and decode loops read, and no capture does."""
 
 
@@ -49,7 +51,11 @@ class NotPlain(Exception):
 
 
 def capture_or_load(
-    module: nn.Module, spec: ModelSpec, prefix: str = "", store: Store | None = None
+    module: nn.Module,
+    spec: ModelSpec,
+    prefix: str = "",
+    store: Store | None = None,
+    weights: WeightSource | None = None,
 ) -> tuple[Graph, bool]:
     """A module's verified graph, from the store if the same forward was captured before.
 
@@ -57,6 +63,8 @@ def capture_or_load(
         module, spec, prefix: as for `capture_module`.
         store: where graphs are stored. Only a module with an attribute `identity` is looked up, and stored: a string
             that says everything its forward depends on but its tensors.
+        weights: of a model of which parameters are not read, see `dgraph.families.Model`: those that are stored
+            quantised are read as they are stored.
 
     Returns:
         The graph, and whether it was captured just now.
@@ -65,6 +73,14 @@ def capture_or_load(
         CaptureError: as `capture_module`.
         VerifyError: the captured graph breaks a rule.
     """
+    graph, made = _captured_or_loaded(module, spec, prefix, store)
+    if weights is not None and weights.formats:
+        as_stored(graph, weights)
+        verify(graph)
+    return graph, made
+
+
+def _captured_or_loaded(module: nn.Module, spec: ModelSpec, prefix: str, store: Store | None) -> tuple[Graph, bool]:
     identity = getattr(module, "identity", "")
     if store is None or not identity:
         graph = capture_module(module, spec, prefix)
@@ -101,15 +117,6 @@ def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
         "spec": json.dumps(said, sort_keys=True),
     }
     return graph_key(facts, device, Path(inspect.getfile(type(module))))
-
-
-def weights_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Parameters and buffers by the name that they have in a graph."""
-    named = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    return {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
 
 def to_data(graph: Graph) -> dict[str, Any]:

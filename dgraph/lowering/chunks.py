@@ -23,7 +23,7 @@ from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
 from dgraph.nodes import args_of, is_view, op_name, viewed
-from dgraph.ops import op_of
+from dgraph.ops import OPS, op_of
 from dgraph.shapes import Symbols, is_row_set
 
 CHUNK_ROWS = 24576
@@ -63,8 +63,8 @@ def slicing_of(graph: Graph, step: Region | Call | Fused) -> Slicing | None:
         rows = _row_set(graph.symbols, step.inputs[0])
         alike = all(_row_set(graph.symbols, node) in (rows, "") for node in step.inputs)
         return Slicing(rows) if step.by_row and is_row_set(rows) and alike else None
-    op, args = op_of(step.node.target), args_of(step.node)
-    if op is None or op.count is None:
+    op, args = step.op, args_of(step.node)
+    if op.count is None and op is not OPS["linear"]:
         return None
     by_row = op.values(op.by_row, args)
     found = {_row_set(graph.symbols, n) for n in by_row}
@@ -126,8 +126,7 @@ def _joined(
     outside: dict[Node, None] = {}
     inside = set(nodes)
     for origin in origins:
-        inputs = origin.node.all_input_nodes if isinstance(origin, Call) else origin.inputs
-        outside.update(dict.fromkeys(n for n in inputs if n not in inside))
+        outside.update(dict.fromkeys(n for n in origin.inputs if n not in inside))
     rowed = [n for n in outside if _row_set(graph.symbols, n)]
     # A count differs from chunk to chunk, so nothing else may read it, and it must be there before the first.
     plain = {n for o in origins if isinstance(o, Region) for n in o.inputs}

@@ -27,12 +27,14 @@ from dgraph.lowering.steps import (
     Slot,
     Slots,
     Step,
+    StoredSlots,
     calls_of,
     instead,
     observed,
     read_by,
     written_by,
 )
+from dgraph.lowering.taken import arguments_of, is_taken
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -228,9 +230,8 @@ class LoweredProgram:
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))
             return Step(compiler.function(self.graph, step), args, targets, origin=step)
-        op = op_of(step.node.target)
-        assert op is not None
-        args = [_numbered(a, self._numbers) for a in args_of(step.node)]
+        op = step.op
+        args = [_numbered(a, self._numbers) for a in arguments_of(step.node, op)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         function = launcher(op, self.graph.device)
         return Step(function, args, tuple((part, self._number(n)) for part, n in written), op, step)
@@ -310,6 +311,9 @@ def _bridge_length(stage: Stage) -> int:
 
 
 def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
+    if is_taken(arg):
+        values, scales, zeros, block, _ = args_of(arg)
+        return StoredSlots([*(_numbered(a, numbers) for a in (values, scales, zeros)), tuple(block)])
     if isinstance(arg, Node):
         return numbers[arg]
     if isinstance(arg, (list, tuple)):

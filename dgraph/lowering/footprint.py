@@ -27,6 +27,7 @@ from dgraph.lowering.steps import Step, instead, single
 from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import OPS, Op, op_of
 from dgraph.private.torch import StorageWatch, fake_mode
+from dgraph.quantised import QuantisedWeight
 from dgraph.shapes import InputSpec
 
 HEAD = "LM head"
@@ -131,7 +132,7 @@ class _Run:
 
     def _called(self, op: Op, node: Node | None, args: Sequence[Any]) -> Any:
         self._enter(node)
-        result = self._quietly(op.overload, *args)
+        result = self._quietly(op.overload, *(_dense(arg, args) for arg in args))
         self.watch.note(result)
         if op.workspace is not None:
             self.watch.rise(op.workspace(self.device, *args))
@@ -190,6 +191,11 @@ class _Run:
             return function(*args, **kwargs)
         finally:
             self.watch.quiet = False
+
+
+def _dense(arg: Any, args: Sequence[Any]) -> Any:
+    """A quantised weight as the schema of an op has it, in the dtype of what it multiplies; all else as it is."""
+    return args[0].new_empty(arg.shape) if isinstance(arg, QuantisedWeight) else arg
 
 
 def groups_of(graph: Graph) -> dict[Node, str]:

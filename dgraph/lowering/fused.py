@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from dgraph.graph import Graph
 from dgraph.linears import linear_of
+from dgraph.lowering.taken import inputs_of
 from dgraph.nodes import ancestors, args_of, viewed
 from dgraph.ops import OPS, op_of, rope
 
@@ -50,8 +51,8 @@ class Fused:
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        """The nodes among the arguments, each once."""
-        return tuple(dict.fromkeys(arg for arg in self.args if isinstance(arg, Node)))
+        """The values that it reads, each once."""
+        return tuple(inputs_of(arg for arg in self.args if isinstance(arg, Node)))
 
 
 def add_product(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def _is_layer(linear: object, total: Node) -> bool:
     found = linear_of(linear)
     if found is None or found.kind != "plain" or set(found.node.users) != {total}:
         return False
-    return len(args_of(found.node)) == 2 and found.is_stored and found.by_vectors
+    return len(args_of(found.node)) == 2 and "weight" in found.weight.meta and found.by_vectors
 
 
 def _ends_in(stream: object, linear: Node, total: Node) -> bool:

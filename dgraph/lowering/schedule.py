@@ -24,8 +24,9 @@ from torch.fx import Node
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.fused import Fused, fused_of
+from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by
 from dgraph.nodes import args_of, where
-from dgraph.ops import op_of
+from dgraph.ops import Op, op_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,22 @@ class Region:
 
 @dataclass(frozen=True)
 class Call:
-    """One opaque call, and the nodes that name its results (one node, or one per part of a tuple)."""
+    """One opaque call, and the nodes that name its results (one node, or one per part of a tuple).
+
+    Attributes:
+        node: the call.
+        results: the parts of its result, with the node of each.
+        op: that it is run by.
+    """
 
     node: Node
     results: tuple[tuple[int | None, Node], ...]
+    op: Op
+
+    @property
+    def inputs(self) -> Sequence[Node]:
+        """The values that it reads, each once."""
+        return inputs_of(self.node.all_input_nodes)
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,9 @@ def schedule(graph: Graph, fused: bool | None = None) -> tuple[Stage, ...]:
             if node in units.fused:
                 steps.append(units.fused[node])
                 continue
-            call = Call(node, _results_of(node))
+            op = run_by(node)
+            assert op is not None  # it is opaque
+            call = Call(node, _results_of(node), op)
             if _is_cut(node):
                 stages.append(Stage("", tuple(steps), rows, call))
                 steps, rows = [], node.meta["rows"]
@@ -126,7 +141,7 @@ class _Units:
     def __init__(self, graph: Graph, fused: Mapping[Node, Fused]):
         self.graph, self.fused = graph, fused
         self._within = {found.within: node for node, found in fused.items()}
-        self.nodes = [node for node in graph.calls if node not in self._within]
+        self.nodes = [node for node in graph.calls if node not in self._within and not is_taken(node)]
 
     def is_opaque(self, node: Node) -> bool:
         """Whether nothing fuses with it."""
@@ -134,11 +149,11 @@ class _Units:
 
     def inputs(self, node: Node) -> Sequence[Node]:
         """What it reads."""
-        return self.fused[node].inputs if node in self.fused else node.all_input_nodes
+        return self.fused[node].inputs if node in self.fused else inputs_of(node.all_input_nodes)
 
     def readers(self, node: Node) -> list[Node]:
         """What reads it."""
-        return [self._within.get(user, user) for user in node.users]
+        return [self._within.get(reader, reader) for reader in readers_of(node)]
 
 
 def _stage_names(count: int) -> Iterable[str]:
@@ -148,7 +163,7 @@ def _stage_names(count: int) -> Iterable[str]:
 
 
 def _is_opaque(node: Node) -> bool:
-    op = op_of(node.target)
+    op = run_by(node)
     return op is not None and not op.inline
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dgraph.ops import Op
+from dgraph.quantised import QuantisedWeight
 
 if TYPE_CHECKING:
     from dgraph.lowering.fused import Fused
@@ -20,6 +21,10 @@ Observer = Callable[[Op, tuple[Any, ...], Any], None]
 
 class Slot(int):
     """The number of a slot, as it stands for a value among arguments."""
+
+
+class StoredSlots(list[Any]):
+    """As an argument: values, scales, zeros and block of a weight, of which a `QuantisedWeight` is made."""
 
 
 class Slots(list[Any]):
@@ -199,6 +204,9 @@ def written_by(steps: Iterable[AnyStep]) -> set[int]:
 def _fill(arg: Any, slots: list[Any]) -> Any:
     if isinstance(arg, Slot):
         return slots[arg]
+    if isinstance(arg, StoredSlots):
+        values, scales, zeros, block = (_fill(a, slots) for a in arg)
+        return QuantisedWeight(values, scales, zeros, block)
     return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
 
 

@@ -19,6 +19,7 @@ from dgraph.cache.key import Key, tuning_key
 from dgraph.cache.store import Store
 from dgraph.graph import Graph
 from dgraph.groups import Alone, Group
+from dgraph.lowering.taken import is_taken
 from dgraph.lowering.timing import tiling_seconds
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, op_of
@@ -212,7 +213,7 @@ def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, li
 
     for node in graph.calls:
         op = op_of(node.target)
-        if op is not None and op.tuning is not None:
+        if op is not None and op.tuning is not None and not any(map(is_taken, args_of(node))):
             shapes = op.tunable.shapes(*map(sized, args_of(node)))
             found.setdefault(op.name, {}).update(dict.fromkeys(shapes))
     return {op: list(shapes) for op, shapes in found.items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import placed_rows, slots_of
+from dgraph.ops.scales import scaled, store, unscaled
 
 CONTRACT = """\
 The three sums of the cosine between a row of `new` and what `cache` holds for it: their product, the square of the new
@@ -20,6 +21,7 @@ several ranks hold are counted several times, and all alike, which leaves the co
 new [N, H, D]; cache [pages, page, H, D] of the same dtype, position p of sequence s at
 cache[page_table[s, p // page], p % page]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; only bool[N], the
 rows that take part, or None: all of them -> f32[N, 3] (float64 for float64). Sums in fp32 at least.
+A cache in float8_e4m3fn has `scale` f32[pages, page, H], contiguous, and is read and written with it as by kv_write.
 A row that takes no part, one whose position has no page (a negative entry) and a padding row give zeros and write
 nothing. Padding rows may hold anything. A slot that was never written may hold NaN: so does the sum, then. A page that
 the cache does not have is an error in the reference and undefined in a kernel. Deterministic: a row's sums depend on
@@ -33,6 +35,7 @@ def reference(
     page_table: Tensor,
     cu_rows: Tensor,
     only: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     rows, (pages, places) = placed_rows("compare_rows", positions, page_table, cu_rows, *cache.shape[:2])
     if only is not None:
@@ -40,8 +43,10 @@ def reference(
         rows = torch.arange(len(only), device=only.device)[rows][wanted]
         pages, places = pages[wanted], places[wanted]
     sums = torch.zeros(len(new), 3, dtype=numeric(new.dtype), device=new.device)
-    sums[rows] = sums_of(new[rows], cache[pages, places])
-    cache[pages, places] = new[rows]
+    at = pages, places
+    held = unscaled(cache[at], None if scale is None else scale[at], new.dtype)
+    sums[rows] = sums_of(new[rows], held)
+    store("compare_rows", new[rows], at, cache, scale)
     return sums
 
 
@@ -77,10 +82,18 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         if name == "pages missing":
             table[:, 0] = -1
         only = None if share is None else torch.rand(len(new), generator=generator) < share
-        padded = (pad_rows(new, 3), cache.clone(), pad_rows(positions, 3), table, cu_rows)
-        yield Sample(
-            name, (new, cache, *where, only), (*padded, None if only is None else pad_rows(only, 3))
-        )  # fmt: skip
+        args = new, cache, *where, only
+        more = None if only is None else pad_rows(only, 3)
+        padded = pad_rows(new, 3), cache.clone(), pad_rows(positions, 3), table, cu_rows, more
+        yield Sample(name, args, padded)
+        if name in ("some rows", "pages missing"):
+            yield Sample(f"{name}, float8", in_float8(args), in_float8(padded))
+
+
+def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call whose second argument is a cache, with this in float8 and its scales."""
+    stored, scale = scaled(args[1])
+    return args[0], stored, *args[2:], scale
 
 
 def changed_rows(
@@ -115,7 +128,8 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
-    mutates=("cache",),
+    mutates=("cache", "scale"),
+    scales={"cache": "scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.compare_rows:kernel",
 )

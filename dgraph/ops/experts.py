@@ -12,6 +12,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
+from dgraph.ops.stored import multiply
 
 CONTRACT = """\
 x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
@@ -31,7 +32,7 @@ def reference(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: 
     live = chosen(choice, gate_up.shape[0])
     for expert in choice[live].unique().tolist():
         rows, slots = (choice == expert).nonzero(as_tuple=True)
-        each[rows, slots] = F.linear(gated(F.linear(x[rows], gate_up[expert])), down[expert])
+        each[rows, slots] = multiply(gated(multiply(x[rows], gate_up[expert])), down[expert])
     return combine(each, weight, live)
 
 
@@ -138,5 +139,6 @@ OP = define(
     by_row=("x", "choice", "weight"),
     padding=(0,),
     kernel="dgraph.ops.triton.experts:kernel",
+    stored=("gate_up", "down"),
     workspace=workspace,
 )

@@ -45,6 +45,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    copies=("cache",),
     padding=(0,),
     kernel="dgraph.ops.triton.feature_read:kernel",
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
 from dgraph.ops.registry import Sample, define, numeric
+from dgraph.ops.scales import FLOAT8, check_scale, scaled, store
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
@@ -39,6 +40,8 @@ may have more than b.
 With first i64[1], score is f32[M, H] of all H heads, and k, v, the packed caches and pack_count are of the Hkv of them
 from head `first` on (a rank's own): budgets are divided over the H heads, and each of the Hkv keeps what it keeps
 there. The heads before and after are chosen for in the same way where they are, and leave nothing here.
+Packed caches in float8_e4m3fn have k_pack_scale and v_pack_scale f32[entries]. k and v in float8_e4m3fn have k_scale
+and v_scale f32[M, Hkv], contiguous: vectors and scales are copied as they are. Else vectors are rounded as by kv_write.
 Padding rows may hold anything. Too few entries for a sequence, or a position without a row, is an error in the
 reference; a kernel leaves such entries alone. Deterministic; a kernel may sum a head's scores in another order."""
 
@@ -92,6 +95,10 @@ def reference(
     pooling: str,
     recent: int,
     first: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_pack_scale: Tensor | None = None,
+    v_pack_scale: Tensor | None = None,
 ) -> None:
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
     check_own(score, k, first)
@@ -132,11 +139,26 @@ def reference(
         entry = starts[s]
         for head, which in enumerate(kept):
             to = slice(entry, entry + len(which))
-            k_pack[to], v_pack[to] = k[which, head], v[which, head]
+            _copy(k, k_scale, (which, head), k_pack, k_pack_scale, to)
+            _copy(v, v_scale, (which, head), v_pack, v_pack_scale, to)
             pack_count[s, head] = len(which)
             if len(pack_index):
                 pack_index[to] = key_positions[which].int()
             entry = to.stop
+
+
+def _copy(
+    vectors: Tensor, scale: Tensor | None, of: tuple[Any, ...], pack: Tensor, pack_scale: Tensor | None, to: slice
+) -> None:
+    """Vectors as they are stored, with their scales; rounded only where they are not stored in float8 yet."""
+    check_scale("kv_pack", vectors, scale)
+    if scale is None:
+        store("kv_pack", vectors[of], to, pack, pack_scale)
+        return
+    check_scale("kv_pack", pack, pack_scale)
+    pack[to] = vectors[of]
+    if pack_scale is not None:
+        pack_scale[to] = scale[of]
 
 
 def pooled(score: Tensor, pool: int, pooling: str) -> Tensor:
@@ -198,6 +220,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     ):  # fmt: skip
         call = draw(generator, actions, counts, windows, settings, levels=levels)
         yield Sample(name, call, padded(call))
+        if name.startswith(("by mass", "a share")):
+            for stored in (False, True):
+                args = in_float8(call, stored)
+                what = "copied as stored" if stored else "rounded"
+                yield Sample(f"{name}, float8 {what}", args, padded(args))
     for how in ("uniform", "mass", "adaptive"):
         settings = (0.0, 3, how, 0.1, 1, "max", 0)
         call = draw(generator, every, (11, 7, 6, 14), ((4, 8), (2, 5), (2, 5), (0, 4)), settings)
@@ -238,20 +265,34 @@ def draw(
     return score, *kv, positions, cu_keys, per_sequence(windows).view(-1, 2), per_sequence(actions), *into, 1, *settings
 
 
+def in_float8(call: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
+    """The call with packed caches in float8; k and v, too, if they are stored already."""
+    score, k, v, *rest = call
+    k_scale = v_scale = None
+    if stored:
+        (k, k_scale), (v, v_scale) = map(scaled, (k, v))
+    rest[4:6] = (pack.to(FLOAT8) for pack in rest[4:6])
+    first = () if len(call) > 20 else (None,)
+    return score, k, v, *rest, *first, k_scale, v_scale, *(torch.full(rest[4].shape[:1], 0.5) for _ in range(2))
+
+
 def padded(call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same call on copies of what it writes, with padding rows."""
     return (
         *(pad_rows(x, 3) for x in call[:4] if isinstance(x, Tensor)),
-        *(x.clone() if isinstance(x, Tensor) else x for x in call[4:]),
+        *(x.clone() if isinstance(x, Tensor) else x for x in call[4:21]),
+        *(None if x is None else pad_rows(x, 3) for x in call[21:23]),
+        *(x.clone() for x in call[23:]),
     )
 
 
-WRITTEN = ("k_pack", "v_pack", "pack_count", "pack_index")
+WRITTEN = ("k_pack", "v_pack", "pack_count", "pack_index", "k_pack_scale", "v_pack_scale")
 OP = define(
     "kv_pack",
     reference,
     samples=samples,
     contract=CONTRACT,
     mutates=WRITTEN,
+    scales={"k": "k_scale", "v": "v_scale", "k_pack": "k_pack_scale", "v_pack": "v_pack_scale"},
     kernel="dgraph.ops.triton.kv_pack:kernel",
 )

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
+from dgraph.ops.kv_votes import in_float8
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import check_heads
+from dgraph.ops.scales import check_scale, unscaled
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
@@ -21,6 +23,7 @@ shared=False: for each KV head the maximum of s_h(j) over the query heads of its
 shared=True: the mean over all query heads, the same for every KV head (Sparse-dLLM).
 q [N, Hq, D] and positions i64[N] by cu_rows i32[b+1], positions ascending in a sequence; k [M, Hkv, D] by
 cu_keys i32[b+1]; window i32[b, 2]; action i32[b]
+k in float8_e4m3fn has k_scale f32[M, Hkv], contiguous: a key stands for its scale times what is stored
 -> f32[M, Hkv] (float64 for float64). Query head h reads KV head h // (Hq / Hkv). Means, scores and sums in fp32 at
 least. Sequences with other actions, and padding rows, give 0. Padding rows, and query rows outside of the window, may
 hold anything. Deterministic; a sequence gives the same bits alone and in any batch of the reference."""
@@ -36,9 +39,11 @@ def reference(
     action: Tensor,
     scale: float,
     shared: bool,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     check_heads("kv_scores", q, k, 1)
-    out = k.new_zeros(k.shape[:2], dtype=numeric(k.dtype))
+    check_scale("kv_scores", k, k_scale)
+    out = q.new_zeros(k.shape[:2], dtype=numeric(q.dtype))
     kv_heads = k.shape[1]
     bounds = window.tolist()
     for s, rows, keys in spans_of(action, SELECT, cu_rows, cu_keys):
@@ -48,13 +53,14 @@ def reference(
         if not len(found):
             continue
         mean = found.mean(0).view(kv_heads, -1, q.shape[2])
-        scores = torch.einsum("hgd,jhd->jhg", mean, k[keys].to(out.dtype)) * scale
+        of_s = unscaled(k[keys], None if k_scale is None else k_scale[keys], q.dtype).to(out.dtype)
+        scores = torch.einsum("hgd,jhd->jhg", mean, of_s) * scale
         out[keys] = scores.mean((1, 2))[:, None] if shared else scores.amax(2)
     return out
 
 
 def fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    return k.new_empty(k.shape[:2], dtype=numeric(k.dtype))
+    return q.new_empty(k.shape[:2], dtype=numeric(q.dtype))
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -83,11 +89,9 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     q, k = torch.randn(7, 4, 8, generator=generator), torch.randn(19, 2, 8, generator=generator)
     positions, cu_rows, cu_keys = torch.tensor([4, 5, 8, 9, 2, 3, 6]), cu_rows_of((4, 3)), cu_rows_of((12, 7))
     rest = (cu_rows, cu_keys, per_sequence([(5, 9), (2, 6)]), per_sequence([SELECT, SELECT]), 1.0, False)
-    yield Sample(
-        "fewer query rows than keys",
-        (q, k, positions, *rest),
-        (*(pad_rows(x, 3) for x in (q, k, positions)), *rest),
-    )
+    few, padded = (q, k, positions, *rest), (*(pad_rows(x, 3) for x in (q, k, positions)), *rest)
+    yield Sample("fewer query rows than keys", few, padded)
+    yield Sample("the same, float8", in_float8(few), in_float8(padded))
 
 
 OP = define(
@@ -96,7 +100,8 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
-    own_rows=("k",),
+    own_rows=("k", "k_scale"),
+    scales={"k": "k_scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.kv_scores:kernel",
 )

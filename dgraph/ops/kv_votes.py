@@ -11,6 +11,7 @@ from torch import Tensor
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import GROUP_ELEMENTS, check_heads
+from dgraph.ops.scales import check_scale, scaled, unscaled
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 CONTRACT = """\
@@ -22,6 +23,7 @@ MaskKV Eq. 6 has first=0, last=2**31-1 (the response votes); SnapKV first=-32, l
 H2O first=-2**31, last=2**31-1 (all rows).
 q [N, Hq, D], positions i64[N] and limit i32[N] by cu_rows i32[b+1]; k [M, Hkv, D] and key_positions i64[M] by
 cu_keys i32[b+1]; positions ascend in a sequence; window i32[b, 2]; action i32[b]; first and last fit in i32
+k in float8_e4m3fn has k_scale f32[M, Hkv], contiguous: a key stands for its scale times what is stored
 -> f32[M, Hkv] (float64 for float64). Query head h reads KV head h // (Hq / Hkv). Scores and sums in fp32 at least.
 Over the keys of a sequence a head's votes sum to the number of voters that see a key; one that sees none votes for
 none. Sequences with other actions, and padding rows, give 0. Padding rows, and query rows that do not vote, may hold
@@ -41,18 +43,21 @@ def reference(
     scale: float,
     first: int,
     last: int,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     check_heads("kv_votes", q, k, 1)
-    out = k.new_zeros(k.shape[:2], dtype=numeric(k.dtype))
+    check_scale("kv_votes", k, k_scale)
+    out = q.new_zeros(k.shape[:2], dtype=numeric(q.dtype))
     lows = window[:, 0].tolist()
     for s, rows, keys in spans_of(action, SELECT, cu_rows, cu_keys):
         position = positions[rows]
         chosen = (position >= lows[s] + first) & (position < lows[s] + last)
         voters = rows.start + chosen.nonzero().squeeze(1)
+        found = unscaled(k[keys], None if k_scale is None else k_scale[keys], q.dtype).to(out.dtype)
         size = max(1, GROUP_ELEMENTS // max(1, q.shape[1] * (keys.stop - keys.start)))
         for some in voters.split(size):
             seen = key_positions[keys] < limit[some, None]
-            out[keys] += _votes(q[some].to(out.dtype), k[keys].to(out.dtype), seen, scale)
+            out[keys] += _votes(q[some].to(out.dtype), found, seen, scale)
     return out
 
 
@@ -67,7 +72,7 @@ def _votes(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
 
 
 def fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    return k.new_empty(k.shape[:2], dtype=numeric(k.dtype))
+    return q.new_empty(k.shape[:2], dtype=numeric(q.dtype))
 
 
 ALL = 2**31 - 1
@@ -98,6 +103,13 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     few = (q[::2], k, positions[::2], key_positions, cu_rows_of((8, 5)), cu_keys, limit[::2], *rest)
     padded = (*(pad_rows(x, 3) for x in few[:4]), *few[4:6], pad_rows(few[6], 3), *rest)
     yield Sample("fewer query rows than keys, limits among the keys", few, padded)
+    yield Sample("the same, float8", in_float8(few), in_float8(padded))
+
+
+def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call whose second argument is keys, with these in float8 and their scales."""
+    stored, scale = scaled(args[1])
+    return args[0], stored, *args[2:], scale
 
 
 def sample(
@@ -130,7 +142,8 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
-    own_rows=("k", "key_positions"),
+    own_rows=("k", "key_positions", "k_scale"),
+    scales={"k": "k_scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.kv_votes:kernel",
 )

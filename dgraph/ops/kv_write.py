@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +11,15 @@ from torch import Tensor
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
 from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
+from dgraph.ops.scales import FLOAT8, store
 
 CONTRACT = """\
 Position p of sequence s lives at cache[page_table[s, p // page], p % page].
 Writes k and v [N, Hkv, D] of every live row to k_cache and v_cache [pages, page, Hkv, D], all of one dtype;
 returns nothing.
+Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], contiguous: a vector x of a row and a
+KV head is written as x / s, rounded to the nearest (ties to even), with s = max(max|x| / 448, 2**-100) in its place
+among the scales. Both are computed in fp32, from x alone.
 positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1].
 Padding rows write nothing and may hold anything; table entries that no row addresses are not read. The
 rows of a step address distinct slots, so the order of the writes does not matter.
@@ -30,10 +35,12 @@ def reference(
     positions: Tensor,
     page_table: Tensor,
     cu_rows: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, *k_cache.shape[:2])
-    k_cache[slots] = k[rows]
-    v_cache[slots] = v[rows]
+    store("kv_write", k[rows], slots, k_cache, k_scale)
+    store("kv_write", v[rows], slots, v_cache, v_scale)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -42,6 +49,23 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         if sample.name.startswith("ragged"):
             assert sample.padded is not None
             yield Sample("pages missing", *(without_pages(args, 5) for args in (sample.args, sample.padded)))
+    yield from in_float8(placed_samples(generator))
+
+
+def in_float8(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Some of the samples with caches in float8, and a vector of zeros and one of tiny numbers among the rows."""
+    for sample in samples:
+        if sample.name.startswith(("one", "ragged")):
+            assert sample.padded is not None
+            for args in (sample.args, sample.padded):
+                args[0][0, 0], args[1][1, 0] = 0, 1e-40
+            yield Sample(f"{sample.name}, float8", *map(_in_float8, (sample.args, sample.padded)))
+
+
+def _in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    k, v, k_cache, v_cache, *where = args
+    scales = (torch.full(cache.shape[:3], 0.5) for cache in (k_cache, v_cache))
+    return k, v, k_cache.to(FLOAT8), v_cache.to(FLOAT8), *where, *scales
 
 
 def placed_samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -69,7 +93,8 @@ OP = define(
     reference,
     samples=samples,
     contract=CONTRACT,
-    mutates=("k_cache", "v_cache"),
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
+    scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     count="cu_rows",
     kernel="dgraph.ops.triton.kv_write:kernel",
 )

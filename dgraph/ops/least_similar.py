@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops import compare_rows, least_drifted
-from dgraph.ops.compare_rows import nearby
+from dgraph.ops.compare_rows import in_float8, nearby
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows, slots_of
@@ -21,6 +21,7 @@ what v_cache holds for the row; ties: the lower row first. Rows that adapt: thos
 `adapt` bool[N], if it is given, is True. Then v_cache takes v of every live row that is full or adapts.
 v [N, Hkv, D]; v_cache [pages, page, Hkv, D] of the same dtype, position p of sequence s at
 v_cache[page_table[s, p // page], p % page]; full bool[N]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1];
+v_cache in float8_e4m3fn has v_scale f32[pages, page, Hkv], contiguous, and is read and written with it as by kv_write;
 share a float in [0, 1], share * n taken in double precision -> bool[N]; padding rows: False.
 The cosine is drift's: over all Hkv * D values of a row, in fp32 at least. One that is no number (a slot that was never
 written may hold NaN) is below all others.
@@ -39,6 +40,7 @@ def reference(
     cu_rows: Tensor,
     share: float,
     adapt: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     rows, _ = placed_rows("least_similar", positions, page_table, cu_rows, *v_cache.shape[:2])
     chosen = full.clone()
@@ -49,7 +51,7 @@ def reference(
             "negative), so there are no values to compare its own with. Assign the page, or make the row full."
         )
     changes = None if adapt is None else full | adapt
-    sums = compare_rows.reference(v, v_cache, positions, page_table, cu_rows, changes)
+    sums = compare_rows.reference(v, v_cache, positions, page_table, cu_rows, changes, v_scale)
     return least_drifted.reference(sums, full, cu_rows, share, adapt)
 
 
@@ -86,11 +88,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         adapt = None if idle is None else torch.rand(sum(counts), generator=generator) >= idle
         padded = None if adapt is None else pad_rows(adapt, 3)
         where = (table, cu_rows, share)
-        yield Sample(
-            name,
-            (v, cache.clone(), full, positions, *where, adapt),
-            (pad_rows(v, 3), cache, pad_rows(full, 3), pad_rows(positions, 3), *where, padded),
-        )
+        args = v, cache.clone(), full, positions, *where, adapt
+        wider = pad_rows(v, 3), cache, pad_rows(full, 3), pad_rows(positions, 3), *where, padded
+        yield Sample(name, args, wider)
+        if name in ("some rows", "some rows are idle"):
+            yield Sample(f"{name}, float8", in_float8(args), in_float8(wider))
 
 
 OP = define(
@@ -99,7 +101,8 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
-    mutates=("v_cache",),
+    mutates=("v_cache", "v_scale"),
+    scales={"v_cache": "v_scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.least_similar:kernel",
 )

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
+from dgraph.ops.stored import multiply
 
 CONTRACT = """\
 Only rows with candidate = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
@@ -95,7 +95,7 @@ def each_chunk(
     first = 0
     for rows in candidate.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
-            logits = F.linear(h[first : first + len(rows)] if packed else h[rows], weight, bias)
+            logits = multiply(h[first : first + len(rows)] if packed else h[rows], weight, bias)
             first += len(rows)
             take(rows, logits)
             del logits  # or two chunks would be alive at once
@@ -237,5 +237,6 @@ OP = define(
     padding=(-1, -torch.inf, -torch.inf, torch.inf),
     kernel="dgraph.ops.triton.lm_head:kernel",
     tuning="dgraph.ops.triton.candidates:LOGITS",
+    stored=("weight",),
     workspace=workspace,
 )

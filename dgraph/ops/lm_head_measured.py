@@ -100,5 +100,6 @@ OP = define(
     own_rows=("h",),
     padding=(-1, -torch.inf, -torch.inf, torch.inf, 0),
     kernel="dgraph.ops.triton.lm_head_measured:kernel",
+    stored=("weight",),
     workspace=workspace,
 )

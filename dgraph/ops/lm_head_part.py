@@ -110,5 +110,6 @@ OP = define(
     own_rows=("h",),
     padding=(None,),
     kernel="dgraph.ops.triton.lm_head_part:kernel",
+    stored=("weight",),
     workspace=workspace,
 )

@@ -12,8 +12,9 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.per_stage import per_stage
-from dgraph.ops.registry import Sample, define
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import attend, check_heads, mask_of, padded_length
+from dgraph.ops.scales import FLOAT8, check_scale, scaled, unscaled
 
 CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence; position p of sequence s lives at
@@ -21,6 +22,8 @@ cache[page_table[s, p // page], p % page].
 q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N]
 -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
 Scores q.k * scale and sums in fp32 at least.
+Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], contiguous: a key stands for
+k_scale times what is stored, a value for v_scale times that, multiplied in fp32 into score and weight.
 A row with limit 0, and a padding row, gives zeros. Padding rows may hold anything. A slot that no row of the
 sequence sees may hold anything, NaN included; table entries past the last page that a row sees are not read.
 Deterministic. The reference pads each sequence to lengths that depend on nothing but its own rows and
@@ -35,16 +38,22 @@ def reference(
     cu_rows: Tensor,
     limit: Tensor,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    for cache, by in ((k_cache, k_scale), (v_cache, v_scale)):
+        check_scale("paged_attention", cache, by)
     out = q.new_zeros(q.shape)
-    for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], q.dtype):
-        keys, values = (s.taken(cache) for cache in (k_cache, v_cache))
+    wide = q if k_scale is None else q.to(numeric(q.dtype))
+    for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], wide.dtype):
+        keys, values = (s.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
         mask, blind = s.mask, None
         if mask is None:
             end = _filled_up(limit[s.rows])[None]
-            mask, blind = mask_of(s.slots >= end[:, :, None], q.dtype), end <= 0
-        out[s.rows] = attend(_filled_up(q[s.rows])[None], keys, values, mask, blind, scale)[0, : s.count]
+            mask, blind = mask_of(s.slots >= end[:, :, None], wide.dtype), end <= 0
+        found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
+        out[s.rows] = found[0, : s.count].to(q.dtype)
     return out
 
 
@@ -68,9 +77,11 @@ class _Sequence:
     slots: Tensor
     mask: Tensor | None
 
-    def taken(self, cache: Tensor) -> Tensor:
-        """[1, K, Hkv, D]: the positions in those pages, in order; zeros from `length` on."""
+    def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[1, K, Hkv, D]: the positions in those pages, in order, as numbers of a dtype; zeros from `length` on."""
         values = cache.index_select(0, self.pages).flatten(0, 1)
+        if scale is not None:
+            values = unscaled(values, scale.index_select(0, self.pages).flatten(0, 1), dtype)
         if self.length < len(values):
             values[self.length :] = 0  # unwritten slots may hold NaN, which no mask hides
         return values[None]
@@ -130,8 +141,11 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
 
         return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, q.element_size(), device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
-    values = 4 * keys * heads * width + 2 * q.numel() // max(b, 1)
-    return q.element_size() * values + b * keys * (8 + q.element_size())
+    values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
+    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries, and results of a sequence, too
+        size = max(size, 4)
+        values += keys * heads * width + q.numel() + q.numel() // max(b, 1)
+    return size * values + b * keys * (8 + size)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -144,7 +158,18 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         per_row = torch.tensor(limits).repeat_interleave(torch.tensor(counts)).int()
         yield _sample(name, counts, per_row, page, hq, hkv, d, generator)
     mixed = torch.tensor([8, 8, 12, 12, 0, 3, 5]).int()
-    yield _sample("two limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, generator)
+    two = _sample("two limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, generator)
+    yield two
+    for sample in (two, _sample("one row", (1,), torch.tensor([70]).int(), 16, 6, 2, 20, generator)):
+        assert sample.padded is not None
+        yield Sample(f"{sample.name}, float8", in_float8(sample.args), in_float8(sample.padded))
+
+
+def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call whose second and third arguments are caches, with these in float8 and their scales."""
+    q, *caches = args[:3]
+    (k_cache, k_scale), (v_cache, v_scale) = map(scaled, caches)
+    return q, k_cache, v_cache, *args[3:], k_scale, v_scale
 
 
 def _sample(
@@ -181,6 +206,7 @@ OP = define(
     contract=CONTRACT,
     fake=fake,
     count="cu_rows",
+    scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.paged_attention:kernel",
     tuning="dgraph.ops.triton.candidates:ATTENTION",

@@ -13,7 +13,8 @@ from dgraph.ops.registry import define
 CONTRACT = """\
 Context of rows over the paged cache of their sequence, exact for some and updated for the others; then which rows are
 salient, as drift says of that context.
-q [N, H, D]; k_cache, v_cache [pages, page, Hkv, D]; c_cache [pages, page, H, D], all of one dtype; position p of
+q [N, H, D]; k_cache, v_cache [pages, page, Hkv, D]; c_cache [pages, page, H, D], all of one dtype, but k_cache and
+v_cache may be in float8_e4m3fn, with scales k_scale and v_scale as in paged_attention; position p of
 sequence s at cache[page_table[s, p // page], p % page]. positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1];
 limit i32[N]; full bool[N]. Query head h reads KV head h // (H / Hkv).
 index i64[K]: the rows of q whose k and v have changed, ascending, -1 from cu_changed[b] on; cu_changed i32[b+1]: its
@@ -45,10 +46,12 @@ def reference(
     limit: Tensor,
     scale: float,
     tau: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     caches, changes = (k_cache, v_cache), (dv, index, cu_changed)
     where = (full, positions, page_table, cu_rows, limit)
-    context, sums = partial_context.reference(q, *caches, *changes, c_cache, *where, scale, tau)
+    context, sums = partial_context.reference(q, *caches, *changes, c_cache, *where, scale, tau, k_scale, v_scale)
     return context, drifted.reference(sums, full, cu_rows, tau)
 
 
@@ -63,6 +66,7 @@ OP = define(
     contract=CONTRACT,
     fake=fake,
     mutates=("c_cache",),
+    scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     own_rows=("dv", "index", "cu_changed"),
     padding=(0, 0),
     kernel="dgraph.ops.triton.partial_attention:kernel",

@@ -15,13 +15,14 @@ from dgraph.ops.compare_rows import nearby, sums_of
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import sequence_of, slots_of
+from dgraph.ops.scales import unscaled
 
 CONTRACT = """\
 dgraph::partial_attention without its decision: the same arguments and the same context, and in place of the salient
 rows the sums that dgraph::compare_rows gives of that context and c_cache, which takes the context of every live row.
 q [N, H, D]; k_cache, v_cache [pages, page, Hkv, D]; dv [K, Hkv, D]; index i64[K]; cu_changed i32[b+1]; c_cache
 [pages, page, H, D]; full bool[N]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N]; scale; tau,
-of which only counts whether it is above 1: every row is exact then
+of which only counts whether it is above 1: every row is exact then; k_scale, v_scale of caches in float8_e4m3fn
 -> context [N, H, D] in the dtype of q, and f32[N, 3] (float64 for float64): dgraph::drifted decides, with the sums of
 all ranks. Padding rows of q and of index may hold anything and give zeros; they write nothing. Deterministic; a
 sequence gives the same bits alone and in any batch (reference)."""
@@ -42,11 +43,13 @@ def reference(
     limit: Tensor,
     scale: float,
     tau: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     live = int(cu_rows[-1])
     exact = full[:live] | (tau > 1)
     exact[index[: int(cu_changed[-1])]] = True
-    context = paged_attention.reference(q, k_cache, v_cache, page_table, cu_rows, limit, scale)
+    context = paged_attention.reference(q, k_cache, v_cache, page_table, cu_rows, limit, scale, k_scale, v_scale)
     starts, changed = cu_rows.tolist(), cu_changed.tolist()
     for s in range(len(starts) - 1):
         rows = slice(starts[s], starts[s + 1])
@@ -55,7 +58,7 @@ def reference(
             continue
         of_s = slice(changed[s], changed[s + 1])
         moved = positions[index[of_s]]
-        delta = _delta(q[update], k_cache, dv[of_s], moved, page_table[s], limit[update], scale)
+        delta = _delta(q[update], (k_cache, k_scale), dv[of_s], moved, page_table[s], limit[update], scale)
         slot = page_table[s, positions[update] // c_cache.shape[1]].long(), positions[update] % c_cache.shape[1]
         context[update] = (c_cache[slot].to(delta.dtype) + delta).to(q.dtype)
     slots = slots_of("partial_attention", positions, page_table, cu_rows, c_cache.shape[1])
@@ -65,12 +68,25 @@ def reference(
     return context, sums
 
 
-def _delta(q: Tensor, k_cache: Tensor, dv: Tensor, moved: Tensor, table: Tensor, limit: Tensor, scale: float) -> Tensor:
-    """[R, H, D] of one sequence: the new attention weights of q [R, H, D] on positions `moved`, times dv."""
+def _delta(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor | None],
+    dv: Tensor,
+    moved: Tensor,
+    table: Tensor,
+    limit: Tensor,
+    scale: float,
+) -> Tensor:
+    """[R, H, D] of one sequence: the new attention weights of q [R, H, D] on positions `moved`, times dv.
+
+    keys: their cache, and its scales if it has any.
+    """
+    k_cache, k_scale = keys
     wide, page, heads = numeric(q.dtype), k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     longest = max(1, int(limit.max()))
     slot = torch.arange(longest, device=q.device)
-    k = k_cache[table[slot // page].long(), slot % page].to(wide).repeat_interleave(heads, 1)
+    at = table[slot // page].long(), slot % page
+    k = unscaled(k_cache[at], None if k_scale is None else k_scale[at], wide).to(wide).repeat_interleave(heads, 1)
     scores = torch.einsum("rhd,khd->hrk", q.to(wide), k) * scale
     hidden = slot >= limit[:, None]
     weight = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
@@ -93,10 +109,19 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("nothing salient", (4, 3), (6, 8), 4, 3, 1, 8, -1.01, 0.4, ()),
         ("no rows", (0, 0), (0, 0), 4, 2, 1, 8, 0.99, 0.5, ()),
     ):  # fmt: skip
-        limit = torch.tensor(lengths).repeat_interleave(torch.tensor(counts)).int()
-        yield _sample(name, counts, limit, page, hq, hkv, d, tau, share, dense, generator)
+        yield _sample(name, counts, _ends(counts, lengths), page, hq, hkv, d, tau, share, dense, generator)
     mixed = torch.tensor([8, 8, 12, 12, 3, 3, 9]).int()
-    yield _sample("several limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, 0.99, 0.5, (), generator)
+    several = _sample("several limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, 0.99, 0.5, (), generator)
+    yield several
+    for sample in (several, _sample("some rows", (9, 7), _ends((9, 7), (9, 12)), 4, 4, 2, 8, 0.99, 0.3, (), generator)):
+        assert sample.padded is not None
+        args, padded = map(paged_attention.in_float8, (sample.args, sample.padded))
+        yield Sample(f"{sample.name}, float8", args, padded)
+
+
+def _ends(counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """i32[N]: the rows of a sequence all see its whole length."""
+    return torch.tensor(lengths).repeat_interleave(torch.tensor(counts)).int()
 
 
 def _sample(
@@ -156,6 +181,7 @@ OP = define(
     contract=CONTRACT,
     fake=fake,
     mutates=("c_cache",),
+    scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     own_rows=("dv", "index", "cu_changed"),
     padding=(0, 0),
     kernel="dgraph.ops.triton.partial_context:kernel",

@@ -8,8 +8,8 @@ stands on `Op` too: they keep no lists of names, so an op from another package i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.plugins import load_ops
+from dgraph.private.torch import let_written_be_left_out
 
 NAMESPACE = "dgraph"
 """Of the ops of this package; an op from outside has its own."""
@@ -62,6 +63,8 @@ class Op:
             counts.
         own_rows: the arguments with rows of their own (keys, or rows that are packed), which may be another row set
             than that of the others.
+        scales: of arguments that may be in float8, the argument with their scales; see `dgraph.ops.scales`.
+        copies: the arguments that it copies as they are stored, float8 as well; another call copies the scales.
         gathers: its results are over another row set than its arguments, or these over several.
         padding: what the padding rows of each result hold; None for anything. Of results further on, and where nothing
             is said: there are none.
@@ -73,6 +76,9 @@ class Op:
         cut: the host must read its result size; a program is cut into stages here.
         kernel: for tensors on a GPU, as "module:function"; None: the reference runs there, too.
         tuning: of a kernel that has tilings to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
+        stored: the arguments that are weights, or stacks of them, by which it multiplies. In place of a quantised one a
+            program gives reference, kernel and `workspace` a `dgraph.quantised.QuantisedWeight`; in a graph, and called
+            through torch, the op reads the weight dequantised.
         workspace: takes a device and a call's arguments, of which only sizes and dtypes are looked at, and gives the
             bytes that the call there allocates beside its results and frees again: the most at a time, of what grows
             with the rows. None: next to nothing.
@@ -88,6 +94,8 @@ class Op:
     by_row: tuple[str, ...] = ()
     count: str | None = None
     own_rows: tuple[str, ...] = ()
+    scales: Mapping[str, str] = field(default_factory=dict, hash=False)
+    copies: tuple[str, ...] = ()
     gathers: bool = False
     padding: tuple[float | None, ...] = ()
     inline: bool = False
@@ -96,6 +104,7 @@ class Op:
     cut: bool = False
     kernel: str | None = None
     tuning: str | None = None
+    stored: tuple[str, ...] = ()
     workspace: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
@@ -104,9 +113,10 @@ class Op:
         Raises:
             InputError: naming the op, what is said, and the arguments that there are.
         """
-        for fact in ("mutates", "reads", "by_row", "own_rows", "count"):
+        for fact in ("mutates", "reads", "by_row", "own_rows", "stored", "count", "copies", "scales"):
             value = getattr(self, fact)
             said = (value,) if isinstance(value, str) else value or ()
+            said = (*value, *value.values()) if isinstance(value, Mapping) else said
             unknown = [name for name in said if name not in self.arguments]
             if unknown:
                 raise InputError(
@@ -218,6 +228,8 @@ def define(
     custom = torch.library.custom_op(full, reference, mutates_args=mutates, schema=schema)
     custom.register_fake(fake or (_nothing if schema.endswith("-> ()") else reference))
     overload = getattr(getattr(torch.ops, namespace or NAMESPACE), short).default
+    if any(argument.name in mutates and argument.has_default_value() for argument in overload._schema.arguments):
+        let_written_be_left_out(custom)
     return register(Op(name, overload, reference, samples, contract, mutates=mutates, **facts))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
 from dgraph.ops.registry import Sample, define
+from dgraph.ops.stored import multiply
+from dgraph.quantised import QuantisedWeight
 
 CONTRACT = """\
 x @ weight.T + bias for the live rows: the first cu_rows[b] of the N rows of x. The number is read on the
@@ -25,7 +26,7 @@ Products accumulate in fp32 and are rounded once. Deterministic for a given numb
 
 def check_sizes(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     op: str = "rows_linear",
     sizes: str = "[d_out, d_in]",
@@ -44,7 +45,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -
     check_sizes(x, weight, bias)
     live = min(int(cu_rows[-1]), x.shape[0])
     out = x.new_full((x.shape[0], weight.shape[0]), torch.nan)
-    out[:live] = F.linear(x[:live], weight, bias)
+    out[:live] = multiply(x[:live], weight, bias)
     return out
 
 
@@ -87,5 +88,6 @@ OP = define(
     padding=(None,),
     kernel="dgraph.ops.triton.rows_linear:kernel",
     tuning="dgraph.ops.triton.candidates:PRODUCTS",
+    stored=("weight",),
     workspace=workspace,
 )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.registry import Sample, define
+from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.rows import attend, check_heads, groups, mask_of, padded_length, take
+from dgraph.ops.scales import unscaled
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.sparse_draws import draw
+from dgraph.ops.sparse_draws import draw, in_float8
 
 CONTRACT = """\
 Attention of packed rows; what a row sees depends on the action of its sequence (dgraph/ops/sparse.py).
@@ -27,6 +28,10 @@ k_pack, v_pack [entries, D]; pack_count i32[b, Hkv]; pack_start i32[L, b]; key_p
 sequence; cu_rows i32[b+1], of the N rows; cu_keys i32[b+1], of the M key rows; limit i32[N]; window i32[b, 2];
 action i32[b] -> [N, Hq, D] in the dtype of q.
 Query head h reads KV head h // (Hq / Hkv). Scores q.k * scale and sums in fp32 at least.
+What is in float8_e4m3fn has scales, one for each vector, contiguous: the caches k_cache_scale and v_cache_scale
+f32[pages, page, Hkv], the packed caches k_pack_scale and v_pack_scale f32[entries], all of these or none; k and v,
+only with them, k_scale and v_scale f32[M, Hkv]. A vector stands for its scale times what is stored, which is
+multiplied in fp32 into score and weight.
 dense=False: no sequence is DENSE or SELECT; k, v and key_positions are not read, and may have no rows.
 A row that sees nothing, and a padding row, gives zeros. Padding rows and key rows may hold anything, NaN included;
 so may entries that no head of the batch keeps, slots that no row sees, and table entries of pages that no row sees.
@@ -53,6 +58,12 @@ def reference(
     scale: float,
     layer: int,
     dense: bool,
+    k_cache_scale: Tensor | None = None,
+    v_cache_scale: Tensor | None = None,
+    k_pack_scale: Tensor | None = None,
+    v_pack_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
     out = q.new_zeros(q.shape)
@@ -63,7 +74,13 @@ def reference(
                 f"dgraph::sparse_attention: sequence {fresh.index(True)} is to see the key rows of the step, but the "
                 "call says dense=False. Pass dense=True, or set its action to REUSE or REPACK."
             )
-        _over_key_rows(out, q, k, v, key_positions, cu_rows, cu_keys, limit, scale, fresh)
+        rows_of = (k, k_scale), (v, v_scale)
+        _over_key_rows(out, q, *rows_of, key_positions, cu_rows, cu_keys, limit, scale, fresh)
+    wide = q if k_cache_scale is None else q.to(numeric(q.dtype))
+    of_keys, of_values = (
+        (cache.flatten(0, 1), None if by is None else by.flatten(0, 1))
+        for cache, by in ((k_cache, k_cache_scale), (v_cache, v_cache_scale))
+    )
     starts, ends = cu_rows.tolist(), window.tolist()
     for s, new in enumerate(fresh):
         rows = slice(starts[s], starts[s + 1])
@@ -72,29 +89,34 @@ def reference(
         low, high = ends[s]
         positions = torch.arange(low, max(low, min(high, int(limit[rows].max()))), device=q.device)
         first = int(pack_start[layer, s])
-        keys, values, seen = _kept(k_pack, v_pack, pack_count[s], first)
+        index, seen = _kept(len(k_pack), pack_count[s], first)
         inside = _slots(positions, page_table[s], k_cache.shape[1])
         keys, values = (
-            torch.cat([kept, take(cache.flatten(0, 1), inside).transpose(0, 1)], 1)
-            for kept, cache in ((keys, k_cache), (values, v_cache))
+            torch.cat([_taken(*pack, index, q.dtype), _taken(*cache, inside, q.dtype).transpose(0, 1)], 1)
+            for pack, cache in (((k_pack, k_pack_scale), of_keys), ((v_pack, v_pack_scale), of_values))
         )
         if not keys.shape[1]:
             continue
         # Heads keep different numbers of entries: each KV head is a batch element of its own, with its own mask.
-        heads = q[rows].unflatten(1, (k_cache.shape[2], -1)).transpose(0, 1)
+        heads = wide[rows].unflatten(1, (k_cache.shape[2], -1)).transpose(0, 1)
         before = (positions < limit[rows, None]).expand(len(seen), -1, -1)
         hidden = torch.cat([seen[:, None].expand(-1, before.shape[1], -1), before], 2).logical_not_()
-        mask = mask_of(hidden, q.dtype)
+        mask = mask_of(hidden, wide.dtype)
         found = attend(heads, keys[:, :, None], values[:, :, None], mask, hidden.all(2), scale)
         out[rows] = found.transpose(0, 1).flatten(1, 2)
     return out
 
 
+def _taken(stored: Tensor, scale: Tensor | None, index: Tensor, like: torch.dtype) -> Tensor:
+    """Vectors at an index; in fp32, or `like` if that is wider, if they have scales."""
+    return unscaled(take(stored, index), None if scale is None else take(scale, index), like)
+
+
 def _over_key_rows(
     out: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: tuple[Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor | None],
     key_positions: Tensor,
     cu_rows: Tensor,
     cu_keys: Tensor,
@@ -113,23 +135,24 @@ def _over_key_rows(
         at, most = key_positions[index], limit[group.rows]
         hidden = (at[:, None, :] >= most[:, :, None]).logical_or_(~live[:, None, :])
         blind = at[:, :1] >= most  # positions ascend: who does not see the first key sees none
-        mask = mask_of(hidden, q.dtype)
-        group.scatter(out, attend(take(q, group.rows), take(k, index), take(v, index), mask, blind, scale))
+        k, v = (_taken(*rows, index, q.dtype) for rows in (keys, values))
+        mask = mask_of(hidden, k.dtype)
+        found = attend(take(q, group.rows).to(k.dtype), k, v, mask, blind, scale)
+        group.scatter(out, found.to(q.dtype))
 
 
-def _kept(k_pack: Tensor, v_pack: Tensor, count: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [Hkv, K, D] of a sequence from its counts i32[Hkv], and bool[Hkv, K]: which are entries."""
+def _kept(entries: int, count: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """i64[Hkv, K]: entries of a sequence from its counts i32[Hkv], and bool[Hkv, K]: which of them are its heads'."""
     total, most = int(count.sum()), int(count.max())
-    if total and not 0 <= first <= k_pack.shape[0] - total:
+    if total and not 0 <= first <= entries - total:
         raise InputError(
             f"dgraph::sparse_attention: the heads of a sequence keep {total} entries from {first} on, but the packed "
-            f"caches have {k_pack.shape[0]}. Pass larger ones, or another pack_start."
+            f"caches have {entries}. Pass larger ones, or another pack_start."
         )
-    seen = torch.arange(most, device=k_pack.device) < count[:, None]
+    seen = torch.arange(most, device=count.device) < count[:, None]
     begin = first + count.cumsum(0) - count
     # What is no entry repeats the first one: it must be finite.
-    index = torch.where(seen, begin[:, None] + torch.arange(most, device=k_pack.device), first)
-    return take(k_pack, index), take(v_pack, index), seen
+    return torch.where(seen, begin[:, None] + torch.arange(most, device=count.device), first), seen
 
 
 def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
@@ -201,6 +224,10 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         seed = int(torch.randint(1 << 30, (1,), generator=generator))
         plain, padded = (call(generator=torch.Generator().manual_seed(seed), padding=p) for p in (0, 5))
         yield Sample(name, plain, padded)
+        if name.startswith(("ragged", "every", "rows are")):
+            for stored in (False, True):
+                what = "float8, key rows as well" if stored else "float8"
+                yield Sample(f"{name}, {what}", in_float8(plain, stored), in_float8(padded, stored))
 
 
 OP = define(
@@ -209,7 +236,15 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
-    own_rows=("k", "v", "key_positions"),
+    own_rows=("k", "v", "key_positions", "k_scale", "v_scale"),
+    scales={
+        "k": "k_scale",
+        "v": "v_scale",
+        "k_cache": "k_cache_scale",
+        "v_cache": "v_cache_scale",
+        "k_pack": "k_pack_scale",
+        "v_pack": "v_pack_scale",
+    },
     padding=(0,),
     kernel="dgraph.ops.triton.sparse_attention:kernel",
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, pad_rows
+from dgraph.ops.scales import scaled
 from dgraph.ops.sparse import DENSE, SELECT
 
 
@@ -74,3 +75,11 @@ def draw(
     where = (at_keys, cu_rows_of(rows), cu_rows_of(keys), limit, *of_sequences)
     packed = (k_pack, v_pack, count, torch.stack([start + 10**6, start]).int())
     return q, k, v, k_cache, v_cache, table, *packed, *where, d**-0.5, 1, any(fresh)
+
+
+def in_float8(call: tuple[Any, ...], key_rows: bool) -> tuple[Any, ...]:
+    """The call with its caches in float8, and its key rows, too, if wanted."""
+    q, k, v, k_cache, v_cache, table, k_pack, v_pack, *rest = call
+    caches, scales = zip(*map(scaled, (k_cache, v_cache, k_pack, v_pack)), strict=True)
+    (k, k_scale), (v, v_scale) = map(scaled, (k, v)) if key_rows else ((k, None), (v, None))
+    return q, k, v, *caches[:2], table, *caches[2:], *rest, *scales, k_scale, v_scale

@@ -148,6 +148,29 @@ def _rest(logprobs: Tensor) -> Tensor:
     return left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
 
+@dataclass(frozen=True)
+class OtherToken(Statistic):
+    """The most likely token that is none of some ids (ties: lowest id), as a number. Ids beyond the vocabulary count
+    for nothing.
+
+    Attributes:
+        ids: left out.
+    """
+
+    ids: tuple[int, ...]
+
+    name: ClassVar[str] = "other_token"
+    filler: ClassVar[float] = -1.0
+
+    def measure(self, rows: RowLogits) -> Tensor:
+        """f32[R], exact up to 2^24 ids."""
+        vocab = rows.logits.shape[1]
+        out = torch.zeros(vocab, dtype=torch.bool, device=rows.logits.device)
+        for number in self.ids:
+            out = out | (torch.arange(vocab, device=out.device) == number)
+        return rows.logits.masked_fill(out, -torch.inf).argmax(-1).to(rows.logits.dtype)
+
+
 MARGIN, ENTROPY = Margin(), Entropy()
 BY_NAME: dict[str, Statistic] = {s.name: s for s in (MARGIN, ENTROPY, KL())}
 """Statistics that a policy may ask for by name alone."""

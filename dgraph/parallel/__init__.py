@@ -201,6 +201,9 @@ def _leave(group: ProcessGroup) -> None:
     """At exit: a goodbye, unless an error is what ends this process."""
     if getattr(sys, "last_value", None) is None:
         group.close()
+    if group.device.type != "cuda":  # a thread that the interpreter finds in there when it ends would abort the process
+        _destroy()
+        return
     # NCCL waits for CUDA graphs in which it was recorded, and which may live as long as the process does.
     end = threading.Thread(target=_destroy, daemon=True)
     end.start()

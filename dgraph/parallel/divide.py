@@ -11,7 +11,7 @@ from dgraph.parallel import of
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.runtime.agree import agree
-from dgraph.weights import WeightSource
+from dgraph.weights import Source
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ def divide(
     mesh: DeviceMesh,
     facts: Mapping[str, object],
     hints: Mapping[str, str] | None = None,
-    weights: WeightSource | None = None,
+    weights: Source | None = None,
 ) -> Graph:
     """This rank's part of a captured graph.
 
@@ -30,7 +30,8 @@ def divide(
         graph: the whole one.
         mesh: of one dimension; every rank of it calls this.
         facts: by name, what must be the same on all of them.
-        hints, weights: of the model, see `dgraph.families.Model`.
+        hints: of the model, see `dgraph.families.Model`.
+        weights: where to read the weights, if those of the graph only stand for them.
 
     Raises:
         InputError: a mesh or a model that cannot be divided so.

@@ -19,6 +19,7 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
+from dgraph.passes.quantize_weights import QuantizeWeights
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.passes.slot_kv import SlotKV
@@ -30,6 +31,7 @@ GROUP = "dgraph.passes"
 _OWN: dict[str, type[Pass]] = {
     cls.__name__: cls
     for cls in (
+        QuantizeWeights,
         ShardTensorParallel,
         PackRows,
         FuseProjections,
@@ -68,6 +70,7 @@ __all__ = [
     "PackRows",
     "PartialAttention",
     "Pass",
+    "QuantizeWeights",
     "Report",
     "ReuseRows",
     "ShardTensorParallel",

@@ -52,7 +52,8 @@ class BoundRows(Pass):
 
     def _rope(self, graph: Graph, rope: Node, report: Report) -> None:
         x, cos, sin = args_of(rope)
-        normed = _is(x, "rms_norm") and set(x.users) == {rope}
+        # A norm without a weight is not one of the kernel's.
+        normed = _is(x, "rms_norm") and set(x.users) == {rope} and args_of(x)[1] is not None
         source, weight, eps = args_of(x) if normed else (x, None, 0.0)
         count = _count_of(rope, source)
         values = (node.meta["val"] for node in (source, cos, sin))

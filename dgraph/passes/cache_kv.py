@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from dgraph.errors import PassError
+from dgraph.errors import PassError, UnknownName
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
+from dgraph.ops.scales import KV_DTYPES
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
 
@@ -30,12 +31,33 @@ class CacheKV(Pass):
     A step that holds every row whose keys changed computes what it computed before: all rows are written before any is
     read, so a row sees what it saw, and rows that are no longer recomputed are seen as they were last written.
 
-    Reassociates: attention over pages may sum its keys in another order.
+    With a `dtype`, keys and values are stored in that format, each vector of a position and a KV head over its scale.
+    The scales lie in pools beside the caches: new inputs `k_scale_l` and `v_scale_l` f32[pages, page, KV heads]. Passes
+    that come later take them along; an op that cannot read what is stored so is refused by the verifier.
+
+        after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows, k_scale, v_scale)
+                %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18, k_scale, v_scale)
+
+    Reassociates: attention over pages may sum its keys in another order. A dtype also rounds each vector, by what is in
+    it alone.
+
+    Attributes:
+        dtype: "fp8" for float8_e4m3fn: about half of the memory of bf16, and of the bytes that attention reads. None
+            for the dtype of the model.
     """
+
+    dtype: str | None = None
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "attention reads a paged KV cache; only uncached rows are recomputed"
-    signature: ClassVar[frozenset[str]] = frozenset({"page_table", "k_cache_*", "v_cache_*"})
+    signature: ClassVar[frozenset[str]] = frozenset({"page_table", "k_cache_*", "v_cache_*", "k_scale_*", "v_scale_*"})
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in KV_DTYPES:
+            raise UnknownName("dtype of keys and values", str(self.dtype), KV_DTYPES)
+
+    def __repr__(self) -> str:
+        return f"CacheKV({f'dtype={self.dtype!r}' if self.dtype else ''})"
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention"):
@@ -51,10 +73,13 @@ class CacheKV(Pass):
             heads, dim = (int(s) for s in k.meta["val"].shape[1:])
             shape = ("pages", "page", heads, dim)
             table = graph.add_input(PAGE_TABLE)
-            dtype = k.meta["val"].dtype
+            dtype = KV_DTYPES[self.dtype] if self.dtype else k.meta["val"].dtype
             k_cache, v_cache = (graph.add_input(InputSpec(f"{n}_cache_{layer}", dtype, shape)) for n in "kv")
-            write = (k, v, k_cache, v_cache, positions, table, cu_rows)
+            scales = [
+                graph.add_input(InputSpec(f"{n}_scale_{layer}", torch.float32, shape[:3])) for n in "kv" if self.dtype
+            ]
+            write = (k, v, k_cache, v_cache, positions, table, cu_rows, *scales)
             graph.call(OPS["kv_write"], write, before=node, by=report.name)
-            read = (q, k_cache, v_cache, table, cu_rows, limit, scale)
+            read = (q, k_cache, v_cache, table, cu_rows, limit, scale, *scales)
             graph.replace(node, graph.call(OPS["paged_attention"], read, before=node, by=report.name))
             report.did("packed_attention -> kv_write, paged_attention", layer)

@@ -16,6 +16,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.chunk_lm_head import CANDIDATE
 from dgraph.shapes import InputSpec
+from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -102,6 +103,17 @@ class EvictTokens(Pass):
         if self.pool < 1 or self.pool % 2 == 0:
             raise InputError(f"pool must be odd and at least 1, got {self.pool}.")
 
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """Why rows of a model cannot be evicted; "" if they can."""
+        if spec.attention == "block_causal" and spec.logit_shift:
+            return (
+                "rows predict the next position, so the last row of a block, which predicts nothing in it, always "
+                "stays; it sees the keys of all rows before it, and evicted ones have none. Use a recipe that evicts "
+                "no rows, such as 'dense' or 'dyllm'"
+            )
+        return ""
+
     def run(self, graph: Graph, report: Report) -> None:
         reads = graph.find("paged_attention", self.after)
         writes = graph.find("kv_write", self.after)
@@ -116,6 +128,9 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
+        if reason := self.obstacle(graph.spec):
+            report.skip(reason, anchor)
+            return
         if graph.row_set(anchor) != graph.row_set(args_of(write)[0]):
             report.skip("rows are evicted between the layer's keys and its attention already", anchor)
             return
@@ -166,7 +181,7 @@ class EvictTokens(Pass):
         return score
 
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
-        q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[-1]
+        q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[6]
         # A layer that evicts rows has keys of all of them, and queries of those that go on.
         k, candidate = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "candidate"))
         args = q, k, candidate, cu_rows, scale, self.pool

@@ -13,6 +13,8 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.linears import Linear, linears_of
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.quantised import WHOLE
+from dgraph.stored import stored_of
 
 aten = torch.ops.aten
 
@@ -28,7 +30,8 @@ class FuseProjections(Pass):
                 %3 = split_with_sizes(%2, [256, 128, 128], 1)
 
     Memory is not doubled: the model's own parameters become views of the stacked weight, with the values that they had.
-    A second graph over the same model finds them adjacent and stacks nothing.
+    A second graph over the same model finds them adjacent and stacks nothing. Of quantised weights, values, scales and
+    zeros are stacked, each by itself.
 
     Reassociates: a GEMM of another width may sum in another order.
     """
@@ -55,10 +58,11 @@ class FuseProjections(Pass):
 
 def _obstacle(members: Sequence[Linear]) -> str | None:
     """Why a group cannot be fused, or None."""
-    biases = [m.bias for m in members]
-    if any("weight" not in m.weight.meta for m in members):
+    biases, weights = [m.bias for m in members], [stored_of(m.weight) for m in members]
+    found = [weight for weight in weights if weight is not None]
+    if len(found) < len(members):
         return "a projection's weight is computed, not an input"
-    if any(len(m.weight.users) > 1 for m in members):
+    if any(len(part.users) > 1 for weight in found for part in {weight.node, *weight.parts}):
         return "a projection's weight is read elsewhere too"
     if any(bias is not None and "weight" not in bias.meta for bias in biases):
         return "a projection's bias is computed, not an input"
@@ -66,18 +70,30 @@ def _obstacle(members: Sequence[Linear]) -> str | None:
         return "some of the projections have a bias and some have none"
     if len({m.weight.meta["val"].dtype for m in members}) > 1:
         return "the projections' weights differ in dtype"
+    if len({weight.kind for weight in found}) > 1:
+        return "the projections' weights are quantised differently"
+    *upper, _ = members
+    if any(m.shape[0] % found[0].block[0] for m in upper):  # WHOLE divides everything
+        return f"a projection ends within a block of {found[0].block[0]} rows that have a scale in common"
     return None
 
 
 def _fuse(graph: Graph, members: Sequence[Linear], by: str) -> str:
     first = members[0].node
     sizes = [m.shape[0] for m in members]
-    args = [members[0].x, _stacked_weight(graph, [m.weight for m in members])]
+    weights = [stored for m in members if (stored := stored_of(m.weight)) is not None]
+    values, *scales = zip(*(w.parts for w in weights), strict=True)
+    (high, wide), rows = weights[0].block, sizes if weights[0].block[0] == WHOLE else None
+    stacked = [_stacked_weight(graph, values), *(_stacked_weight(graph, parts, rows) for parts in scales)]
+    args = [members[0].x, weights[0].read(graph, stacked, first, by, (1 if rows else high, wide))]
     if biases := [m.bias for m in members if m.bias is not None]:
         args.append(_stacked_weight(graph, biases))
     linear = graph.call(aten.linear.default, args, before=first, by=by)
-    name = args[1].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]
-    linear.meta["role"] = f"{first.meta['role'].rpartition('.')[0]}.{name}".lstrip(".")
+    name = stacked[0].meta["weight"].removesuffix(".weight").rsplit(".", 1)[-1]
+    role = f"{first.meta['role'].rpartition('.')[0]}.{name}".lstrip(".")
+    for node in (linear, args[1]):
+        if node.op == "call_function":
+            node.meta["role"] = role
     dim = first.meta["val"].dim() - 1
     pieces = graph.call(aten.split_with_sizes.default, (linear, sizes, dim), before=first, by=by, like=linear)
     for member, piece in zip(members, graph.parts(pieces, len(members), by), strict=True):
@@ -85,16 +101,22 @@ def _fuse(graph: Graph, members: Sequence[Linear], by: str) -> str:
     return str(name)
 
 
-def _stacked_weight(graph: Graph, parts: Sequence[Node]) -> Node:
+def _stacked_weight(graph: Graph, parts: Sequence[Node], rows: Sequence[int] | None = None) -> Node:
+    """One weight of several.
+
+    Args:
+        rows: of each, where it is the one scale of so many rows, which those of another part have not.
+    """
     names = [p.meta["weight"] for p in parts]
     paths = [n.split(".") for n in names]
     shared = 0
     while all(p[shared] == paths[0][shared] for p in paths) and shared < min(map(len, paths)) - 2:
         shared += 1
     middle = "+".join(".".join(p[shared:-1]) for p in paths)
-    return graph.add_weight(
-        ".".join([*paths[0][:shared], middle, paths[0][-1]]), stack([graph.tensors[n] for n in names])
-    )
+    tensors = [graph.tensors[n] for n in names]
+    if rows is not None:
+        tensors = [t.expand(n, -1).contiguous() for t, n in zip(tensors, rows, strict=True)]
+    return graph.add_weight(".".join([*paths[0][:shared], middle, paths[0][-1]]), stack(tensors))
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

@@ -105,10 +105,10 @@ class GateFFN(Pass):
         layer = attention.meta["layer"]
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
         if (there := salience.finder(graph, layer)) is not None:
-            if args_of(there)[-1] != tau:
+            if (other := salience.tau_in(there)) != tau:
                 raise InputError(
                     f"tau is {tau:g} in layer {layer}, but {op_name(there.target)} finds its salient rows with "
-                    f"{args_of(there)[-1]:g}; give both passes the same tau."
+                    f"{other:g}; give both passes the same tau."
                 )
             return salience.flags_of(there)
         graph.add_input(salience.FULL)

@@ -288,6 +288,16 @@ class _Packer:
         """Ops of rows, and of weights that have none."""
         return self._call(node, node.target, tuple(self._of(a) for a in args_of(node)))
 
+    def _routing(self, node: Node) -> Node:
+        logits, *rest = args_of(node)
+        self._dim(logits, -1, node)
+        values = (self._of(a) if isinstance(a, Node) and self._is_rows(a) else a for a in rest)
+        return self._call(node, node.target, (self._of(logits), *values))
+
+    def _block_numbers(self, node: Node) -> Node:
+        positions, _, block = args_of(node)
+        return self._call(node, node.target, (self._of(positions), self.cu_rows, block))
+
     def _attention(self, node: Node) -> Node:
         q, k, v, scale = args_of(node)
         positions = self.graph.input("positions")
@@ -304,7 +314,9 @@ def _constants(args: tuple[Any, ...]) -> list[Any]:
 
 _RULES: dict[str, Callable[[_Packer, Node], Node]] = {
     "dgraph.attention": _Packer._attention,
-    "dgraph.route": _Packer._linear,
+    "dgraph.route": _Packer._routing,
+    "dgraph.block_experts": _Packer._routing,
+    "dgraph.block_numbers": _Packer._block_numbers,
     "dgraph.experts": _Packer._of_rows,
     "dgraph.all_reduce": _Packer._linear,
     "dgraph.all_gather": _Packer._linear,

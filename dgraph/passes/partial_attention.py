@@ -17,6 +17,7 @@ from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.stored import rows_of, stored_of
 
 aten = torch.ops.aten
 
@@ -85,19 +86,19 @@ class PartialAttention(Pass):
         by, layer = report.name, attention.meta["layer"]
         (write,) = graph.find("kv_write", layer)
         nodes, gathered = _projections(graph, attention, write)
-        k, v, k_cache, v_cache, positions, page_table, cu_rows = args_of(write)
+        k, v, k_cache, v_cache, positions, page_table, cu_rows, *scales = args_of(write)
         changed = self._changed(graph, layer, cu_rows, by)
         values = [*gathered, positions]
         compact = graph.call(OPS["compact"], (values, changed.index), before=write, by=by)
         instead = dict(zip(values, graph.parts(compact, len(values), by), strict=True))
         new = salience.move(graph, nodes, instead, changed, write, by)
-        update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows)
+        update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows, *scales)
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
         for drift in salience.drifts(graph, layer):
-            if args_of(drift)[-1] != tau:
+            if (other := salience.tau_in(drift)) != tau:
                 raise InputError(
                     f"tau is {tau:g} in layer {layer}, but {op_name(drift.target)} finds its salient rows with "
-                    f"{args_of(drift)[-1]:g}; give both passes the same tau."
+                    f"{other:g}; give both passes the same tau."
                 )
         if salience.of_masked(graph, attention):
             graph.call(OPS["kv_write"], update, before=write, by=by)
@@ -108,10 +109,10 @@ class PartialAttention(Pass):
         full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
         if self.update:
             dv = graph.call(OPS["kv_update"], update, before=write, by=by)
-            q, *_, limit, scale = args_of(attention)
+            q, _, _, _, _, limit, scale = args_of(attention)[:7]
             args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table)
             op = OPS["partial_attention" if graph.sharding is None else "partial_context"]
-            partial = graph.call(op, (*args, cu_rows, limit, scale, tau), before=attention, by=by)
+            partial = graph.call(op, (*args, cu_rows, limit, scale, tau, *scales), before=attention, by=by)
             context, salient = graph.parts(partial, 2, by)
             if graph.sharding is not None:  # the sums of what this rank has
                 salient = salience.drifted(graph, salient, full, cu_rows, tau, by)
@@ -201,7 +202,8 @@ def take_apart(graph: Graph, mine: Sequence[Node], others: Sequence[Node], what:
     whole = shared[-1]
     reshape = _only_user(whole, aten.reshape.default)
     split = _only_user(reshape or whole, aten.split_with_sizes.default)
-    if len(shared) > 1 or split is None or "weight" not in args_of(whole)[1].meta:
+    stored = stored_of(args_of(whole)[1])
+    if len(shared) > 1 or split is None or stored is None:
         return f"queries, keys and values share {whole.name}, which is no weight over all three that is split at once"
     _, sizes, dim = args_of(split)
     pieces = {args_of(u)[1]: u for u in split.users}
@@ -209,7 +211,11 @@ def take_apart(graph: Graph, mine: Sequence[Node], others: Sequence[Node], what:
     if any(pieces[i] in others for i in ahead) or sorted(ahead) != list(range(len(ahead))) or dim != 1:
         return f"{what} are not the first part of {whole.name}"
     cut = len(ahead)
-    per = int(args_of(whole)[1].meta["val"].shape[0]) // sum(sizes)  # rows of the weight for one unit of a size
+    rows = int(stored.node.meta["val"].shape[0])
+    per = rows // sum(sizes)  # rows of the weight for one unit of a size
+    for begin, end in ((0, sum(sizes[:cut]) * per), (sum(sizes[:cut]) * per, rows)):
+        if isinstance(reason := stored.cut(begin, end), str):
+            return reason
     for part in (range(cut), range(cut, len(sizes))):
         value = _part_of(graph, whole, sizes, part, per, by)
         units = sizes[part.start : part.stop]
@@ -235,20 +241,22 @@ def _only_user(node: Node, target: object) -> Node | None:
 
 def _part_of(graph: Graph, whole: Node, sizes: Sequence[int], part: range, per: int, by: str) -> Node:
     """A linear layer over a run of another one's output rows, whose weights are views."""
-    x, *weights = args_of(whole)
+    x, weight, *biases = args_of(whole)
     start, end = sum(sizes[: part.start]) * per, sum(sizes[: part.stop]) * per
-    views, names = [], []
-    for weight in weights:
-        if weight is None:
-            continue
-        path, _, kind = weight.meta["weight"].rpartition(".")
-        head, _, last = path.rpartition(".")
-        each = last.split("+")
-        mine = "+".join(each[part.start : part.stop]) if len(each) == len(sizes) else f"{last}[{start}:{end}]"
-        name = ".".join(filter(None, (head, mine, kind)))
-        names.append(mine)
-        views.append(graph.add_weight(name, graph.tensors[weight.meta["weight"]].detach()[start:end]))
-    linear = graph.call(aten.linear.default, (x, *views), before=whole, by=by)
-    linear.meta.update(role=f"{whole.meta['role'].rpartition('.')[0]}.{names[0]}".lstrip("."))
+    stored = stored_of(weight)
+    assert stored is not None  # take_apart looked
+    path, _, kind = stored.name.rpartition(".")
+    head, _, last = path.rpartition(".")
+    each = last.split("+")
+    mine = "+".join(each[part.start : part.stop]) if len(each) == len(sizes) else f"{last}[{start}:{end}]"
+    values = [rows_of(graph, stored, start, end, ".".join(filter(None, (head, mine, kind))), whole, by)]
+    for bias in filter(None, biases):
+        name = ".".join(filter(None, (head, mine, bias.meta["weight"].rpartition(".")[2])))
+        values.append(graph.add_weight(name, graph.tensors[bias.meta["weight"]].detach()[start:end]))
+    linear = graph.call(aten.linear.default, (x, *values), before=whole, by=by)
+    role = f"{whole.meta['role'].rpartition('.')[0]}.{mine}".lstrip(".")
+    for node in (linear, values[0]):
+        if node.op == "call_function":
+            node.meta["role"] = role
     linear.meta["source"] = whole.meta.get("source", "")
     return linear

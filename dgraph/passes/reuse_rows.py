@@ -106,8 +106,8 @@ class ReuseRows(Pass):
     def _reuse(self, graph: Graph, found: _Layer, report: Report) -> None:
         by, attention, write = report.name, found.attention, found.write
         q, k, v = found.queries_keys_values
-        k_cache, v_cache, positions, page_table, cu_rows = args_of(write)[2:]
-        limit, scale = args_of(attention)[-2:]
+        k_cache, v_cache, positions, page_table, cu_rows, *scales = args_of(write)[2:]
+        limit, scale = args_of(attention)[5:7]
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
         adapt = None
@@ -115,7 +115,9 @@ class ReuseRows(Pass):
             graph.add_input(ADAPT)
             adapt = graph.on_rows_of("adapt", attention, by)
         place = (positions, page_table, cu_rows)
-        flags = salience.least_similar(graph, (v, v_cache), full, place, float(self.share), adapt, write, by)
+        flags = salience.least_similar(
+            graph, (v, v_cache, *scales[1:]), full, place, float(self.share), adapt, write, by
+        )
         rows = salience.listed(graph, flags, cu_rows, write, by)
 
         layer = Layer(graph, attention)
@@ -127,9 +129,9 @@ class ReuseRows(Pass):
         on_rows = dict(zip(values, graph.parts(gathered, len(values), by), strict=True))
         on_rows = salience.move(graph, nodes, on_rows, rows, write, by)
         at = (on_rows[positions], page_table, rows.cu_rows)
-        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *at), before=write, by=by)
+        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *at, *scales), before=write, by=by)
         graph.fx.erase_node(write)
-        attend = (on_rows[q], k_cache, v_cache, page_table, rows.cu_rows, on_rows[limit], scale)
+        attend = (on_rows[q], k_cache, v_cache, page_table, rows.cu_rows, on_rows[limit], scale, *scales)
         on_rows[attention] = graph.call(OPS["paged_attention"], attend, before=attention, by=by)
 
         def keep(kind: str, nodes: Sequence[Node], result: Node, total: Node) -> None:

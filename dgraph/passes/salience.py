@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
+from dgraph.layers import of_weights
 from dgraph.linears import head_of, linear_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, op_of
@@ -70,6 +71,14 @@ def finder(graph: Graph, layer: int) -> Node | None:
     return next((node for op in FINDERS for node in graph.find(op, layer)), None)
 
 
+def tau_in(found: Node) -> float:
+    """The threshold of what `finder` found."""
+    op = op_of(found.target)
+    assert op is not None
+    (tau,) = op.values("tau", args_of(found))
+    return float(tau)
+
+
 def flags_of(found: Node) -> Node:
     """The salient rows as flags, of what `finder` found."""
     op = op_of(found.target)
@@ -115,7 +124,7 @@ def no_longer(graph: Graph, drift: Node, flags: Node) -> None:
 
 def least_similar(
     graph: Graph,
-    values: tuple[Node, Node],
+    values: tuple[Node, ...],
     full: Node,
     place: tuple[Node, Node, Node],
     share: float,
@@ -123,14 +132,21 @@ def least_similar(
     before: Node,
     by: str,
 ) -> Node:
-    """The share of rows whose values, the first of two nodes, are least similar to what the second, a cache, has of
-    them; before a node. Sums are added over ranks as in `drift`.
+    """The share of rows whose values, the first of the nodes, are least similar to what the second, a cache, has of
+    them; before a node. A cache in float8 has scales, the third. Sums are added over ranks as in `drift`.
     """
+    (new, cache), scale = values[:2], values[2:]
+
+    def optional(*given: Node) -> tuple[Node | None, ...]:
+        return (*(given or (None,) if scale else given), *scale)
+
     more = () if adapt is None else (adapt,)
     if graph.sharding is None:
-        return graph.call(OPS["least_similar"], (*values, full, *place, share, *more), before=before, by=by)
+        args = (new, cache, full, *place, share, *optional(*more))
+        return graph.call(OPS["least_similar"], args, before=before, by=by)
     changes = [graph.call(aten.logical_or.default, (full, node), before=before, by=by) for node in more]
-    total = graph.over_ranks(graph.call(OPS["compare_rows"], (*values, *place, *changes), before=before, by=by), by)
+    sums = graph.call(OPS["compare_rows"], (new, cache, *place, *optional(*changes)), before=before, by=by)
+    total = graph.over_ranks(sums, by)
     return graph.call(OPS["least_drifted"], (total, full, place[2], share, *more), before=before, by=by)
 
 
@@ -170,7 +186,8 @@ def obstacle(nodes: Iterable[Node]) -> str | None:
     """Why these calls cannot run on some of their rows, or None."""
     for node in nodes:
         op = op_of(node.target)
-        if op is not None and (not op.by_row or op.count is not None):  # a count is of all the rows that there are
+        # A count is of all the rows that there are; what is made of weights has none.
+        if op is not None and (not op.by_row or op.count is not None) and not of_weights(node):
             return f"{op_name(node.target)} is not known to act row by row"
     return None
 

@@ -15,6 +15,7 @@ from dgraph.layers import Layer, layers_of
 from dgraph.linears import Linear, Projection, embedding_of, head_of
 from dgraph.nodes import args_of
 from dgraph.sharding import Part
+from dgraph.stored import Stored, parts_of, stored_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Plan:
 
     def __init__(self, graph: Graph, world: int, rank: int, experts: str, hints: Sequence[tuple[str, str]]):
         self.graph, self.world, self.rank, self.experts = graph, world, rank, experts
+        self.weights = _stored_in(graph)
         self.roles: dict[str, Role] = {}
         self.reasons: dict[int | None, str] = {}
         self._outside()
@@ -89,11 +91,15 @@ class Plan:
         self.divisions: dict[str, Division] = {}
         for name, role in self.roles.items():
             if role.segments:
-                self.parts[name], self.divisions[name] = self._part(name, role)
+                part, division = self._part(name, role)
+                for node, own in zip(self.weights[name].parts, parts_of(self.weights[name], part), strict=True):
+                    if own is not None:
+                        self.parts[node.meta["weight"]] = own
+                self.divisions[name] = _in_values(self.weights[name], division)
 
     def kind(self, weight: Node) -> str:
-        """What a weight's node is, one of `dgraph.sharding.KINDS`."""
-        role = self.roles.get(weight.meta.get("weight", ""))
+        """What a weight is that a call reads, one of `dgraph.sharding.KINDS`."""
+        role = self.roles.get(_name(weight) or "")
         return "replicated" if role is None else role.kind
 
     # -- the view ------------------------------------------------------------------------------------------------
@@ -112,13 +118,13 @@ class Plan:
                     self._by_ids(weight)
 
     def _by_ids(self, weight: Node) -> None:
-        if name := weight.meta.get("weight"):
+        if name := _name(weight):
             self.roles[name] = self._ids(weight)
 
     def _ids(self, weight: Node) -> Role:
         length, vocab = _length(weight, 0), self.graph.spec.vocab
         if length != vocab:
-            raise PassError(f"weight {weight.meta['weight']!r} is of {length} ids, and the model has {vocab}.")
+            raise PassError(f"weight {_name(weight)!r} is of {length} ids, and the model has {vocab}.")
         return Role("vocabulary", 0, _even(length))
 
     def _attention(self, layer: Layer) -> None:
@@ -133,11 +139,11 @@ class Plan:
     def _feed_forward(self, layer: Layer) -> None:
         if (router := layer.router) is not None:
             for arg in router.node.all_input_nodes[1:]:
-                for weight in _weights_of(arg):
-                    self.roles[weight.meta["weight"]] = WHOLE
+                if name := _name(arg):
+                    self.roles[name] = WHOLE
         for node in layer.experts:
             for arg, dim, halves in ((args_of(node)[3], 1, 2), (args_of(node)[4], 2, 1)):
-                if name := arg.meta.get("weight"):
+                if name := _name(arg):
                     self.roles[name] = self._of_experts(arg, dim, halves)
         found = layer.gated_unit
         if isinstance(found, str):
@@ -158,27 +164,27 @@ class Plan:
             mine = sorted((p.begin, p.end) for p in projections if p.linear == linear)
             segments = tuple(Segment(a, b, (b - a) // size, kind == "per head") for a, b in dict.fromkeys(mine))
             ends = [0, *(s.end for s in segments)]
-            if [s.begin for s in segments] != ends[:-1] or ends[-1] != linear.shape[0] or not linear.is_stored:
+            if [s.begin for s in segments] != ends[:-1] or ends[-1] != linear.shape[0] or linear.stored is None:
                 self.reasons.setdefault(
                     layer.index, f"{linear.node.name} has other outputs than those of its projections, or is computed"
                 )
                 continue
             for weight in (linear.weight, linear.bias):
-                if weight is not None:
-                    self.roles[weight.meta["weight"]] = Role(kind, 0, segments)
+                if weight is not None and (name := _name(weight)):
+                    self.roles[name] = Role(kind, 0, segments)
 
     def _by_inputs(self, layer: Layer, linear: Linear, units: int) -> None:
-        if not linear.is_stored:
+        if linear.stored is None:
             self.reasons.setdefault(layer.index, f"the weight of {linear.node.name} is computed")
             return
-        self.roles[linear.weight.meta["weight"]] = Role("row", 1, (Segment(0, linear.shape[1], units),))
+        self.roles[linear.stored.name] = Role("row", 1, (Segment(0, linear.shape[1], units),))
         if linear.bias is not None:
             self.roles[linear.bias.meta["weight"]] = Role("row", -1, _even(linear.shape[0]))
 
     # -- hints, and what is left ---------------------------------------------------------------------------------
 
     def _hinted(self, hints: Sequence[tuple[str, str]]) -> None:
-        nodes = self.graph.weight_nodes()
+        nodes = {name: stored.node for name, stored in self.weights.items()}
         for pattern, kind in hints:
             matching = [name for name in nodes if fnmatchcase(name, pattern)]
             if not matching:
@@ -187,10 +193,10 @@ class Plan:
                     f"{', '.join(list(nodes)[:3])}."
                 )
             for name in matching:
-                self.roles[name] = self._hint(nodes[name], kind)
+                self.roles[name] = self._hint(name, nodes[name], kind)
 
-    def _hint(self, weight: Node, kind: str) -> Role:
-        known = self.roles.get(weight.meta["weight"])
+    def _hint(self, name: str, weight: Node, kind: str) -> Role:
+        known = self.roles.get(name)
         if known is not None and known.kind == kind:
             return known
         if kind == "replicated":
@@ -203,7 +209,7 @@ class Plan:
             return Role("row", 1, _even(_length(weight, 1)))
         if kind == "experts":
             raise InputError(
-                f"{weight.meta['weight']!r} is hinted to be of experts, which are the weights that dgraph.experts "
+                f"{name!r} is hinted to be of experts, which are the weights that dgraph.experts "
                 f"reads; it is read by {', '.join(user.name for user in weight.users)}."
             )
         size = self.graph.spec.head_dim if kind == "per head" else 1
@@ -212,7 +218,8 @@ class Plan:
 
     def _complete(self) -> None:
         """Refuse a matrix of which nothing is known; vectors are whole, and what they meet is checked later."""
-        for name, weight in self.graph.weight_nodes().items():
+        for name, stored in self.weights.items():
+            weight = stored.node
             if name in self.roles or weight.meta["val"].dim() < 2:
                 continue
             layer = next((user.meta["layer"] for user in weight.users), None)
@@ -270,9 +277,25 @@ def _length(weight: Node, dim: int) -> int:
     return int(weight.meta["val"].shape[dim])
 
 
-def _weights_of(node: Node) -> list[Node]:
-    """The weight that a value is, or is converted from."""
+def _name(node: Node) -> str | None:
+    """The name of the weight that a value is, or is converted from; None if it is computed otherwise."""
     found = node
-    while found.op == "call_function" and len(found.all_input_nodes) == 1:
+    while (stored := stored_of(found)) is None and found.op == "call_function" and len(found.all_input_nodes) == 1:
         found = found.all_input_nodes[0]
-    return [found] if "weight" in found.meta else []
+    return None if stored is None else stored.name
+
+
+def _stored_in(graph: Graph) -> dict[str, Stored]:
+    """The weights of a graph by name; values, scales and zeros are of one."""
+    quantised = [stored for node in graph.find("dequantise") if (stored := stored_of(node)) is not None]
+    of = {part: stored for stored in quantised for part in stored.parts}
+    every = [of.get(node) or Stored(node, (node,)) for node in graph.weight_nodes().values()]
+    return {stored.name: stored for stored in every}
+
+
+def _in_values(stored: Stored, division: Division) -> Division:
+    """The division of a weight as one of its values."""
+    if division.is_partial:
+        return division
+    each = _length(stored.node, division.dim) // _length(stored.parts[0], division.dim)
+    return division.at(division.dim, [(whole // each, own // each) for whole, own in division.parts])

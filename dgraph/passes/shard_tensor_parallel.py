@@ -17,8 +17,9 @@ from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
-from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Part, Sharding
-from dgraph.weights import Shapes, WeightSource
+from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Sharding
+from dgraph.stored import stored_of, take_weights
+from dgraph.weights import Source
 
 aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ class ShardTensorParallel(Pass):
     experts: str = "split"
     hints: tuple[tuple[str, str], ...] = ()
     rank: int = field(default=0, repr=False, compare=False)
-    weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
+    weights: Source | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "divides heads, feed-forward networks, experts and ids over ranks (tensor parallelism)"
@@ -91,7 +92,8 @@ class ShardTensorParallel(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         if graph.sharding is not None:
             raise PassError(f"the graph is divided over {graph.sharding.world} ranks already.")
-        if graph.history or not graph.find("attention"):
+        others = [step for step in graph.history if not step.startswith("QuantizeWeights(")]
+        if others or not graph.find("attention"):
             report.skip("it is no graph as captured; divide it before any other pass", graph.output)
             return
         graph.sharding = Sharding(self.world, self.group)
@@ -105,7 +107,7 @@ class ShardTensorParallel(Pass):
         divided = Divided(graph, plan.divisions, report.name)
         divided.run()
         logits = graph.result("logits")
-        self._take(graph, plan)
+        take_weights(graph, self.weights, plan.parts)
         graph.propagate()
         _check_types(graph, whole, divided)
         if logits in divided.of:
@@ -138,26 +140,6 @@ class ShardTensorParallel(Pass):
         local = graph.call(aten.sub.Tensor, (choice, graph.own_number(FIRST_EXPERT)), before=node, by=by, like=node)
         node.args = (x, local, weight, gate_up, down)
 
-    def _take(self, graph: Graph, plan: Plan) -> None:
-        """Replace weights by this rank's parts; what was one tensor stays one."""
-        taken: dict[tuple[int, Part | None], Tensor] = {}
-        for name, node in graph.weight_nodes().items():
-            part, tensor = plan.parts.get(name), graph.tensors[name]
-            stored = self.weights is not None and name in self.weights
-            if part is None and not stored:
-                continue
-            key = id(tensor), part
-            if key in taken:
-                pass
-            elif self.weights is not None and stored:
-                taken[key] = self.weights.take(name, tensor, part)
-            elif part is not None:
-                taken[key] = part.take(tensor)
-            graph.tensors[name] = taken[key]
-            if part is not None:
-                graph.divided[name] = part
-            node.meta["val"] = graph.symbols.of(taken[key])
-
     def _gather_logits(self, graph: Graph, logits: Node, divided: Divided, by: str) -> None:
         found = divided.of[logits]
         if len(found.parts) != 1 or found.dim != logits.meta["val"].dim() - 1:
@@ -172,8 +154,9 @@ class ShardTensorParallel(Pass):
 def _kinds(graph: Graph, layer: int | None) -> str:
     """How many weights of a layer are divided how."""
     counts: dict[str, int] = {}
+    scales = {part for node in graph.find("dequantise") if (of := stored_of(node)) for part in of.parts[1:]}
     for name, node in graph.weight_nodes().items():
-        if name in graph.divided and all(user.meta["layer"] == layer for user in node.users):
+        if name in graph.divided and node not in scales and all(user.meta["layer"] == layer for user in node.users):
             kind = graph.divided[name].kind
             counts[kind] = counts.get(kind, 0) + 1
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "every weight whole"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +48,8 @@ class SparseKV(Pass):
     copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries and the
     window in the dense cache. Nothing else is stored: positions outside of the window have no pages. New inputs:
     `window` i32[b, 2], `action` i32[b], `pack_start` i32[layers, b], and per layer l `k_pack_l`, `v_pack_l`
-    [entries, head_dim], `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
+    [entries, head_dim] (in float8, where the caches are, with `k_pack_scale_l` and `v_pack_scale_l` f32[entries]),
+    `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
 
         before  %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)   f32[N, 8, 32]
         after   %9 = dgraph.kv_votes(%6, %7, positions, positions, cu_rows, cu_rows, limit, window, action, 0.18, ...)
@@ -145,53 +147,74 @@ class SparseKV(Pass):
 
     def _keep(self, graph: Graph, attention: Node, write: Node, report: Report) -> None:
         by, layer = report.name, attention.meta["layer"]
-        q, k_cache, v_cache, page_table, cu_rows, limit, scale = args_of(attention)
-        k, v, _, _, key_positions, _, cu_keys = args_of(write)
+        q, k_cache, v_cache, page_table, cu_rows, limit, scale, *scales = args_of(attention)
+        k, v, _, _, key_positions, _, cu_keys = args_of(write)[:7]
         window, action = graph.add_input(WINDOW), graph.add_input(ACTION)
         start = graph.add_input(InputSpec("pack_start", torch.int32, (graph.spec.layers, "b")))
-        dtype, width = k.meta["val"].dtype, int(k.meta["val"].shape[2])
+        dtype, width = k_cache.meta["val"].dtype, int(k.meta["val"].shape[2])
         heads = int(k.meta["val"].shape[1])
         k_pack, v_pack = (
             graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer)) for n in "kv"
         )
+        pack_scales = [
+            graph.add_input(InputSpec(f"{n}_pack_scale_{layer}", torch.float32, ("entries",), layer=layer))
+            for n, _ in zip("kv", scales, strict=False)
+        ]
         budgets = _kv_heads(graph) if self.heads != "uniform" and _kv_heads(graph) > heads else 0
         shape = ("sequences", heads)
         count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, shape, layer=layer, budgets=budgets))
+        row_scales: list[Node] = []
         if self.cached and not self.reuse:
             key_positions, cu_keys = graph.add_input(KEY_POSITIONS), graph.add_input(CU_KEYS)
             places = (key_positions, page_table, cu_keys)
-            k, v = (
+            k, v, *row_scales = (
                 graph.call(OPS["feature_read"], (cache, *places), before=attention, by=by)
-                for cache in (k_cache, v_cache)
+                for cache in (k_cache, v_cache, *scales)
             )
         keys = (key_positions, cu_keys)
         if not self.reuse:
             index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",), layer=layer))
-            score = self._score(graph, attention, k, keys, (window, action), by)
+            score = self._score(graph, attention, k, keys, (window, action), row_scales[:1], by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
             score, *first = self._over_heads(graph, score, heads, attention, by)
             packed = (k_pack, v_pack, count, index, start, layer)
             args = (score, k, v, *keys, window, action, *packed, *settings, *first)
+            if scales:
+                args = (*args, *(() if first else (None,)), *(row_scales or (None, None)), *pack_scales)
             graph.call(OPS["kv_pack"], args, before=attention, by=by)
         caches = (k_cache, v_cache, page_table, k_pack, v_pack, count, start)
         seen = (key_positions, cu_rows, cu_keys, limit, window, action, scale, layer, not self.reuse)
         graph.replace(
-            attention, graph.call(OPS["sparse_attention"], (q, k, v, *caches, *seen), before=attention, by=by)
+            attention,
+            graph.call(
+                OPS["sparse_attention"],
+                (q, k, v, *caches, *seen, *scales, *pack_scales, *row_scales),
+                before=attention,
+                by=by,
+            ),
         )
         report.did("paged_attention -> sparse_attention" if self.reuse else f"{self.selector}, kv_pack", layer)
 
     def _score(
-        self, graph: Graph, attention: Node, k: Node, keys: tuple[Node, Node], where: tuple[Node, Node], by: str
+        self,
+        graph: Graph,
+        attention: Node,
+        k: Node,
+        keys: tuple[Node, Node],
+        where: tuple[Node, Node],
+        k_scale: Sequence[Node],
+        by: str,
     ) -> Node:
-        q, *_, cu_rows, limit, scale = args_of(attention)
+        q, _, _, _, cu_rows, limit, scale = args_of(attention)[:7]
         key_positions, cu_keys = keys
         # Rows of a query may be fewer than those of the keys: an eviction stands between the two, or they are cached.
         positions = key_positions if cu_rows is cu_keys else graph.on_rows_of("positions", attention, by)
         if self.selector in VOTERS:
             args = (q, k, positions, key_positions, cu_rows, cu_keys, limit, *where, scale, *VOTERS[self.selector])
+            args = (*args, *k_scale)
             return graph.call(OPS["kv_votes"], args, before=attention, by=by)
-        shared = (q, k, positions, cu_rows, cu_keys, *where, scale, SCORES[self.selector])
+        shared = (q, k, positions, cu_rows, cu_keys, *where, scale, SCORES[self.selector], *k_scale)
         return graph.call(OPS["kv_scores"], shared, before=attention, by=by)
 
     def _over_heads(self, graph: Graph, score: Node, heads: int, before: Node, by: str) -> tuple[Node, ...]:

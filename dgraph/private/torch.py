@@ -37,6 +37,7 @@ __all__ = [
     "inductor_config",
     "inductor_settings",
     "launched_by_triton",
+    "let_written_be_left_out",
     "load_region",
     "new_symbol",
     "pack_region",
@@ -45,6 +46,29 @@ __all__ = [
     "tracing",
     "typing",
 ]
+
+
+def let_written_be_left_out(custom: Any) -> None:
+    """Let calls of a `torch.library.custom_op` leave out arguments that it writes, where they have a default.
+
+    Before 2.13, what counts the versions of written tensors takes every one of them from the positional arguments, and
+    the dispatcher drops those that equal their default: an IndexError, whether None is given or left out. Checked on
+    2.11; 2.13 does as this.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    overload, past = custom._opoverload, torch._C._after_ADInplaceOrView_keyset
+    arguments = overload._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def count(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for i in written:
+            value = args[i] if i < len(args) else kwargs.get(arguments[i].name)
+            if isinstance(value, Tensor):
+                torch.autograd.graph.increment_version(value)
+        return overload.redispatch(keyset & past, *args, **kwargs)
+
+    custom._lib.impl(custom._name, count, "ADInplaceOrView", with_keyset=True, allow_override=True)
 
 
 def fake_mode() -> Any:
@@ -420,3 +444,12 @@ def symmetric(size: int, device: torch.device, group: Any) -> tuple[Tensor, bool
     buffer = empty(size, dtype=torch.uint8, device=device)
     handle = rendezvous(buffer, group)
     return buffer, handle.multicast_ptr != 0
+
+
+def product_by_int8(x: Tensor, values: Tensor) -> Tensor:
+    """x [..., columns] in bfloat16 by int8 [rows, columns], on a CPU: what torch has for weights alone in int8, with
+    scales of 1. `torch.ops.aten` has no public product of the two. Checked on 2.13.
+    """
+    ones = torch.ones(len(values), dtype=x.dtype)
+    made: Tensor = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), values, ones)
+    return made.view(*x.shape[:-1], len(values))

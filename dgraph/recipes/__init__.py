@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dgraph.plugins import Table
-from dgraph.recipes.base import Builder, Phase, Recipe, options_of
+from dgraph.recipes.base import Builder, Phase, Recipe, caching, options_of, types_of
 from dgraph.recipes.bidirectional import dkv_cache, fast_dllm, vicinity
 from dgraph.recipes.build import build, builder_of, check_recipe
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, combined
@@ -67,4 +67,15 @@ class Recipes(Table[Builder]):
 RECIPES: Mapping[str, Builder] = Recipes(_OWN, GROUP, check_builder)
 """Every recipe's builder by name."""
 
-__all__ = ["RECIPES", "Builder", "Phase", "Recipe", "build", "builder_of", "check_recipe", "options_of"]
+__all__ = [
+    "RECIPES",
+    "Builder",
+    "Phase",
+    "Recipe",
+    "build",
+    "builder_of",
+    "caching",
+    "check_recipe",
+    "options_of",
+    "types_of",
+]

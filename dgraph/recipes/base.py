@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
+from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.parts import Part
@@ -116,6 +118,24 @@ class Recipe:
 
         return replace(self, phases=tuple(map(bound, self.phases)))
 
+    def with_kv_dtype(self, dtype: str | None) -> Recipe:
+        """The same method with keys and values stored in a format, in every phase (`CacheKV`); None: the model's dtype.
+
+        Raises:
+            UnknownName: no such format.
+            InputError: a format for a recipe that stores none.
+        """
+        if dtype is not None and not any(isinstance(p, CacheKV) for phase in self.phases for p in phase.passes):
+            raise InputError(
+                f"recipe {self.name!r} keeps no keys and values (CacheKV), so leave out kv_dtype={dtype!r}."
+            )
+
+        def stored(phase: Phase) -> Phase:
+            passes = (replace(p, dtype=dtype) if isinstance(p, CacheKV) else p for p in phase.passes)
+            return replace(phase, passes=tuple(passes))
+
+        return replace(self, phases=tuple(map(stored, self.phases)))
+
     @property
     def logit_rows(self) -> int | None:
         """Rows whose logits exist at a time, at most; None for all of a step's."""
@@ -166,11 +186,49 @@ class Recipe:
             raise InputError(f"this recipe has no entry {error}; give what Recipe.to_json wrote.") from error
 
 
+P = ParamSpec("P")
+
 Builder = Callable[..., Recipe]
 """Takes the spec and keyword options with defaults, returns a recipe; its docstring's first line is the summary."""
+
+
+def caching(builder: Callable[P, Recipe]) -> Callable[P, Recipe]:
+    """Give a builder, whose recipes store keys and values (`CacheKV`), the option `kv_dtype`."""
+
+    @functools.wraps(builder)
+    def build(*args: P.args, **options: P.kwargs) -> Recipe:
+        dtype: Any = options.pop("kv_dtype", None)
+        return builder(*args, **options).with_kv_dtype(dtype)
+
+    signature = inspect.signature(builder)
+    option = inspect.Parameter("kv_dtype", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    wider = signature.replace(parameters=[*signature.parameters.values(), option])
+    build.__signature__ = wider  # type: ignore[attr-defined]
+    build.__doc__ = f"{(builder.__doc__ or '').rstrip()}\n{KV_DTYPE}"
+    return build
+
+
+KV_DTYPE = """\
+        kv_dtype: how keys and values are stored: "fp8", or None for the dtype of the model; see `CacheKV`.
+    """
+"""What the documentation of a builder says of the option, at the end of its arguments."""
 
 
 def options_of(builder: Builder) -> dict[str, Any]:
     """A builder's options and their defaults, in order."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]
     return {p.name: p.default for p in parameters}
+
+
+def types_of(builder: Builder) -> dict[str, type]:
+    """The types in which a builder's options are read from text: those of their defaults; of an option whose default is
+    None, text if it is annotated so ("str | None"), else a whole number.
+    """
+    parameters = inspect.signature(builder).parameters
+
+    def kind(name: str, default: Any) -> type:
+        if default is not None:
+            return type(default)
+        return str if str(parameters[name].annotation).startswith("str") else int
+
+    return {name: kind(name, default) for name, default in options_of(builder).items()}

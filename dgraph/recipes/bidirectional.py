@@ -6,7 +6,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
-from dgraph.recipes.base import Recipe
+from dgraph.recipes.base import Recipe, caching
 from dgraph.recipes.dense import ENDING, ending, phases_of
 from dgraph.spec import ModelSpec
 
@@ -17,6 +17,7 @@ CACHES: dict[str, type[Suffix] | type[Block]] = {"prefix": Suffix, "dual": Block
 DKV_VARIANTS = ("decode", "greedy")
 
 
+@caching
 def fast_dllm(
     spec: ModelSpec,
     cache: str = "dual",
@@ -55,6 +56,7 @@ def published_first(spec: ModelSpec) -> str:
     return "position" if spec.logit_shift else "policy"
 
 
+@caching
 def dkv_cache(
     spec: ModelSpec,
     variant: str = "decode",
@@ -96,6 +98,7 @@ def dkv_cache(
     return Recipe("dkv_cache", 2, phases, cache, plan=plan)
 
 
+@caching
 def vicinity(
     spec: ModelSpec,
     before: int = 16,

@@ -45,7 +45,8 @@ def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec,
 
     Raises:
         UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
-        InputError: an option's value is out of range, or options beside a finished recipe.
+        InputError: an option's value is out of range, options beside a finished recipe, or one that does not fit the
+            model.
     """
     check_recipe(recipes, recipe, options)
     if not isinstance(recipe, str):
@@ -54,4 +55,6 @@ def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec,
     for option in options:
         if option not in known:
             raise UnknownName(f"option of recipe {recipe!r}", option, known)
-    return recipes[recipe](spec, **options)
+    made = recipes[recipe](spec, **options)
+    spec.check_keys(made.recommit, made.kv)
+    return made

@@ -12,7 +12,7 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.plans.rows import RowPlan
-from dgraph.recipes.base import Phase, Recipe
+from dgraph.recipes.base import Phase, Recipe, caching
 from dgraph.spec import ModelSpec
 
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
@@ -48,6 +48,7 @@ def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
     return (head, OnlyMasked(), FuseGLU(), BoundRows()) if spec.attention == "bidirectional" else (head,)
 
 
+@caching
 def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_num_logits: int = 2048) -> Recipe:
     """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
 

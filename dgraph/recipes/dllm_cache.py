@@ -9,11 +9,12 @@ from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
-from dgraph.recipes.base import Recipe
+from dgraph.recipes.base import Recipe, caching
 from dgraph.recipes.dense import GATED, phases_of
 from dgraph.spec import ModelSpec
 
 
+@caching
 def dllm_cache(
     spec: ModelSpec,
     prompt_interval: int = 50,

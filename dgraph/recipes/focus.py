@@ -10,13 +10,14 @@ from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
-from dgraph.recipes.base import Recipe
+from dgraph.recipes.base import Recipe, caching
 from dgraph.recipes.dense import BOUNDED, ENDING, ending, phases_of
 from dgraph.spec import ModelSpec
 
 COUNTS = ("host", "device")
 
 
+@caching
 def focus(
     spec: ModelSpec,
     alpha: float = 1.5,
@@ -50,6 +51,8 @@ def focus(
     """
     if count not in COUNTS:
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
+    if reason := EvictTokens.obstacle(spec):
+        raise InputError(f"focus cannot evict rows of {spec.family}: {reason}.")
     evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
     passes: tuple[Pass, ...] = (evict, *ending(spec, max_num_logits))
     if count == "device":

@@ -15,7 +15,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
-from dgraph.recipes.base import Recipe
+from dgraph.recipes.base import Recipe, caching
 from dgraph.recipes.bidirectional import published_first
 from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
@@ -123,6 +123,7 @@ METHODS: dict[str, _Method] = {
 LAYERS = ("importance", "uniform")
 
 
+@caching
 def maskkv(
     spec: ModelSpec,
     pairs: int = DEFAULT_PAIRS,
@@ -193,6 +194,7 @@ def adaptive_rows(
     return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
 
 
+@caching
 def dllm_serve(
     spec: ModelSpec,
     ratio: float = DEFAULT_RATIO,
@@ -236,6 +238,7 @@ def dllm_serve(
     )
 
 
+@caching
 def sparse_dllm(
     spec: ModelSpec,
     ratio: float = DEFAULT_RATIO,
@@ -273,7 +276,7 @@ def sparse_dllm(
 def _first(spec: ModelSpec, first: str, delay: int) -> str:
     """What a block's first step commits, as in `RowPlan`."""
     if first == "published":
-        return published_first(spec) if delay else "policy"
+        return published_first(spec) if delay and spec.attention == "bidirectional" else "policy"
     return first
 
 

@@ -24,9 +24,9 @@ from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
-from dgraph.runtime.decode_state import DecodeState, per_sequence
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
-from dgraph.runtime.policies import needs_of, statistics_of
+from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise
@@ -49,7 +49,7 @@ Assignment = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step led to, for an observer: results per row, and the committed columns bool[b, B]."""
+    """What a step led to, for an observer: results per row, and the committed columns bool[b, B + 1]."""
 
     results: RowResults
     committed: Tensor

@@ -25,10 +25,20 @@ from dgraph.runtime.kv import NO_PAGE, KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.report import Report, Reports
-from dgraph.runtime.requests import Programs, Request, Running, Shape, first_positions, positions, say
+from dgraph.runtime.requests import (
+    Programs,
+    Request,
+    Running,
+    Shape,
+    first_positions,
+    positions,
+    prefilled_positions,
+    say,
+)
 from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
+from dgraph.runtime.two_modes import TwoModeState
 from dgraph.spec import ModelSpec
 
 FEW_STEPS = 4
@@ -117,7 +127,7 @@ class Batch:
         if not requests:
             return
         tables = len(self._tables)
-        tokens = [first_positions(request, self.shape.block, self.by_block) for request in requests]
+        tokens = [first_positions(request, self.shape.block, self.by_block, self.spec) for request in requests]
         # A block-causal model prefills what it gives back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
@@ -125,7 +135,7 @@ class Batch:
         if self.packed is not None:
             self.packed.open(slots, [self._candidates(request) for request in requests])
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
-            prompt = len(request.known) // self.shape.block * self.shape.block if self.causal else 0
+            prompt = prefilled_positions(request, self.shape.block, self.spec)
             mine = handles[place :: len(requests)]
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
@@ -160,7 +170,7 @@ class Batch:
             PoolFull: the pages that are free do not suffice.
         """
         one = self.running[slot]
-        wanted = min(tokens, positions(one.request, self.shape.block))
+        wanted = min(tokens, positions(one.request, self.shape.block, self.spec))
         grown = [self.kv.extend(handle, wanted) for handle in one.handles]
         if any(grown):
             self._write_tables([slot])
@@ -207,7 +217,8 @@ class Batch:
         count = sum(end) - sum(begin)
         state = self.advance.state
         bounds = torch.tensor([begin, end], device=self.kv.device)
-        rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count)
+        causal = self.spec.encoding == "causal"
+        rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count, causal)
         given = {name: self.advance.inputs[name] for name in self.advance.carried}
         inputs = {**self.caches(), **given, **computed(program.inputs, Moment(rows, state, self.rule))}
         result, took_part = program(inputs, count), bounds[1] > bounds[0]
@@ -392,14 +403,17 @@ class Batch:
             "mask_id": spec.mask_id,
             "stop_ids": torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
             "plan": self.plan,
-            "kv": None if self.packed is None else self.packed.plan,
             "most_rows": shape.most_rows,
         }
         tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
-        if self.causal:
-            state: DecodeState = BlockCausalState.begin(*tensors, **settings)
+        kv = None if self.packed is None else self.packed.plan
+        if spec.next_token:
+            settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
+            state: DecodeState = TwoModeState.begin(*tensors, **settings)
+        elif self.causal:
+            state = BlockCausalState.begin(*tensors, **settings, kv=kv)
         else:
-            state = CanvasState.begin(*tensors, **settings, shift=spec.logit_shift)
+            state = CanvasState.begin(*tensors, **settings, kv=kv, shift=spec.logit_shift)
         say(state, self.rule.policy, requests)
         return state
 

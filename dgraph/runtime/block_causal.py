@@ -175,7 +175,7 @@ class BlockCausalState(DecodeState):
     def _own_rows(self) -> Tensor:
         return self.live()[:, : self.block].sum(dim=1)
 
-    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         block = self.block
         current = torch.where(written, token, self.tokens[:, block:])
         self.tokens = torch.cat([self.tokens[:, :block], current], dim=1)

@@ -17,8 +17,8 @@ from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BlockCache, DecodeState, per_sequence, ready_columns
-from dgraph.runtime.policies import Candidates, Mixture, Policy
+from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
 from dgraph.runtime.rows import StepRows, choose, packed
 
 
@@ -226,7 +226,7 @@ class CanvasState(DecodeState):
         """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
         return view.inside & self.plan.region.seen(view) | view.around_block()
 
-    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
         self.masked = self._on_canvas(left, self.masked)
         self.changed = self._on_canvas(written, False)

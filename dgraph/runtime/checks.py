@@ -32,6 +32,7 @@ def check_session(
     select_noise: bool,
     plan: RowPlan | None,
     kv: KVPlan | None = None,
+    recommit: bool = True,
 ) -> None:
     """What a `BlockSession` needs of its model and programs."""
     causal = spec.attention == "block_causal"
@@ -47,11 +48,13 @@ def check_session(
             f"{spec.family}: {plan} hides rows, so keys change their places in the cache, but {kv} finds the keys that "
             f"it keeps by their positions. Leave one of them out."
         )
-    if causal and spec.logit_shift:
+    if causal and spec.logit_shift and not spec.next_token:
         raise InputError(
-            f"{spec.family}: a block-causal model commits the token that a row predicts for its own position; "
+            f"{spec.family}: a block-causal model commits the token that a row predicts for its own position, unless "
+            f"the forward that writes a finished block predicts the next token (next_token=True); "
             f"got logit_shift={spec.logit_shift}, expected 0."
         )
+    spec.check_keys(recommit, kv)
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     needed = (*(("prefill",) if causal else ()), *(("select",) if kv is not None else ()), "step")
@@ -155,6 +158,16 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
         )
 
 
+def check_modes(spec: ModelSpec, policy: Policy) -> None:
+    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run."""
+    if getattr(policy, "autoregressive", False) and spec.encoding != "causal":
+        raise InputError(
+            f"{type(policy).__name__} commits what causal rows predict, but {spec.family} encodes whole blocks "
+            f"(encoding={spec.encoding!r}); use it with a model of encoding='causal', such as nemotron, or decode by "
+            f"a threshold."
+        )
+
+
 def check_request(
     spec: ModelSpec,
     prompts: Sequence[Sequence[int]],
@@ -252,7 +265,7 @@ def _check_prompt(
     if len(prompt) == 0:
         raise InputError(f"prompt {index} is empty; give at least one token.")
     ids = [check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]
-    step = block_length if spec.attention == "block_causal" else 1
+    step = block_length if spec.aligned else 1
     needed = -(-(len(ids) + max_new_tokens) // step) * step
     if needed > spec.max_positions:
         room = spec.max_positions // step * step - len(ids)

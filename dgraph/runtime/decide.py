@@ -97,12 +97,13 @@ class Decide:
         """Write what one sampler makes of entries of the logits into `decided`."""
         rows, state, at = advance.rows, advance.state, row[entry]
         sequence, column = rows.sequence[at], rows.column[at] - self._block
+        inside = column.clamp(max=self._block - 1)  # a row may predict the position after the block
         heat = state.temperature[sequence]
         context = RowContext(
             sequence=sequence,
-            position=rows.positions[at] + self._spec.logit_shift,
-            column=column,
-            masked=state.block_masked[sequence, column],
+            position=state.start[sequence] + column,
+            column=inside,
+            masked=state.block_masked[sequence, inside] | (column > inside),
             forwards=state.forwards[sequence],
             seed=advance.inputs["seed"][at],
             tokens=state.canvas,

@@ -1,8 +1,9 @@
 """What the decode loop knows of its sequences, and the transition from step to step, as tensors on the device.
 
-Two kinds of state share it: `BlockCausalState` for block-causal models and `CanvasState` for bidirectional ones. They
-differ in which rows they forward; what a step commits and how it counts is the same. Nothing here loops over
-sequences, and only `report` is meant to be read by the host.
+Three kinds of state share it: `BlockCausalState` for block-causal models, `TwoModeState` for those that predict the
+next token where they write a finished block, and `CanvasState` for bidirectional ones. They differ in which rows they
+forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and only `report` is
+meant to be read by the host.
 
 Every sequence is a row of every tensor (a slot), and no row depends on another: so between two steps the host may
 write a slot anew, for another request, or leave some slots out of a step.
@@ -22,8 +23,17 @@ from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
 from dgraph.ops.statistics import GIVEN
-from dgraph.runtime.policies import Candidates, Mixture, Policy, carries_of, edits, needs_of, remasks, statistics_of
-from dgraph.runtime.policies.mixture import Attribute
+from dgraph.runtime.policies import (
+    Candidates,
+    Policy,
+    carries_of,
+    edits,
+    moves,
+    needs_of,
+    per_sequence,
+    remasks,
+    statistics_of,
+)
 from dgraph.runtime.rows import RowResults, StepRows, choose, inverse, read
 from dgraph.runtime.seeds import policy_order
 
@@ -208,8 +218,14 @@ class DecodeState(ABC):
         """i64[b]: rows of the step that are forwarded for their keys alone."""
 
     @abstractmethod
-    def _write(self, written: Tensor, token: Tensor, left: Tensor) -> None:
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         """Write tokens i64[b, B] where written bool[b, B] says; left bool[b, B]: the columns that are masks then."""
+
+    def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
+        """bool[b]: where the step also decides the position after the block, by what it predicts of it i64[b] and how
+        sure that is f32[b]; there it is written.
+        """
+        return torch.zeros_like(self.active)
 
     @abstractmethod
     def _advance(
@@ -324,16 +340,20 @@ class DecodeState(ABC):
         recommit: bool,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """The transition after a forward of `rows`; returns the committed columns, bool[b, B].
+        """The transition after a forward of `rows`; returns the committed columns, bool[b, B + 1]: the last stands for
+        the position after the block.
 
         Sequences that took no part stay as they are. noise f32[b, B]: uniform, for policies that draw.
         """
         before, part = copy.copy(self), self.granted & self.active
         editing, masked, start = edits(policy), self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
-        row = self._block_rows(rows)
+        rows_of = self._predictors(rows)
+        row, following = rows_of[:, : self.block], rows_of[:, self.block]
         token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
-        invalid = confidence.isnan().any(dim=1)
+        token_after = read(results.token, following, -1)
+        confidence_after = read(results.confidence, following, -math.inf)
+        invalid = confidence.isnan().any(dim=1) | confidence_after.isnan()
         candidates = Candidates(
             token=token,
             confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
@@ -372,19 +392,28 @@ class DecodeState(ABC):
         if remasks(policy):
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
             written, left, token = commit | back, left | back, torch.where(back, self.mask_id, token)
-        self._show(candidates, written & (masked | (token != candidates.current)), left, read(results.kept, row, True))
+        changed, source = written & (masked | (token != candidates.current)), None
+        if moves(policy):
+            said, source = policy.move(candidates, commit)  # type: ignore[attr-defined]
+            token = torch.where(written, torch.where(commit, said, token), candidates.current)
+            token = _moved(source, token, candidates.current, self.mask_id)
+            left = _moved(source, left, masked, True)
+            written = (token != candidates.current) | (left != masked)
+        self._show(candidates, changed, left, read(results.kept, row, True), source)
         count = masked.sum(dim=1) - left.sum(dim=1)
         self.decoded = self.decoded + count
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
-        self._write(written, token, left)
+        self._write(written, token, left, policy)
         self.shown = torch.where(left, -1, self.block_tokens)
+        after = self._write_next(token_after, confidence_after)
+        self.total = self.total + after
         self._advance(masked, policy, block_cache, recommit, settled)
         moved = self.start != start
         self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
         self._keep(before, ~part)
         self.grant()
-        return commit & part[:, None]
+        return torch.cat([commit, after[:, None]], dim=1) & part[:, None]
 
     def _keep(self, before: DecodeState, waiting: Tensor) -> None:
         """Undo what a transition did to sequences bool[b]."""
@@ -395,13 +424,18 @@ class DecodeState(ABC):
             elif isinstance(new, Tensor) and new is not old:
                 setattr(self, field.name, choose(waiting, old, new))
 
-    def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor) -> None:
+    def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
         """Note with which probability a step commits tokens, all bool[b, B]: those that it changes; the masks that it
-        leaves; the positions whose rows it keeps.
+        leaves; the positions whose rows it keeps. source i64[b, B]: where they come from, see `DecodeRule.move`.
         """
-        # What is no mask in the first step of a block was given.
-        before = choose(self.shown_start == self.start, self.shown_confidence, torch.ones_like(self.shown_confidence))
+        # What is no mask in the first step that shows its position was given.
+        column = self.columns - self.shown_start[:, None]
+        there = (column >= 0) & (column < self.block)
+        seen = self.shown_confidence.gather(1, column.clamp(min=0, max=self.block - 1))
+        before = torch.where(there, seen, 1.0)
         found = torch.where(changed, candidates.confidence, before)
+        if source is not None:
+            found = _moved(source, found, before, 0.0)
         self.shown_confidence, self.shown_kept = torch.where(left, 0.0, found), kept
         self.shown_start = self.start
 
@@ -409,11 +443,13 @@ class DecodeState(ABC):
         """bool[b, B]: what the step commits."""
         return policy.choose(candidates)
 
-    def _block_rows(self, rows: StepRows) -> Tensor:
-        """i64[b, B]: which row stands in each column of the current block; -1 where none does."""
-        b, block = len(self.start), self.block
-        at = rows.sequence * block + rows.column - block
-        return inverse(torch.where(rows.live & (rows.column >= block), at, -1), b * block).view(b, block)
+    def _predictors(self, rows: StepRows) -> Tensor:
+        """i64[b, B + 1]: which row predicts each column of the current block, and which the position after it; -1 where
+        none does.
+        """
+        b, width = len(self.start), self.block + 1
+        at = rows.sequence * width + rows.column - self.block
+        return inverse(torch.where(rows.live & (rows.column >= self.block), at, -1), b * width).view(b, width)
 
     def _on_canvas(self, values: Tensor, others: Tensor | bool) -> Tensor:
         """[b, T]: values [b, B] where the current block is, `others` elsewhere."""
@@ -428,22 +464,26 @@ class DecodeState(ABC):
 
     def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
         """End sequences that are done; bool[b]: those of the others whose block is done."""
+        block = self.block
+        complete = ~self.block_masked.any(dim=1) if settled is None else settled
+        stopped = self._stopped()
+        if settled is not None:
+            edited = per_sequence("edits", policy, self.kind)
+            stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
+        self.active = self.active & ~(stopped | (complete & (self.start + block > self.last)))
+        return complete & self.active
+
+    def _stopped(self) -> Tensor:
+        """bool[b]: there is a stop token in the block with no mask before it. What comes after it is dropped, so it
+        ends the sequence at once.
+        """
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
         # A stop token of the prompt is none.
         counts = ~masked & (self.columns >= torch.maximum(self.prompt_end, self.stops_from)[:, None])
         stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & counts
         first_stop = torch.where(stop, column, block + 1).amin(dim=1)
-        first_mask = torch.where(masked, column, block).amin(dim=1)
-        complete = first_mask == block if settled is None else settled
-        # What comes after a stop token is dropped, so a stop token with no mask before it ends the sequence
-        # at once.
-        stopped = first_stop < first_mask
-        if settled is not None:
-            edited = per_sequence("edits", policy, self.kind)
-            stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
-        self.active = self.active & ~(stopped | (complete & (self.start + block > self.last)))
-        return complete & self.active
+        return first_stop < torch.where(masked, column, block).amin(dim=1)
 
     def _next_block(self, moved: Tensor, start: Tensor) -> None:
         """Move sequences bool[b] on to the blocks that begin at start i64[b]."""
@@ -452,9 +492,6 @@ class DecodeState(ABC):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))
 
 
-def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor | bool:
-    """Whether the policy of each sequence has an attribute of `DecodeRule`: bool[b], or one bool for all of them."""
-    if not isinstance(policy, Mixture):
-        return bool(getattr(policy, attribute, False))
-    found = set(policy.each(attribute))
-    return found.pop() if len(found) == 1 else policy.where(attribute, kind)
+def _moved(source: Tensor, now: Tensor, before: Tensor, new: float) -> Tensor:
+    """[b, B]: of a column as it is now, as it was before, or a new one; see `DecodeRule.move`."""
+    return torch.cat([now, before, torch.full_like(now[:, :1], new)], dim=1).gather(1, source)

@@ -77,7 +77,7 @@ class Request:
 @dataclass
 class Running:
     """A request in its slot. handles: its pages, and those of its twin without the prompt under guidance. prompt:
-    positions that are prefilled before its first step, a multiple of the block; prefilled: how many of them are. steps:
+    positions that are prefilled before its first step (see `prefilled_positions`); prefilled: how many are. steps:
     that were launched for it; start: where its block began when it was last heard of, and `began`: steps it had had
     then.
     """
@@ -113,16 +113,39 @@ class Programs:
     prefill: Program | None = None
 
 
-def positions(request: Request, block: int) -> int:
-    """Positions of KV that a request takes in its whole life."""
-    return -(-request.end // block) * block
+def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
+    """Positions that are prefilled before the first step of a request.
+
+    Where the forward that writes keys predicts the next token, the last row before the response is left to the first
+    step, and with it what is written together: that row alone, or its block.
+    """
+    if spec.attention != "block_causal":
+        return 0
+    known = len(request.known)
+    if spec.encoding == "causal":
+        return known - 1
+    left = block if spec.next_token and known % block == 0 else known % block
+    return known - left
 
 
-def first_positions(request: Request, block: int, by_block: bool) -> int:
+def step_rows(block: int, spec: ModelSpec) -> int:
+    """Rows that a step of a block-causal model forwards for one sequence, at most: those of a block, and those of the
+    block before it where these ride along to be written once more.
+    """
+    return block if spec.next_token else 2 * block
+
+
+def positions(request: Request, block: int, spec: ModelSpec) -> int:
+    """Positions of KV that a request takes in its whole life. A last block that begins anywhere ends after it."""
+    end = request.end + (block if spec.encoding == "causal" else 0)
+    return -(-end // block) * block
+
+
+def first_positions(request: Request, block: int, by_block: bool, spec: ModelSpec) -> int:
     """Positions of KV that a request takes when it is admitted; by_block: those of what is known of it and two more
     blocks of them.
     """
-    whole = positions(request, block)
+    whole = positions(request, block, spec)
     return min(whole, (len(request.known) // block + 2) * block) if by_block else whole
 
 

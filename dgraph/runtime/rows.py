@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.statistics import Statistic
+from dgraph.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
-    sequence i64[N]; column i64[N] of its two blocks (see the kind of state); input_ids i64[N]; positions i64[N]; limit
+    sequence i64[N]; column i64[N]: from B on, B more than the column of the current block that the row predicts; the
+    others are as the kind of state says; input_ids i64[N]; positions i64[N]; limit
     i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no sequence:
     0 or False everywhere.
 
@@ -146,9 +148,10 @@ def packed(live: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return inverse(torch.where(live & (row < capacity), row, -1).flatten(), capacity), cu_rows
 
 
-def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int) -> StepRows:
-    """Positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b], multiples of the block; `count` rows
-    in all.
+def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int, causal: bool = False) -> StepRows:
+    """Positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b]; `count` rows in all.
+
+    A row sees its whole block, where begin and end are multiples of the block; or, if causal, itself and all before it.
     """
     width = canvas.shape[1]
     column = torch.arange(width, device=canvas.device)
@@ -160,11 +163,23 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
         column=positions,
         input_ids=canvas.flatten()[index],
         positions=positions,
-        limit=((positions // block + 1) * block).int(),
+        limit=(positions + 1 if causal else (positions // block + 1) * block).int(),
         masked=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         candidate=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         cu_rows=offsets_of(end - begin),
     )
+
+
+def first_limits(spec: ModelSpec, positions: Tensor, known: int, block: int) -> Tensor:
+    """What each row of a sequence that is forwarded as a whole sees: positions i64[n] from 0, of which those from
+    `known` on are masks, as the first step that denoises these finds them.
+    """
+    if spec.attention != "block_causal":
+        return torch.full_like(positions, len(positions))
+    if spec.aligned:
+        return ((positions // block + 1) * block).clamp(max=len(positions))
+    after = known + ((positions - known) // block + 1) * block
+    return torch.where(positions < known, positions + 1, after.clamp(max=len(positions)))
 
 
 def prefill_chunk(spans: Sequence[tuple[int, int]], block: int, most: int) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.lowering.program import Program
 from dgraph.runtime.checks import check_token
+from dgraph.runtime.rows import first_limits
 from dgraph.spec import ModelSpec
 
 
@@ -101,12 +102,15 @@ class Scorer:
         lengths = sorted({len(label) for label in question.labels})
         begin = len(question.prompt) + len(question.before)
         canvases = [self._canvas(question, begin, length) for length in lengths]
-        first, at = 0, dict[int, int]()
+        first, rows = 0, []
         for length, canvas in zip(lengths, canvases, strict=True):
-            at[length] = first + begin - self._spec.logit_shift
+            at = first + begin + torch.arange(length) - self._spec.logit_shift
+            if self._spec.next_token:
+                at[0] = first + begin - 1  # what is known ends with the row that predicts the token after it
+            rows.append(at)
             first += len(canvas)
-        outputs = self._program(dict(self._inputs(canvases)), first).outputs
-        slots = torch.cat([torch.arange(at[n], at[n] + n) for n in lengths]).to(self._device)
+        outputs = self._program(dict(self._inputs(canvases, begin)), first).outputs
+        slots = torch.cat(rows).to(self._device)
         if "logits" in outputs:
             logits = outputs["logits"][slots].double()
         else:
@@ -123,16 +127,16 @@ class Scorer:
         canvas = [*question.prompt, *question.before, *[mask] * length, *question.after]
         if self._spec.attention != "block_causal":
             return canvas
-        end = -(-(begin + length) // self._block) * self._block
+        before = 0 if self._spec.aligned else begin
+        end = before - (before - begin - length) // self._block * self._block
         return canvas[:end] + [mask] * (end - len(canvas))
 
-    def _inputs(self, canvases: Sequence[Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-        """Inputs of the program, by name."""
+    def _inputs(self, canvases: Sequence[Sequence[int]], begin: int) -> Iterator[tuple[str, Tensor]]:
+        """Inputs of the program, by name. begin: where the slot does."""
         lengths = torch.tensor([len(canvas) for canvas in canvases])
-        positions = torch.cat([torch.arange(int(n)) for n in lengths])
-        limit = lengths.repeat_interleave(lengths)
-        if self._spec.attention == "block_causal":
-            limit = torch.minimum((positions // self._block + 1) * self._block, limit)
+        each = [torch.arange(int(n)) for n in lengths]
+        positions = torch.cat(each)
+        limit = torch.cat([first_limits(self._spec, own, begin, self._block) for own in each])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         yield "input_ids", torch.tensor([token for canvas in canvases for token in canvas]).to(self._device)
         yield "positions", positions.to(self._device)

@@ -98,7 +98,7 @@ class Script:
         """
         base = self._base(state)
         column = rows.column - self.block
-        kept = base[rows.sequence, column.clamp(min=0)].float()
+        kept = base[rows.sequence, column.clamp(min=0, max=self.block - 1)].float()
         return torch.where(rows.candidate, kept, -1.0)
 
     def budget(self, state: DecodeState) -> Tensor:

@@ -15,12 +15,13 @@ from dgraph.errors import DgraphError, InputError
 from dgraph.groups import Alone, Group
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
+from dgraph.ops.scales import unscaled
 from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.agree import agree, agree_on_step
 from dgraph.runtime.batch import Batch
-from dgraph.runtime.checks import check_canvases, check_request, check_rule, check_session
+from dgraph.runtime.checks import check_canvases, check_modes, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.decoding import Decoding
@@ -29,7 +30,7 @@ from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_st
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import Mixture, Policy, statistics_of
 from dgraph.runtime.report import Report
-from dgraph.runtime.requests import Programs, Request, Shape, settled_end
+from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import check_script
@@ -90,11 +91,12 @@ class BlockSession:
 
     Block-causal models: full prompt blocks go through the program "prefill" once; then every step runs the program
     "step" on the rows that are pending (see `BlockCausalState`), decides what to commit and moves finished blocks on.
+    Those that encode a finished block with the next token do so in a step of its own (see `TwoModeState`).
     Bidirectional models: every step runs "step" on the rows of the canvas that the plan names (see `CanvasState`).
     The caches are kept between calls and grow by need; a call that fails gives its pages back.
 
     Args:
-        spec: the model; a block-causal one has logit_shift 0.
+        spec: the model; a block-causal one has logit_shift 0, or encodes blocks with the next token.
         programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
             entropy for policies that read them), or logits; and kept, reached and score if it evicts rows.
         block_cache: which decoded rows of the current block are not recomputed: "off" (none is skipped), "dc"
@@ -142,7 +144,7 @@ class BlockSession:
         self.ranks: Group = ranks or Alone()
         if select_noise is None:
             select_noise = any("noise" in program.inputs for program in programs.values())
-        check_session(spec, programs, block_cache, select_noise, plan, kv)
+        check_session(spec, programs, block_cache, select_noise, plan, kv, recommit)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
         self.variants: dict[str, Mapping[str, Program]] = {}
@@ -301,8 +303,9 @@ class BlockSession:
             longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
             slots.admit(range(batch), [longest] * batch)
             self.keep_graphs()
-            sizes = slots.programs.step.bucket_sizes(batch * 2 * block)
-            self._rehearse(slots, sizes, batch * 2 * block, progress)
+            most = batch * step_rows(block, self.spec)
+            sizes = slots.programs.step.bucket_sizes(most)
+            self._rehearse(slots, sizes, most, progress)
             slots.clear()
         finally:
             self.pool.preparing = False
@@ -317,7 +320,7 @@ class BlockSession:
             return
         slots = self.batch([decoding], shape, fixed=True)
         slots.admit([0], [Request([self.spec.mask_id], replace(decoding, max_new_tokens=1))])
-        rows = 2 * shape.block
+        rows = step_rows(shape.block, self.spec)
         self._rehearse(slots, slots.programs.step.bucket_sizes(rows)[-1:], rows)
         slots.clear()
 
@@ -343,14 +346,14 @@ class BlockSession:
         """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,
         so that what is captured for one serves them all.
         """
-        causal = self.spec.attention == "block_causal"
         stride = self._transitions.stride(block) if fixed else block
         # A last block that is cut short has columns all the same.
-        columns = -(-(tokens + (0 if causal else block)) // stride) * stride
+        more = 0 if self.spec.aligned else block
+        columns = -(-(tokens + more) // stride) * stride
         if not fixed:
             return Shape(sequences, columns, self.kv.pages_for(columns), block)
         slots = max(self._sequences, 1 << (sequences - 1).bit_length())
-        return Shape(slots, columns, self.kv.pages_for(self.spec.max_positions), block)
+        return Shape(slots, columns, self.kv.pages_for(self.spec.max_positions + more), block)
 
     def batch(
         self,
@@ -405,6 +408,7 @@ class BlockSession:
         policy, sampler = chosen.rule, chosen.sampling
         step = self._variant(policy, sampler.needs_logits)["step"]
         check_rule(policy, sampler, step, self.block_cache, self.plan)
+        check_modes(self.spec, policy)
         check_script(policy, block, "script" in step.inputs)
         if sampler.cfg_scale > 0 and self.packed is not None:
             raise InputError(
@@ -460,9 +464,17 @@ class BlockSession:
         start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
         # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
         committed, written = (start, start + batch.shape.block) if causal else (0, one.request.end)
+        if self.spec.next_token:  # of the block that begins there, none need have been forwarded
+            written = start
         span = one.handles[0], written, first
-        names = ((f"k_cache_{layer}", f"v_cache_{layer}") for layer in range(self.spec.layers))
-        layers = [(self.kv.gather(k, *span), self.kv.gather(v, *span)) for k, v in names]
+        has = {spec.name for spec in self.kv.declared}
+
+        def read(kind: str, layer: int) -> Tensor:
+            scale = f"{kind}_scale_{layer}"
+            by = self.kv.gather(scale, *span) if scale in has else None
+            return unscaled(self.kv.gather(f"{kind}_cache_{layer}", *span), by, self.spec.dtype)
+
+        layers = [(read("k", layer), read("v", layer)) for layer in range(self.spec.layers)]
         return SequenceKV(committed, layers, first)
 
 

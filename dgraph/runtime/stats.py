@@ -206,14 +206,14 @@ class StepRecord:
     ) -> StepRecord:
         """A record of state and rows (without padding) as they were before the step, and of what came of them.
 
-        committed: bool[b, B] as `DecodeState.apply` returned it.
+        committed: bool[b, B + 1] as `DecodeState.apply` returned it.
         """
 
         def copy(value: Tensor) -> Tensor:  # a program may overwrite its outputs in the next step
             return value.detach().to("cpu", copy=True)
 
         n = len(rows.masked)
-        window = torch.cat([torch.zeros_like(committed), committed], dim=1)
+        window = torch.cat([torch.zeros_like(committed[:, 1:]), committed], dim=1)
         score = outputs.get("score")
         return cls(
             step=step,

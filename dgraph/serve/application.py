@@ -44,7 +44,7 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     _add_errors(app)
     _add_status(app, lifetime, metrics)
     _add_answers(app, lifetime, settings, metrics)
-    _add_decisions(app, lifetime)
+    _add_decisions(app, lifetime, metrics)
     _add_page(app)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
@@ -98,11 +98,10 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         running, record, meter = Running(model), request.scope["record"], metrics.of(model.id)
         lifetime.enter(running)
         try:
-            await running.begin(translate)
-        except BaseException as error:
+            with meter.taking():
+                await running.begin(translate)
+        except BaseException:
             lifetime.leave(running)
-            if isinstance(error, Refusal) and error.status == 503:
-                meter.refuse(error.code or "")
             raise
         order = running.order
         meter.began(order)
@@ -127,13 +126,14 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
 
 
-def _add_decisions(app: FastAPI, lifetime: Lifetime) -> None:
+def _add_decisions(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
     @app.post("/v1/decisions")
     async def decisions(request: Request, body: DecisionRequest) -> Response:
         """How probable given answers are, in one forward for each question."""
         model = lifetime.model(body.model)
         request.scope["record"].facts["model"] = model.id
-        return JSONResponse(await decide(body, model, request.receive))
+        with metrics.of(model.id).taking():
+            return JSONResponse(await decide(body, model, request.receive))
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from dgraph.engine.events import Event
 from dgraph.engine.served import Served
 from dgraph.engine.stats import EngineStats
 from dgraph.serve.lifetime import Lifetime
+from dgraph.serve.refusal import Refusal
 from dgraph.serve.translate import Order
 
 LABELS = ("model_name", "engine")
@@ -143,9 +145,16 @@ class Meter:
         """Watch the pieces of a request that came at a moment of the monotonic clock."""
         return Pace(self.histograms, choices, began)
 
-    def refuse(self, reason: str) -> None:
-        """A request that was not taken."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Note a request that is not taken, since the server cannot now."""
+        try:
+            yield
+        except Refusal as refusal:
+            if refusal.status == 503:
+                reason = refusal.code or ""
+                self.refused[reason] = self.refused.get(reason, 0) + 1
+            raise
 
 
 class Pace:

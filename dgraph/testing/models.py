@@ -15,7 +15,7 @@ from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.passes import ShardTensorParallel
+from dgraph.passes import QuantizeWeights, ShardTensorParallel
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build
 
@@ -42,7 +42,12 @@ class TinyModel:
         Captured when it is first asked for, so that tests can be collected, with models as their parameters, without
         a capture, and the artifact cache is the one that a test's fixtures have set.
         """
-        return capture_or_load(self.model.module, self.model.spec, self.model.prefix, open_store())[0]
+        model = self.model
+        return capture_or_load(model.module, model.spec, model.prefix, open_store(), model.weights)[0]
+
+    def quantised(self, step: QuantizeWeights) -> TinyModel:
+        """The same model with quantised weights."""
+        return _quantised(self, step)
 
     def recipe(self, recipe: str | Recipe, **options: object) -> Recipe:
         """A recipe for this model; see `dgraph.recipe`."""
@@ -67,6 +72,15 @@ class TinyModel:
         """What `optimized` gives, as one of several ranks has it; run it in `dgraph.testing.ranks`."""
         graph, made = _part(self, rank, world, experts).copy(), self.recipe(recipe, **options)
         return Optimized(self.model, graph, made, RegionCompiler(backend), Buckets.of(buckets))
+
+
+@functools.lru_cache(maxsize=64)
+def _quantised(tiny: TinyModel, step: QuantizeWeights) -> TinyModel:
+    found = TinyModel(tiny.family, tiny.model)
+    graph = tiny.graph.copy()
+    run_passes(graph, [step])
+    object.__setattr__(found, "graph", graph)  # in place of the captured one
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from torch.fx import Node
 from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.shapes import DTYPES
+from dgraph.spec import ModelSpec
 from dgraph.text.folding import Group, fold
 from dgraph.text.listing import Line, Listing, listing
 from dgraph.text.notation import fold_names, input_type, layers_text, line_text, plain, ranges_text, show, type_text
@@ -228,8 +229,14 @@ def _title(graph: Graph) -> str:
     dtype = DTYPES.get(spec.dtype, str(spec.dtype))
     return (
         f"{spec.family}: {spec.layers} layers, hidden {spec.hidden}, {spec.heads} heads and {spec.kv_heads} KV heads "
-        f"of {spec.head_dim}, vocabulary {spec.vocab}, {dtype}, blocks of {spec.block_length}"
+        f"of {spec.head_dim}, vocabulary {spec.vocab}, {dtype}, blocks of {spec.block_length}{_modes(spec)}"
     )
+
+
+def _modes(spec: ModelSpec) -> str:
+    """What is said of the modes of a model that has two."""
+    seen = "what comes before it" if spec.encoding == "causal" else "its block"
+    return f", denoised, then encoded (a row sees {seen}) with the next token" if spec.next_token else ""
 
 
 def header(found: Listing) -> list[str]:

@@ -6,6 +6,7 @@ SDAR's parameters carry Qwen3's names, which are those of `TinyModel`; LLaDA's c
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -135,26 +136,42 @@ def stored_name(name: str, config: TinyConfig) -> str:
 
 def write(model: TinyModel, folder: Path, shard_bytes: int = 12 * 2**20) -> None:
     """Write weights (bf16) and configs into `folder`; each file appears whole, the index last."""
+    tensors = {stored_name(name, model.config): value for name, value in model.state_dict().items()}
+    config_of = llada_config if model.config.family == "llada" else sdar_config
+    generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
+    write_folder(folder, tensors, config_of(model.config), generation, shard_bytes)
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: dict[str, Any],
+    generation: dict[str, Any] | None = None,
+    shard_bytes: int = 2**30,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a checkpoint: tensors in shards of up to so many bytes, and configs. Each file appears whole, the index
+    last.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     sizes = [0]
-    for name, value in model.state_dict().items():
-        tensor = value.detach().to("cpu", torch.bfloat16).contiguous()
+    for name, value in tensors.items():
+        tensor = value.detach().to("cpu", dtype).contiguous()
         if sizes[-1] + tensor.nbytes > shard_bytes and shards[-1]:
             shards.append({})
             sizes.append(0)
-        shards[-1][stored_name(name, model.config)] = tensor
+        shards[-1][name] = tensor
         sizes[-1] += tensor.nbytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
         (folder / f"{name}.part").rename(folder / name)
-    generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
-    config_of = llada_config if model.config.family == "llada" else sdar_config
-    _write_json(folder / "config.json", config_of(model.config))
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", config)
+    if generation is not None:
+        write_json(folder / "generation_config.json", generation)
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    _write_json(
+    write_json(
         folder / INDEX,
         {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))},
     )
@@ -172,7 +189,8 @@ def read(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return model.to(device, dtype)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that appears whole."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(value, indent=1) + "\n")
     part.rename(path)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import BLOCK, EOS_PADDING, RESPONSE, TEXT_PROMPT, Batch
+from .data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, TEXT_PROMPT, Batch
 from .tokenizer import MASK_ID
 
 Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -76,6 +76,13 @@ def loss_weights(kinds: Tensor, with_text_prompts: bool, padding_weight: float =
     """f32 weights by token kind: responses 1, end padding as given, open-text prompts 1 if asked, others 0."""
     weights = (kinds == RESPONSE).float() + padding_weight * (kinds == EOS_PADDING)
     return weights + (kinds == TEXT_PROMPT) if with_text_prompts else weights
+
+
+def learning_prompts(batch: Batch) -> Batch:
+    """The same, with prompts masked and learnt as responses are: pre-training (LLaDA, arXiv 2502.09992, section 2.2),
+    where fine-tuning leaves the prompt as it is (section 2.3).
+    """
+    return replace(batch, kinds=batch.kinds.masked_fill(batch.kinds == PROMPT, RESPONSE))
 
 
 def next_token(batch: Batch) -> Inputs:

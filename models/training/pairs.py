@@ -1,8 +1,8 @@
-"""Prompts and responses from JSONL files as training batches, for the tokenizer of any checkpoint.
+"""Prompts and responses, and plain text, from JSONL files as training batches, for the tokenizer of any checkpoint.
 
-What an autoregressive model is made a diffusion model with: dialogues that it wrote itself, and tasks. A document is
-the prompt in the model's chat form, the response, and the stop token, repeated to the end of a block: a diffusion model
-ends a block with it. A prompt is never masked and carries no loss.
+What an autoregressive model is made a diffusion model with: dialogues that it wrote itself, tasks, and plain text. A
+document is the prompt in the model's chat form, the response, and the stop token, repeated to the end of a block: a
+diffusion model ends a block with it. Of a response that was cut off before its end, the whole blocks are learnt from.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
@@ -22,39 +23,97 @@ from dgraph.families import ChatTokenizer
 from .data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch, Document, Rows, fill
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """(prompt, response) of each line {"prompt", "response"} of a file.
+class Pair(NamedTuple):
+    """What a document is made from.
+
+    Attributes:
+        prompt: "" for a text without a frame.
+        response: or that text.
+        ended: whether the response is over where it ends here.
+    """
+
+    prompt: str
+    response: str
+    ended: bool = True
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Each line {"prompt", "response"} of a file, with "ended": false where the response goes on; or {"text"}.
 
     Raises:
-        InputError: a line that is none.
+        InputError: a file that cannot be read, or a line that is neither.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-            prompt, response = value["prompt"], value["response"]
-        except (ValueError, KeyError, TypeError):
-            prompt = response = None
-        if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
+        pair = _pair(line)
+        if pair is None:
             raise InputError(
-                f'{path}, line {number}: expected {{"prompt": TEXT, "response": TEXT}}, got {line[:60]!r}.'
+                f'{path}, line {number}: expected {{"prompt": TEXT, "response": TEXT}} or {{"text": TEXT}}, got '
+                f"{line[:60]!r}."
             )
-        pairs.append((prompt, response))
+        pairs.append(pair)
     return pairs
 
 
-def chat_document(
-    tokenizer: ChatTokenizer, prompt: str, response: str, eos_id: int, task: int = 0, block: int = BLOCK
-) -> Document:
-    """A prompt in its chat form and a response that ends: whole blocks, filled up with the stop token.
+def _pair(line: str) -> Pair | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    text = value.get("text")
+    if isinstance(text, str) and text and "prompt" not in value:
+        return Pair("", text)
+    prompt, response, ended = value.get("prompt"), value.get("response"), value.get("ended", True)
+    if isinstance(prompt, str) and isinstance(response, str) and isinstance(ended, bool) and prompt:
+        return Pair(prompt, response, ended)
+    return None
 
-    task: the number of the file that it is from, for the log.
+
+def chat_document(
+    tokenizer: ChatTokenizer,
+    prompt: str,
+    response: str,
+    eos_id: int,
+    task: int = 0,
+    block: int = BLOCK,
+    more: int = 0,
+    ended: bool = True,
+) -> Document:
+    """A prompt in its chat form and a response: whole blocks, filled up with the stop token if it has ended.
+
+    task: the number of the file that it is from, for the log. more: blocks of stop tokens after that, as a
+    bidirectional model sees them after a short answer.
     """
-    before = tokenizer.encode(prompt)
-    after = [*tokenizer.encode_text(response), eos_id]
-    padding = -(len(before) + len(after)) % block
+    before, after = tokenizer.encode(prompt), tokenizer.encode_text(response)
+    if ended:
+        return _ended(before, after, eos_id, task, block, more)
+    ids = [*before, *after][: (len(before) + len(after)) // block * block]
+    return Document(ids, ([PROMPT] * len(before) + [RESPONSE] * len(after))[: len(ids)], task)
+
+
+def text_documents(
+    tokenizer: ChatTokenizer, text: str, eos_id: int, length: int, task: int = 0, block: int = BLOCK
+) -> list[Document]:
+    """A text without a frame, all of it to be learnt: pieces of `length` tokens, which blocks divide, and a last one
+    that ends as a response does.
+    """
+    ids = tokenizer.encode_text(text)
+    whole = len(ids) // length * length
+    pieces = [Document(ids[at : at + length], [RESPONSE] * length, task) for at in range(0, whole, length)]
+    return [*pieces, _ended([], ids[whole:], eos_id, task, block)] if whole < len(ids) else pieces
+
+
+def _ended(before: list[int], response: list[int], eos_id: int, task: int, block: int, more: int = 0) -> Document:
+    after = [*response, eos_id]
+    padding = -(len(before) + len(after)) % block + more * block
     return Document(
         [*before, *after, *[eos_id] * padding],
         [PROMPT] * len(before) + [RESPONSE] * len(after) + [EOS_PADDING] * padding,
@@ -100,7 +159,7 @@ class Pairs(Dataset[Batch]):
     """
 
     def __init__(self, documents: Sequence[Document], rows: int, length: int, seed: int, epoch: int = 0) -> None:
-        self.documents, self.rows, self.length = documents, rows, length
+        self.documents, self.rows, self.length, self.seed = documents, rows, length, seed
         sizes = [len(item.ids) for item in documents]
         self.left_out = sum(size > length for size in sizes)
         self.batches = plan(sizes, rows, length, f"pairs {seed} {epoch}")
@@ -113,3 +172,31 @@ class Pairs(Dataset[Batch]):
         documents = [self.documents[place.document] for place in places]
         arrays = fill(documents, [place.row for place in places], self.rows, self.length)
         return Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+class Passes(Dataset[Batch]):
+    """Batches of pass after pass without an end: item i depends on the seed and i alone, so a run goes on anywhere.
+
+    Args:
+        documents, rows, length, seed: as of `Pairs`.
+
+    Raises:
+        InputError: no document that fits into a row.
+    """
+
+    def __init__(self, documents: Sequence[Document], rows: int, length: int, seed: int) -> None:
+        self.passes = [Pairs(documents, rows, length, seed)]
+        if not len(self.passes[0]):
+            raise InputError(
+                f"none of {len(documents)} documents fits into a row of {length} tokens; give data, or longer rows."
+            )
+
+    def __getitem__(self, index: int) -> Batch:
+        for number in range(index + 1):  # each pass has a batch at least
+            if number == len(self.passes):
+                first = self.passes[0]
+                self.passes.append(Pairs(first.documents, first.rows, first.length, first.seed, number))
+            if index < len(self.passes[number]):
+                return self.passes[number][index]
+            index -= len(self.passes[number])
+        raise AssertionError("a pass without batches")

@@ -49,6 +49,8 @@ class Trainer:
 
     A phase is over after `steps` or `minutes`, whichever comes first, and the rate follows what is closer to its end.
     `dense` asks for dense masks (any device), else FlexAttention's; `compiled` compiles the loss and the masks.
+    `decay`: of matrices. `autocast`: what matrix products are computed in. Only parameters that ask for a gradient are
+    trained.
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class Trainer:
         compiled: bool,
         warmup: int = 100,
         minutes: float = float("inf"),
+        decay: float = 0.1,
+        autocast: torch.dtype = torch.bfloat16,
     ) -> None:
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        vectors = [p for p in model.parameters() if p.dim() != 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self.trained if p.dim() == 2]
+        vectors = [p for p in self.trained if p.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.model, self.steps, self.minutes, self.dense = model, steps, minutes, dense
+        self.autocast = autocast
         self.peak, self.final, self.warmup = peak, final, min(warmup, max(1, steps // 10))
         self.device = model.lm_head.weight.device
         cuda = self.device.type == "cuda"
@@ -92,6 +98,20 @@ class Trainer:
         start = self.warmup / self.steps
         return self.peak * (1 - (1 - self.final) * min(1, max(0, self.fraction - start) / (1 - start)))
 
+    def state(self) -> dict[str, Any]:
+        """What `restore` goes on from: the trained parameters in their order, the optimizer, steps and seconds."""
+        parameters = [p.detach() for p in self.trained]
+        optimizer = self.optimizer.state_dict()
+        return {"parameters": parameters, "optimizer": optimizer, "done": self.done, "seconds": self.seconds}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state` of a trainer of the same model."""
+        for parameter, value in zip(self.trained, state["parameters"], strict=True):
+            parameter.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done, self.began = state["done"], time.perf_counter() - state["seconds"]
+
     def mask(self, inputs: Inputs) -> Mask:
         """What the rows of `inputs` see, in the form the chosen kernel takes."""
         rows, length = inputs.input_ids.shape
@@ -99,16 +119,20 @@ class Trainer:
             return dense_mask(inputs.visible, rows, length, self.device)
         return self.block_mask(inputs.visible, rows, None, length, length, device=self.device)
 
+    def forward(self, inputs: Inputs) -> Tensor:
+        """The unweighted loss per row [R, P]."""
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast != torch.float32):
+            hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
+            return self.losses(hidden, self.model.lm_head.weight, inputs.targets)
+
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """One update; the loss before it, and the unweighted loss per row [R, P]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
-        with torch.autocast(self.device.type, torch.bfloat16):
-            hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
-            losses = self.losses(hidden, self.model.lm_head.weight, inputs.targets)
+        losses = self.forward(inputs)
         loss = (losses * inputs.weights).sum() / inputs.scale
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1

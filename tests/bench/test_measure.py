@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgraph import api
+from dgraph import captured
 from dgraph.api import Optimized, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
@@ -21,10 +21,20 @@ from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.ops.statistics import KL
-from dgraph.passes import CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, MeasureRows, PartialAttention
+from dgraph.passes import (
+    CountRows,
+    EvictTokens,
+    FuseGLU,
+    FuseProjections,
+    GateFFN,
+    MeasureRows,
+    PartialAttention,
+    QuantizeWeights,
+)
 from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.decoding import Decoding
+from dgraph.testing import models
 from tests.cli.folders import write_checkpoint
 from tests.passes.sparse_step import family_of
 from tests.recipes.bidirectional import prompts_for, setup_of
@@ -38,7 +48,7 @@ TRACE = synthesise(BLOCK, 5.0, 3.0, histories=7)
 def arms_share_a_capture() -> Iterator[None]:
     """It is most of their time here, and passes leave it as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "capture_or_load", functools.cache(api.capture_or_load))
+        patch.setattr(captured, "capture_or_load", functools.cache(captured.capture_or_load))
         yield
 
 
@@ -120,6 +130,9 @@ def test_a_last_layer_on_masked_rows_counts_as_those() -> None:
     # Fused projections: four products a layer, but in the last one keys and values on all rows, four on masked ones.
     assert [sum(shapes.values()) for shapes in work.products] == [2 * 4 + 1, 4]
     assert (work.masked, work.attentions, work.listed) == (True, (2, 1), {})
+    rounded, spec = work_of(setup.optimized("dense", 16, kv_dtype="fp8").graph("step")), setup.model.spec
+    assert work.key_bytes == 2 * spec.kv_heads * spec.head_dim * 4
+    assert rounded.key_bytes == 2 * spec.kv_heads * (spec.head_dim + 4), "a byte each, and a scale"
     measured = work_of(rewritten(program.graph("step"), MeasureRows((KL(),))))
     assert (measured.head, measured.masked) == (work.head, True), "a head that also measures rows is one"
     counter = Counter(evicts=False, masked=True)
@@ -222,3 +235,27 @@ def test_an_ablation_lacks_one_thing_at_a_time(model: Model) -> None:
     assert [a.label for a in ablation(arm, on_gpu=False)] == labels[:-1]
     assert without(arm.recipe, "EvictTokens").phase("step") == recipe(model, "dense").phase("step")
     assert without(arm.recipe, "FuseProjections").phase("prefill") != arm.recipe.phase("prefill")
+
+
+def test_quantised_weights_count_with_what_is_stored_of_them() -> None:
+    (tiny,) = models(None, "sdar_moe")
+    work = work_of(tiny.quantised(QuantizeWeights("int8", lm_head=True)).optimized("dense").graph("step"))
+    spec = tiny.model.spec
+    assert work.head == (spec.vocab, spec.hidden)
+    assert work.spared[work.head] == 3 * spec.vocab * spec.hidden - 4 * spec.vocab
+    mixture = next(shape for shape in work.spared if isinstance(shape, Mixture))
+    values = 3 * mixture.experts * mixture.hidden * mixture.inner
+    scales = 4 * mixture.experts * (2 * mixture.inner + mixture.hidden)
+    assert work.spared[mixture] == 3 * values - scales
+    assert work_of(tiny.optimized("dense").graph("step")).spared == {}
+
+    device = Device(torch.device("cpu"))
+    device._bandwidth = 1e6
+    for shape in {work.head, *work.spared, *(s for shapes in work.products for s in shapes)}:
+        device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
+    head = work.head[0] * work.head[1] * 4
+    count = [StepCount((64,), (64,), 64)]
+    assert floor_of(work, count, device).head == pytest.approx(1.0 - work.spared[work.head] / 1e6)
+    device._times[work.head, work.dtype] = {64: 1e-9}
+    assert floor_of(work, count, device).head == pytest.approx((head - work.spared[work.head]) / 1e6)
+    assert floor_of(replace(work, spared={}), count, device).head == 1e-9

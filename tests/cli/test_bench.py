@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph import api
+from dgraph import captured
 from dgraph.bench.measure import Bench
 from dgraph.bench.traces import Trace, read_trace, synthesise
 from dgraph.frontend.frozen import capture_or_load
@@ -34,7 +34,7 @@ SMALL = {
 def arms_share_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is most of their time here, and passes leave it as it is."""
     once = functools.cache(lambda module, spec, prefix: capture_or_load(module, spec, prefix, None))
-    monkeypatch.setattr(api, "capture_or_load", lambda module, spec, prefix, store: once(module, spec, prefix))
+    monkeypatch.setattr(captured, "capture_or_load", lambda module, spec, prefix, *_: once(module, spec, prefix))
 
 
 @pytest.fixture

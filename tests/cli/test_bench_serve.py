@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dgraph import api
+from dgraph import captured
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 
@@ -18,7 +18,7 @@ SLOTS = ("--sequences", 2, "--block", 8, "--ignore-eos")
 
 @pytest.fixture(autouse=True)
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "capture_or_load", functools.cache(api.capture_or_load))
+    monkeypatch.setattr(captured, "capture_or_load", functools.cache(captured.capture_or_load))
 
 
 def test_policies_at_a_share_of_the_capacity(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dgraph
-from dgraph.cli.calibrate import OWN_SEEDS, _drawn
+from dgraph.cli.calibrate import OWN_SEEDS, prompts_of
 from dgraph.evaluate.questions import drawn, stored
 from dgraph.families import embedded
 from dgraph.models.tasks import TASKS, is_held_out
@@ -82,19 +82,19 @@ def test_another_command_warns_once_of_a_damaged_one(run: Run, small: Path) -> N
 
 @pytest.mark.parametrize(("model", "count"), [("tiny_llada", 7), ("tiny_sdar", 60)])
 def test_prompts_are_held_out_of_training_and_of_evaluation(model: str, count: int) -> None:
-    found = _drawn(model, count, seed=0)
+    found = prompts_of(model, count, seed=0)
     assert len(found) == len(set(found)) == count
     assert all(map(is_held_out, found))
     assert not set(found) & {q.prompt for q in stored(model)}
     rare = {"follow"}  # a few hundred in all
     for task in set(TASKS) - rare:
         assert not set(found) & {q.prompt for q in drawn(model, [task], 50, seed=0)}
-    assert found == _drawn(model, count, seed=0)
-    assert found != _drawn(model, count, seed=1)
+    assert found == prompts_of(model, count, seed=0)
+    assert found != prompts_of(model, count, seed=1)
 
 
 def test_every_task_has_its_share() -> None:
-    found = _drawn("tiny_llada", 7, seed=0)
+    found = prompts_of("tiny_llada", 7, seed=0)
     prompts = {q.prompt: q.task for q in drawn("tiny_llada", [], 200, OWN_SEEDS)}
     assert [prompts[prompt] for prompt in found] == [*TASKS, *list(TASKS)[:2]]
 

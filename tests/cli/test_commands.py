@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.cli.options import bucket_list, read_options, read_prompts
+from dgraph.cli.options import bucket_list, read_options, read_prompts, recipe_options, shared_options
 from dgraph.errors import InputError, UnknownName
 from dgraph.text.writer import dump
 from tests.cli.conftest import Run
@@ -269,6 +269,17 @@ def test_options_are_read_as_the_type_of_their_default() -> None:
             read_options("option", defaults, [text])
     with pytest.raises(UnknownName, match="Did you mean 'keep'"):
         read_options("option", defaults, ["keeep=1"])
+
+
+def test_the_format_of_keys_and_values_is_an_option_of_the_recipe(run: Run) -> None:
+    assert recipe_options("dense", ["kv_dtype=fp8"]) == recipe_options("dense", None, "fp8") == {"kv_dtype": "fp8"}
+    assert shared_options(["dense", "captured"], ["max_num_logits=5"], "fp8") == {
+        "max_num_logits": 5,
+        "kv_dtype": "fp8",
+    }
+    result = run("dump", "tiny_sdar", "--recipe", "dense", "--kv-dtype", "fp4")
+    assert result.exit_code != 0
+    assert "unknown dtype of keys and values 'fp4'. Did you mean 'fp8'" in result.stderr
 
 
 def test_buckets_are_a_kind_or_a_list() -> None:

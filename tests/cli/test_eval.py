@@ -180,6 +180,9 @@ def test_an_embedded_model_has_prompts_and_a_length(run: Run, monkeypatch: pytes
     assert [q.task for q in stored.questions] == ["sort", "sort", "follow", "follow"]
     assert [q.task for q in fresh.questions] == ["sort"] * 50 + ["follow"] * 50
     assert not {q.prompt for q in stored.questions if q.task == "sort"} & {q.prompt for q in fresh.questions}
+    assert run("eval", "tiny_sdar", "--task", "hard", "--task", "sort", "--count", 2).exit_code == 0
+    hard = ("math", "needle", "sort", "trace")
+    assert [q.task for q in seen[-1].questions] == ["sort"] * 2 + [f"hard/{name}" for name in hard for _ in range(2)]
 
 
 def test_what_was_decoded_before_ctrl_c_is_printed_and_kept(

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,27 @@ def test_two_ranks_say_what_one_process_says_and_say_it_once() -> None:
     (text,) = dgraph.optimize("tiny_sdar", backend="eager").generate(PROMPT, max_new_tokens=16).texts or ()
     code, out, err = run("generate", "tiny_sdar", "-p", PROMPT, *SHORT, "--tp", "2")
     assert (code, out, err) == (0, f"{text}\n", "")
+
+
+@pytest.mark.release
+def test_ranks_answer_a_file_together_and_end_when_nothing_is_left(tmp_path: Path) -> None:
+    prompts = [PROMPT, "What is 2 + 3?"]
+    asked, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("".join(json.dumps({"id": i, "prompt": prompt}) + "\n" for i, prompt in enumerate(prompts)))
+    files = ("--data", str(asked), "--out", str(answers))
+    code, out, err = run("generate", "tiny_sdar", *files, *SHORT, "--tp", "2")
+    assert (code, err) == (0, ""), err
+    assert out.startswith("2 of 2 questions answered")
+    texts = {line["id"]: line["text"] for line in map(json.loads, answers.read_text().splitlines())}
+    alone = dgraph.optimize("tiny_sdar", backend="eager").generate(prompts, max_new_tokens=16)
+    assert texts == dict(enumerate(alone.texts or ()))
+    code, out, err = run("generate", "tiny_sdar", *files, *SHORT, "--tp", "2")
+    assert (code, err) == (0, ""), err
+    assert out.startswith("0 of 2 questions answered")
+    asked.write_text("no JSON\n")
+    code, out, err = run("generate", "tiny_sdar", *files, *SHORT, "--tp", "2")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: --data .* has 1 line that cannot be used:\nline 1: not JSON.*\n", err), err
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,12 @@ def wanted(tiny: TinyModel, prompt: list[int], labels: list[list[int]], before: 
     for label in labels:
         canvas = [*prompt, *before, *[spec.mask_id] * len(label), *after]
         if spec.attention == "block_causal":
-            canvas += [spec.mask_id] * (-len(canvas) % spec.block_length)
-        found = logits(tiny, canvas).log_softmax(dim=1)
-        places = range(begin - spec.logit_shift, begin - spec.logit_shift + len(label))
+            known = 0 if spec.aligned else begin
+            canvas += [spec.mask_id] * (-(len(canvas) - known) % spec.block_length)
+        found = logits(tiny, canvas, begin).log_softmax(dim=1)
+        places = [begin + place - spec.logit_shift for place in range(len(label))]
+        if spec.next_token:
+            places[0] = begin - 1
         scores.append(sum(found[place, token] for place, token in zip(places, label, strict=True)))
     return torch.stack(scores).softmax(dim=0)  # type: ignore[arg-type]
 

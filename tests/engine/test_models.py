@@ -116,7 +116,14 @@ def engines(draw: st.DrawFn, tiny: TinyModel, made: Optimized) -> dict[str, Any]
     }
 
 
-CASES = [(tiny, *case) for tiny in models() for case in [DENSE, *METHODS.get(str(tiny), [])]]
+ROUNDED: dict[str, list[Named]] = {
+    "sdar": [("focus", {"kv_dtype": "fp8"}), ("dllm_serve", {"kv_dtype": "fp8"})],
+    "llada": [("maskkv", {"pairs": 6, "kv_dtype": "fp8"})],
+    "dream": [("dyllm", {"kv_dtype": "fp8"})],
+}
+"""The same with keys and values in float8."""
+
+CASES = [(t, *case) for t in models() for case in [DENSE, *METHODS.get(str(t), []), *ROUNDED.get(str(t), [])]]
 SAME = [(tiny, mine, other) for tiny in models() for mine, other in LIMITS.get(str(tiny), [])]
 FEW = settings(
     max_examples=3,
@@ -127,7 +134,9 @@ FEW = settings(
 )
 
 
-@pytest.mark.parametrize(("tiny", "recipe", "options"), CASES, ids=[f"{t}-{r}" for t, r, _ in CASES])
+@pytest.mark.parametrize(
+    ("tiny", "recipe", "options"), CASES, ids=[f"{t}-{r}-{o.get('kv_dtype', '')}" for t, r, o in CASES]
+)
 @FEW
 @given(data=st.data())
 def test_every_request_gets_what_it_gets_alone(

@@ -133,6 +133,21 @@ def test_as_json_and_back(found: Profile) -> None:
         Profile.from_json({k: v for k, v in timed.to_json().items() if k != "weights"})
 
 
+@pytest.mark.parametrize(("family", "recipe"), [("sdar", "dense"), ("llada", "dyllm"), ("sdar", "dllm_serve")])
+def test_keys_and_values_in_float8_count_as_they_are_stored(family: str, recipe: str) -> None:
+    """A byte each, and four bytes of a scale for those of a KV head; other caches stay as they are."""
+    (tiny,) = models(None, family)
+    spec = tiny.model.spec
+    plain, rounded = (profile(tiny.optimized(recipe, kv_dtype=dtype), rows=64) for dtype in (None, "fp8"))
+    vectors, less = 2 * spec.layers * spec.kv_heads, spec.dtype.itemsize * spec.head_dim - spec.head_dim - 4
+    assert plain.kv_cost.position - rounded.kv_cost.position == vectors * less
+    assert rounded.kv_cost.page_bytes < plain.kv_cost.page_bytes
+    for one, other in zip(plain.kv_cost.packed, rounded.kv_cost.packed, strict=True):
+        assert one[1] - other[1] == 2 * less
+    session = tiny.optimized(recipe, kv_dtype="fp8")._session
+    assert session.kv.position_bytes == rounded.kv_cost.position
+
+
 @pytest.mark.parametrize("family", ["llada", "sdar"])
 def test_packed_keys_have_no_pages_where_they_were(family: str) -> None:
     (tiny,) = models(None, family)
@@ -159,6 +174,7 @@ def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
     shared = replace(cost, packed=((0, 10, 2, 8, 4), (1, 10, 2, 8, 4)))  # budgets of four heads, two on other ranks
     assert shared.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 4 + 8)
     assert KVCost.from_json(json.loads(json.dumps(shared.to_json()))) == shared
+    assert replace(cost, plan=None, after=4).sequence(32, 10) == 5 * 8 * 100  # its last block may end after it
     with pytest.raises(InputError, match="1 to 32, got 33"):
         cost.sequence(32, 33)
 

@@ -12,10 +12,12 @@ load = functools.cache(api.load)
 
 
 @functools.cache
-def _program(model: Model, recipe: Any, backend: str, buckets: Any) -> api.Optimized:
-    return api.optimize(model, recipe, backend=backend, buckets=buckets)
+def _program(model: Model, recipe: Any, backend: str, buckets: Any, weights: Any) -> api.Optimized:
+    return api.optimize(model, recipe, backend=backend, buckets=buckets, weights=weights)
 
 
-def optimize(model: Model, recipe: Any, *, backend: str, buckets: Any = None, progress: Any = None) -> api.Optimized:
+def optimize(
+    model: Model, recipe: Any, *, backend: str, buckets: Any = None, progress: Any = None, weights: Any = None
+) -> api.Optimized:
     """What `dgraph.evaluate.run` calls, each program made once."""
-    return _program(model, recipe, backend, buckets)
+    return _program(model, recipe, backend, buckets, weights)

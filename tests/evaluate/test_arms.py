@@ -8,6 +8,7 @@ import pytest
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.arms import Arm, Choice, expand
+from dgraph.evaluate.results import Keys
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps
 from tests.runtime.fake import fake_spec
 
@@ -105,3 +106,15 @@ REFUSED = [
 def test_what_does_not_exist_is_refused(args: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         expand(SPEC, *args)
+
+
+def test_formats_of_weights_make_arms_and_the_reference_keeps_its_own() -> None:
+    arms, references = expand(SPEC, [Choice("dense")], [Choice("")], {}, Choice("dense"), ["int8", "fp8"])
+    assert [arm.label for arm in arms] == [
+        "dense; threshold=0.9",
+        "dense, weights int8; threshold=0.9",
+        "dense, weights fp8; threshold=0.9",
+    ]
+    assert {references[arm].weights for arm in arms[1:]} == {None}
+    keys = Keys("w", {})
+    assert len({keys.of(arm, "p") for arm in arms}) == 3

@@ -49,7 +49,8 @@ class Program:
     def __init__(self, attention: str = "block_causal") -> None:
         tokenizer = SimpleNamespace(encode=lambda text: [1] * len(text))
         self.model = SimpleNamespace(name="fake", tokenizer=tokenizer)
-        self.spec = SimpleNamespace(block_length=8, attention=attention, max_positions=45)
+        aligned = attention == "block_causal"
+        self.spec = SimpleNamespace(block_length=8, attention=attention, aligned=aligned, max_positions=45)
         self.calls: list[tuple[list[str], dict[str, Any]]] = []
 
     def generate(self, prompts: Sequence[str], **settings: Any) -> Any:

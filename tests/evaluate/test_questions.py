@@ -10,7 +10,7 @@ import pytest
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.comparisons import exact
-from dgraph.evaluate.questions import Question, choose, drawn, read_questions, stored
+from dgraph.evaluate.questions import Question, choose, drawn, expand, hard_tasks, read_questions, stored
 from dgraph.models.tasks import Example, is_held_out, matches
 
 ANSWERS = [
@@ -96,3 +96,23 @@ def test_fresh_prompts_are_held_out_and_repeat_by_seed() -> None:
         drawn("tiny_llada", ["sorting"], 5, 7)
     with pytest.raises(InputError, match="distinct held-out prompts"):
         drawn("tiny_llada", ["follow"], 5000, 7)
+
+
+@pytest.mark.parametrize("model", ["tiny_sdar", "tiny_llada"])
+def test_hard_prompts_are_drawn_by_name_and_longer(model: str) -> None:
+    tasks = hard_tasks(model)
+    assert tasks == ("hard/math", "hard/needle", "hard/sort", "hard/trace")
+    questions = drawn(model, tasks, 4, 0)
+    assert questions == drawn(model, tasks, 4, 0)
+    assert all(is_held_out(q.prompt) for q in questions)
+    assert not {q.task for q in drawn(model, [], 1, 0)} & set(tasks)
+    easy = {q.task: q for q in drawn(model, ["needle", "sort"], 1, 0)}
+    for question in questions:
+        if (name := question.task.removeprefix("hard/")) in easy:
+            assert len(question.prompt.split()) > len(easy[name].prompt.split())
+    assert hard_tasks("/a/folder") == ()
+
+
+def test_a_name_stands_for_the_tasks_below_it() -> None:
+    known = ["hard/a", "hard/b", "bbh/c", "sums"]
+    assert expand(["hard", "sums", "hard/a", "other"], known) == ["hard/a", "hard/b", "sums", "other"]

@@ -113,7 +113,6 @@ NORM_MISSES: dict[str, dict[str, Any]] = {
     "mean of another value": {"squared": lambda call, x: call(aten.add.Tensor, x, 1.0)},
     "eps counted twice": {"alpha": {"alpha": 2}},
     "mean in another dtype": {"mean_dtype": {"dtype": torch.float64}},
-    "one plus weight": {"scale": by_a_computed_weight},
     "computed in a wider dtype": {"wide": torch.float64},
 }
 
@@ -137,11 +136,26 @@ def test_a_norm_over_a_computed_eps_or_an_input_as_weight_is_left_alone() -> Non
 
     assert "dgraph.rms_norm" not in ops_of(canonical(computed))
 
-    hand = Hand()
-    x, w = hand.input("x", "N", D), hand.input("w", D)
-    graph = hand.returns(y=norm(hand.call, x, w))
-    canonicalise(graph)
-    assert "dgraph.rms_norm" not in ops_of(graph)
+
+@pytest.mark.parametrize("change", [{}, {"swap": True}, {"weight_first": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_whose_weight_is_not_stored_is_one_without(dtype: torch.dtype, change: dict[str, Any]) -> None:
+    """An input as the weight, a computed one, or none at all: what is computed is the same, bit for bit."""
+    hand, plain = Hand(), Hand()
+    for one in (hand, plain):
+        x, w = one.input("x", "N", D, dtype=dtype), one.input("w", D, dtype=dtype)
+        wide = None if dtype == torch.float32 else torch.float32
+        one.returns(
+            y=norm(one.call, x, w, wide=wide, **change),
+            z=norm(one.call, x, w, wide=wide, scale=by_a_computed_weight, **change),
+        )
+    canonicalise(hand.graph)
+    assert ops_of(hand.graph).count("dgraph.rms_norm") == 2
+    assert all(node.args[1] is None for node in hand.graph.find("rms_norm"))
+    values = {"x": torch.randn(5, D).to(dtype), "w": torch.randn(D).to(dtype)}
+    got, want = interpret(hand.graph, values), interpret(plain.graph, values)
+    assert got["y"].equal(want["y"])
+    assert got["z"].equal(want["z"])
 
 
 def test_an_interior_value_that_is_read_elsewhere_stays() -> None:

@@ -172,7 +172,13 @@ def test_a_size_that_is_not_given_is_named(dense: Optimized) -> None:
         footprint(dense.programs["step"], {"N": 8, "b": 1, "pages": 1, "page": 8})
 
 
-@pytest.mark.parametrize("name", ["lm_head", "lm_head_measured", "lm_head_part", "experts", "rows_glu", "rows_linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lm_head", "lm_head_measured", "lm_head_part", "experts", "rows_glu", "rows_linear"),
+        *("vocabulary_attention", "vocabulary_part"),
+    ],
+)
 def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
     op, generator = OPS[name], torch.Generator().manual_seed(0)
     workspace, draw = op.workspace, lambda *shape: torch.randn(shape, generator=generator)
@@ -200,6 +206,8 @@ def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
         ),
         "rows_glu": (draw(rows, width), draw(2 * out, width), None, live),
         "rows_linear": (draw(rows, width), draw(out, width), None, live),
+        "vocabulary_attention": (*head[:2], *head[4:], live, 30.0, 3),
+        "vocabulary_part": (*head[:2], *head[4:], live, None, 3, torch.tensor([out]), 2 * out),
     }
     with torch.no_grad(), StorageWatch() as watch:
         result = op.reference(*args[name])

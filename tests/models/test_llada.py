@@ -305,7 +305,7 @@ def test_a_model_object_that_does_not_fit() -> None:
 
 
 def test_a_config_that_names_another_family(tmp_path: Path) -> None:
-    folder = write(tmp_path / "m", {**CONFIG, "architectures": ["LLaDAMoEModelLM"]}, WEIGHTS)
+    folder = write(tmp_path / "m", {**CONFIG, "architectures": ["LLaDAOtherModelLM"]}, WEIGHTS)
     with pytest.raises(CheckpointError, match="no family loads"):
         dgraph.load(folder)
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LLaDAMoEModelLM"]
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LLaDAOtherModelLM"]

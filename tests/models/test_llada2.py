@@ -207,7 +207,7 @@ def test_weights_are_of_the_dtype_asked_for_and_the_bias_of_experts_is_not_round
     name = "model.layers.2.mlp.gate.expert_bias"
     assert torch.equal(model.module.get_buffer(name), WEIGHTS[name])
     assert model.module.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
-    own = families()["llada2"].load(tmp_path / "m", None, torch.device("cpu"))
+    own = families()["llada2"].open(tmp_path / "m", None, torch.device("cpu"))
     assert own is not None
     assert own.spec.dtype == torch.bfloat16
 

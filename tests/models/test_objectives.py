@@ -10,10 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.training.data import BLOCK, EOS_PADDING, RESPONSE, Batch
+from models.training.data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch
 from models.training.masked_diffusion import masked_diffusion
 from models.training.model import TinyModel
-from models.training.objective import Inputs, Noise, block_diffusion, dense_mask, next_token, token_losses
+from models.training.objective import (
+    Inputs,
+    Noise,
+    block_diffusion,
+    dense_mask,
+    learning_prompts,
+    next_token,
+    token_losses,
+)
 from models.training.tokenizer import USER_ID
 from tests.models.test_training import SMALL, small_batch
 
@@ -50,6 +58,20 @@ def test_plain_losses_are_a_mean_over_masked_tokens(objective: Objective) -> Non
     assert not inputs.weights[~masked].any()
     assert set(inputs.weights[masked].unique().tolist()) <= {0.5, 1.0}
     assert float(inputs.scale) == float(inputs.weights.sum())
+
+
+@EVERY
+def test_prompts_are_learnt_as_responses_are(objective: Objective) -> None:
+    batch, plain = small_batch(), replace(NOISE, by_rate=False)
+    learnt = learning_prompts(batch)
+    assert torch.equal(learnt.kinds == PROMPT, torch.zeros_like(learnt.kinds, dtype=torch.bool))
+    assert torch.equal(response_of(learnt), response_of(batch) | (batch.kinds == PROMPT))
+    assert torch.equal(learnt.tokens, batch.tokens)
+    inputs = objective(learnt, plain)
+    masked = inputs.input_ids[:, -inputs.targets.shape[1] :] == MASK
+    before = objective(batch, plain)
+    assert int(masked.sum()) > int((before.input_ids[:, -before.targets.shape[1] :] == MASK).sum())
+    assert set(inputs.weights[masked].unique().tolist()) <= {0.5, 1.0}
 
 
 @EVERY

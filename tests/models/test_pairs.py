@@ -27,14 +27,15 @@ def documents(count: int) -> list[Document]:
 
 def test_lines_are_pairs(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    file.write_text('{"prompt": "a", "response": "b", "more": 1}\n\n{"prompt": "c", "response": ""}\n')
-    assert read_pairs(file) == [("a", "b"), ("c", "")]
+    file.write_text('{"prompt": "a", "response": "b", "more": 1}\n\n{"prompt": "c", "response": "", "ended": false}\n')
+    assert read_pairs(file) == [("a", "b", True), ("c", "", False)]
     for line in (
         "{",
         '{"prompt": "a"}',
         '["a", "b"]',
         '{"prompt": "", "response": "b"}',
         '{"prompt": 1, "response": ""}',
+        '{"prompt": "a", "response": "b", "ended": 1}',
     ):
         file.write_text(f'{{"prompt": "a", "response": "b"}}\n{line}\n')
         with pytest.raises(InputError, match="line 2: expected"):
@@ -54,6 +55,10 @@ def test_a_document_is_framed_ended_and_fills_its_block() -> None:
     assert item.task == 3
     exact = chat_document(tokenizer, "Sort: b a", "Sorted: a b", EOS, block=len(before) + len(after) + 1)
     assert Counter(exact.kinds)[EOS_PADDING] == 0
+    size = len(before) + len(after) - 1
+    cut = chat_document(tokenizer, "Sort: b a", "Sorted: a b", EOS, block=size, ended=False)
+    assert cut.ids == [*before, *after][:size]
+    assert cut.kinds == [PROMPT] * len(before) + [RESPONSE] * (len(after) - 1)
 
 
 def test_a_pass_has_every_document_once() -> None:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from dgraph.errors import InputError
 from dgraph.ops import OPS, Sample
 from dgraph.ops.draws import cu_rows_of, page_table_of, positions_of
+from dgraph.ops.scales import unscaled
 
 ops = torch.ops.dgraph
 PAGE, HEADS, KV, D = 4, 4, 2, 6
@@ -122,14 +123,19 @@ def test_a_feature_without_a_page_is_not_written() -> None:
 
 def test_an_update_is_a_write_and_the_difference() -> None:
     for sample in samples("kv_update"):
-        k, v, k_cache, v_cache, *where = sample.args
-        old, mine = v_cache.clone(), (k_cache.clone(), v_cache.clone())
-        change = ops.kv_update(k, v, *mine, *where)
-        ops.kv_write(k, v, k_cache, v_cache, *where)
-        assert torch.equal(mine[0], k_cache)
-        assert torch.equal(mine[1], v_cache)
-        flat = old.view(*old.shape[:2], -1)
-        assert torch.equal(change.flatten(1), v.flatten(1) - ops.feature_read(flat, *where))
+        k, v, *caches = sample.args
+        where, written = caches[2:5], [0, 1, *range(5, len(caches))]  # caches, and their scales where they have some
+        mine = [c.clone() for c in caches]
+        old, old_scale = mine[1].clone(), mine[6].clone() if len(mine) > 5 else None
+        change = ops.kv_update(k, v, *mine)
+        ops.kv_write(k, v, *caches)
+        for i in written:
+            assert_close(mine[i], caches[i], rtol=0, atol=0, equal_nan=True)
+        before, now = ops.feature_read(old, *where), ops.feature_read(caches[1], *where)
+        if old_scale is not None:
+            before = unscaled(before, ops.feature_read(old_scale, *where), v.dtype)
+            now = unscaled(now, ops.feature_read(caches[6], *where), v.dtype)
+        assert torch.equal(change, now - before)
 
 
 @pytest.mark.parametrize("name", ["kv_update", "drift", "feature_read"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from dgraph.errors import InputError
 from dgraph.ops import OPS
 from dgraph.ops.experts import can_group
 from tests.ops.triton.mixtures import draw, literal, mixture, routing
-from tests.oracle.llada2 import Config, grouped_choice, sigmoid_routing, softmax_routing
+from tests.oracle.llada2 import Config, block_routing, grouped_choice, sigmoid_routing, softmax_routing
 
 route, experts = OPS["route"].reference, OPS["experts"].reference
 
@@ -63,6 +64,17 @@ def test_a_bias_changes_the_choice_and_no_weight() -> None:
     assert torch.equal(other[0, 1], weight[0, 0])
 
 
+def test_each_expert_may_have_a_scale_of_its_own() -> None:
+    """As DiffusionGemma routes: the softmax of those chosen, brought to one, and then each expert's own factor."""
+    logits, factors = draw(30, 12) * 2, draw(12, seed=2).exp()
+    plain = route(logits, None, "softmax", 1, 1, 4, True, 1.0)
+    choice, weight = route(logits, None, "softmax", 1, 1, 4, True, 1.0, None, factors)
+    assert choice.equal(plain[0])
+    for row in range(30):
+        chosen = logits[row].softmax(-1)[choice[row]]
+        assert_close(weight[row], chosen / chosen.sum() * factors[choice[row]], rtol=1e-5, atol=1e-6)
+
+
 def test_a_group_is_judged_by_its_two_best() -> None:
     """The best expert of all is out of reach: its group has no second."""
     logits = torch.tensor([[5.0, -9.0, -9.0, 1.0, 1.0, -9.0]])
@@ -84,6 +96,55 @@ def test_a_group_is_judged_by_its_two_best() -> None:
 def test_routing_that_cannot_be(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         route(draw(3, 16), None, *args, True, 1.0)
+
+
+# -- blocks that share experts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("levels", "biased"), [(0, True), (2, False)], ids=["drawn", "ties"])
+def test_rows_of_a_block_choose_of_its_experts(levels: int, biased: bool) -> None:
+    """Of sequences of any length, as one dense batch and packed; a block may be one row."""
+    config = Config(experts=16, topk=3, capacity=4, block=4)
+    bias = draw(16, seed=1) * 0.2 if biased else torch.zeros(16)
+    positions = torch.tensor([*range(3, 10), *range(8, 13), 20, 21, 30])
+    cu_rows = torch.tensor([0, 7, 7, 12, 15]).int()
+    logits = torch.randint(0, levels, (15, 16)).float() if levels else draw(15, 16) * 2
+    numbers = OPS["block_numbers"].reference(positions, cu_rows, config.block)
+    allowed = OPS["block_experts"].reference(logits, bias, numbers, config.capacity)
+    choice, weight = route(logits, bias, "sigmoid", 1, 1, 3, True, config.scale, allowed)
+    assert (allowed.sum(1) == 4).all()
+    wanted = [
+        row
+        for begin, end in itertools.pairwise(cu_rows.tolist())
+        for row in block_routing(logits[begin:end], bias, (positions[begin:end] // 4).tolist(), config)
+    ]
+    assert choice.tolist() == [[e for e, _ in row] for row in wanted]
+    assert_close(weight, torch.tensor([[w for _, w in row] for row in wanted]), rtol=1e-5, atol=1e-6)
+
+
+def test_sequences_side_by_side_with_one_position_are_two_blocks() -> None:
+    numbers = OPS["block_numbers"].reference
+    packed = numbers(torch.tensor([8, 9, 8, 9, 77]), torch.tensor([0, 2, 4]).int(), 32)
+    assert packed[0] == packed[1] != packed[2] == packed[3]
+    assert packed[4] == 0
+    dense = numbers(torch.tensor([[8, 9], [8, 32]]), None, 32)
+    assert dense.flatten().unique().numel() == 3
+    assert (dense > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "blocks", "message"),
+    [
+        (0, torch.zeros(3).long(), r"capacity must be between 1 and 16 experts, got 0"),
+        (17, torch.zeros(3).long(), r"capacity must be between 1 and 16 experts, got 17"),
+        (4, torch.zeros(2).long(), r"blocks must have a number for each row of logits \[3, 16\], got \[2\]"),
+    ],
+)
+def test_blocks_that_cannot_choose(capacity: int, blocks: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        OPS["block_experts"].reference(draw(3, 16), None, blocks, capacity)
+    with pytest.raises(InputError, match="block must be a number of positions, at least 1, got 0"):
+        OPS["block_numbers"].reference(torch.arange(3), None, 0)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------

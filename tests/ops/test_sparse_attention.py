@@ -17,7 +17,7 @@ from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw
 
-NAMES = tuple(argument.name for argument in OPS["sparse_attention"].overload._schema.arguments)
+NAMES = OPS["sparse_attention"].arguments[:19]  # without scales
 op = torch.ops.dgraph.sparse_attention
 packed_attention, paged_attention = torch.ops.dgraph.packed_attention, torch.ops.dgraph.paged_attention
 

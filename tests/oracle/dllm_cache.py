@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.oracle import qwen3
 from tests.oracle.canvas import dream_count
 from tests.oracle.dyllm import cosines
 from tests.oracle.focus import choose, stopped
@@ -94,8 +95,8 @@ def forward(
         where = at[chosen]
         computed.append(where.tolist())
         fresh = [i for i in rows if layer == 0 or full[i] or adapt is None or adapt[i]]
-        memory.v[layer][at[fresh]] = v[fresh]
-        memory.k[layer][where] = rope(heads(x[chosen], "k"), where, config.rope_theta)
+        memory.v[layer][at[fresh]] = qwen3.stored(v[fresh])
+        memory.k[layer][where] = qwen3.stored(rope(heads(x[chosen], "k"), where, config.rope_theta))
         q = rope(heads(x[chosen], "q"), where, config.rope_theta)
         keys, values = memory.k[layer][:end], memory.v[layer][:end]
         assert keys.isfinite().all(), f"layer {layer} reads keys that were never written"

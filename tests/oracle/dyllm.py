@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.oracle import qwen3
 from tests.oracle.canvas import dream_count
 from tests.oracle.focus import choose, stopped
 from tests.oracle.qwen3 import Config, FeedForward, Weights, attention, gated, project, rms_norm, rope
@@ -136,6 +137,7 @@ def hidden(
         projected = salient if method.partial else list(rows)
         where = at[projected]
         q, k, v = heads(x, at, "q"), heads(x[projected], where, "k"), heads(x[projected], where, "v")
+        k, v = qwen3.stored(k), qwen3.stored(v)
         dv = v - memory.v[layer][where]
         memory.k[layer][where], memory.v[layer][where] = k, v
         keys, values = memory.k[layer][: max(limits)], memory.v[layer][: max(limits)]

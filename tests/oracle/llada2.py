@@ -34,6 +34,8 @@ class Config:
     topk: int = 3
     groups: int = 4
     top_groups: int = 2
+    capacity: int = 0
+    block: int = 8
     scale: float = 2.5
     dense: int = 1
     rotary: float = 0.5
@@ -61,6 +63,7 @@ def keys(config: Config, **changes: Any) -> dict[str, Any]:
         "first_k_dense_replace": config.dense,
         "n_group": config.groups,
         "topk_group": config.top_groups,
+        **({"expert_capacity": config.capacity, "block_size": config.block} if config.capacity else {}),
         "routed_scaling_factor": config.scale,
         "rms_norm_eps": config.eps,
         "rope_theta": config.rope_theta,
@@ -153,6 +156,20 @@ def sigmoid_routing(logits: Tensor, bias: Tensor | None, config: Config) -> list
     return [(e, float(scores[e]) / total * config.scale) for e in choice]
 
 
+def block_routing(logits: Tensor, bias: Tensor, blocks: Sequence[int], config: Config) -> list[list[tuple[int, float]]]:
+    """(expert, weight) of each row, of which those of one block share the `capacity` experts that rank best in any."""
+    scores = logits.sigmoid()
+    ranked = scores + bias
+    found = []
+    for row, block in enumerate(blocks):
+        mine = [i for i, other in enumerate(blocks) if other == block]
+        shared = best(ranked[mine].amax(0).tolist(), config.capacity)
+        choice = best([r if e in shared else -math.inf for e, r in enumerate(ranked[row].tolist())], config.topk)
+        total = sum(float(scores[row, e]) for e in choice) if config.topk > 1 else 1.0
+        found.append([(e, float(scores[row, e]) / total * config.scale) for e in choice])
+    return found
+
+
 def softmax_routing(logits: Tensor, topk: int, normalise: bool) -> list[tuple[int, float]]:
     """(expert, weight) of a row, as Qwen3-MoE routes it."""
     scores = logits.softmax(-1).tolist()
@@ -165,9 +182,15 @@ def mixture(
     x: Tensor, weight: Callable[[str], Tensor], route: Callable[[Tensor], Sequence[tuple[int, float]]]
 ) -> Tensor:
     """Each row of x [n, hidden] through its experts, one after the other."""
+    routed = [route(logits) for logits in linear(x, weight("gate"))]
+    return through(x, weight, routed)
+
+
+def through(x: Tensor, weight: Callable[[str], Tensor], routed: Sequence[Sequence[tuple[int, float]]]) -> Tensor:
+    """Each row of x [n, hidden] through the experts that it is routed to."""
     out = torch.zeros_like(x)
-    for row, logits in enumerate(linear(x, weight("gate"))):
-        for expert, share in route(logits):
+    for row, shares in enumerate(routed):
+        for expert, share in shares:
             one = gated(x[row : row + 1], lambda name, e=expert: weight(f"experts.{e}.{name}"))
             out[row] += share * one[0]
     return out
@@ -219,6 +242,10 @@ def forward(
             h = h + gated(x, mlp)
             continue
         bias = weights[f"model.layers.{layer}.mlp.gate.expert_bias"]
-        routed = mixture(x, mlp, lambda logits, bias=bias: sigmoid_routing(logits, bias, config))
+        if config.capacity:
+            blocks = [position // config.block for position in live]
+            routed = through(x, mlp, block_routing(linear(x, mlp("gate")), bias, blocks, config))
+        else:
+            routed = mixture(x, mlp, lambda logits, bias=bias: sigmoid_routing(logits, bias, config))
         h = h + routed + gated(x, lambda name, mlp=mlp: mlp(f"shared_experts.{name}"))
     return rms_norm(h, weights["model.norm.weight"], config.eps)

@@ -40,6 +40,11 @@ class Config:
     eps: float = 1e-6
 
 
+def stored(x: Tensor) -> Tensor:
+    """What a cache gives back of vectors [..., D] that are written to it; tests put a rounding in its place."""
+    return x
+
+
 class Cache:
     """Keys (after RoPE) and values of one sequence: per layer [capacity, Hkv, D], by absolute position."""
 
@@ -52,7 +57,7 @@ class Cache:
 
     def write(self, layer: int, positions: Sequence[int], k: Tensor, v: Tensor) -> None:
         at = torch.tensor(positions, dtype=torch.int64, device=k.device)
-        self.k[layer][at], self.v[layer][at] = k, v
+        self.k[layer][at], self.v[layer][at] = stored(k), stored(v)
         for position in positions:
             self.written[layer][position] = True
 

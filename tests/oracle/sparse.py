@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tests.oracle import qwen3
 from tests.oracle.dyllm import cosines
 from tests.oracle.focus import choose, stopped
 from tests.oracle.qwen3 import Config, Weights, gated, project, rms_norm, rope
@@ -187,12 +188,13 @@ def forward(
             chosen = [i for i in rows if plan.full[i] or i in least]
         where = at[chosen]
         written = where if plan.phase == "repack" and layer else at
-        memory.v[layer][written] = v if written is at else v[chosen]
-        memory.k[layer][where] = rope(heads(x[chosen], "k"), where, config.rope_theta)
+        memory.v[layer][written] = qwen3.stored(v if written is at else v[chosen])
+        fresh = rope(heads(x[chosen], "k"), where, config.rope_theta)
+        memory.k[layer][where] = qwen3.stored(fresh)
         q = rope(heads(x[chosen], "q"), where, config.rope_theta)
         k, values = memory.k[layer], memory.v[layer]
         if plan.phase == "select":
-            picked = choose_keys(method, layer, scores(method, q, k, plan.window), plan.window)
+            picked = choose_keys(method, layer, scores(method, q, fresh, plan.window), plan.window)
             memory.kept[layer] = [Head(p, k[p, i].clone(), values[p, i].clone()) for i, p in enumerate(picked)]
         elif plan.phase == "repack":
             memory.kept[layer] = [
@@ -200,7 +202,7 @@ def forward(
                 for i, o in enumerate(memory.kept[layer])
             ]
         if plan.phase in ("dense", "select"):
-            context = attend(q, k, values, [])
+            context = attend(q, fresh, v, [])  # all rows, as they were computed
         else:
             context = attend(q, k[low:high], values[low:high], memory.kept[layer])
         mixed = linear(context.flatten(1), weight("self_attn.o_proj"))

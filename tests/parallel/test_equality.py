@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from dgraph.errors import InputError, PassError
 from dgraph.recipes import RECIPES
@@ -30,6 +31,9 @@ DEFAULT = {
     ("dream", "dkv_cache", 2),
     ("llada", "vicinity", 4),
     ("llada2", "dyllm", 2),
+    ("fast_dllm_v2", "dense", 2),
+    ("nemotron", "focus", 2),
+    ("llada_moe", "dense", 2),
     ("dream", "dllm_cache", 4),
     ("dream", "maskkv", 4),
     ("sdar", "dllm_serve", 4),
@@ -71,6 +75,21 @@ def test_by_default_every_recipe_and_every_family_runs() -> None:
 @pytest.mark.parametrize(("tiny", "recipe", "world"), cases(), ids=str)
 def test_ranks_decode_as_one_process_does(tiny: TinyModel, recipe: str, world: int) -> None:
     check_equal(tiny, world, recipe, OPTIONS.get(recipe, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("sdar", "focus"), ("llada", "dyllm"), ("dream", "maskkv"), ("sdar", "dllm_serve")], ids=str
+)
+def test_ranks_keep_the_scales_of_their_keys_and_values(name: str, recipe: str) -> None:
+    """A sum of ranks' sums may round a key to the next number of the format, an eighth of it away at most."""
+    (tiny,) = models(None, name)
+    options = {**OPTIONS.get(recipe, {}), "kv_dtype": "fp8"}
+    whole, (_, second) = check_equal(tiny, 2, recipe, options, near=0.13)
+    of = {spec.name: spec for spec in whole.made._session.kv.declared}
+    for spec in second.made._session.kv.declared:
+        assert spec.dtype == of[spec.name].dtype
+        if "_scale_" in spec.name:
+            assert (spec.element, spec.dtype) == ((tiny.model.spec.kv_heads // 2,), torch.float32)
 
 
 LIMITS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [

@@ -78,6 +78,19 @@ def test_it_fires_before_a_gated_unit_that_is_one_call(unit_first: bool) -> None
     assert len(graph.find("rows_norm")) == len(graph.find("rows_glu")) == graph.spec.layers
 
 
+def test_a_norm_of_keys_without_a_weight_is_no_part_of_their_rotation() -> None:
+    """There the kernel would rotate what was not normed."""
+    graph = sparse_of("sdar").copy()
+    for norm in graph.find("rms_norm"):
+        if all(user.target is OPS["rope"].overload for user in norm.users):
+            norm.args = (norm.args[0], None, *norm.args[2:])
+    graph.propagate()
+    report = report_of(graph, BoundRows())
+    assert {a.what for a in report.applied} == {FFN}
+    assert len(report.skipped) == graph.spec.layers
+    assert all("rms_norm computes its input for all rows" in one.reason for one in report.skipped)
+
+
 @pytest.mark.parametrize("name", ["sdar_moe", "llada2"])
 def test_a_norm_that_experts_read_is_a_near_miss(name: str) -> None:
     graph = sparse_of(name)

@@ -217,6 +217,7 @@ def test_a_pass_as_json() -> None:
 def test_every_pass_says_what_it_does_to_the_numbers() -> None:
     effects = {name: cls.effect for name, cls in PASSES.items()}
     assert effects == {
+        "QuantizeWeights": Effect.APPROXIMATE,
         "ShardTensorParallel": Effect.REASSOCIATES,
         "PackRows": Effect.EXACT,
         "FuseProjections": Effect.REASSOCIATES,

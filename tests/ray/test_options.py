@@ -134,7 +134,7 @@ def test_a_file_s_arguments_make_the_same_application_as_python_s() -> None:
         (["serve", "--replicas", "2"], "add --ray, or leave it out"),
         (["generate", "tiny_sdar", "--replicas", "2"], "add --ray, or leave it out"),
         (["generate", "tiny_sdar", "-p", "a", "--ray"], "--ray answers --data"),
-        (["generate", "tiny_sdar", "--data", "i", "--out", "o", "--tp", "2"], "one device each; leave --tp out"),
+        (["generate", "tiny_sdar", "--data", "i", "--out", "o", "--ray", "--tp", "2"], "of one device each: leave it"),
         (["generate", "tiny_sdar", "--data", "in.jsonl"], "--data and --out go together"),
         (["generate", "tiny_sdar", "--out", "o", "--data", "i", "-p", "a"], "and without --prompt"),
         (["generate", "tiny", "--out", "o", "--data", "i"], "unknown model 'tiny'"),

@@ -33,16 +33,24 @@ from tests.recipes.block_dyllm import (
 
 
 def check_run(
-    family: str, case: str, rule: dict[str, Any], backend: str = "eager", buckets: Any = None, **more: Any
+    family: str,
+    case: str,
+    rule: dict[str, Any],
+    backend: str = "eager",
+    buckets: Any = None,
+    near: float = 1e-4,
+    kv_dtype: str | None = None,
+    **more: Any,
 ) -> None:
     options, method = CASES[case]
-    run = optimized(setup_of(family), "dyllm", backend, buckets, **options, **more)
+    run = optimized(setup_of(family), "dyllm", backend, buckets, kv_dtype=kv_dtype, **options, **more)
     check(
         setup_of(family),
         BLOCK,
         run,
         rule,
         {"evict": False, "block_cache": "off", **more, "forward": oracle_of(family, method)},
+        near,
     )
 
 

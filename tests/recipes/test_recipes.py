@@ -70,7 +70,12 @@ def test_options_reach_their_pass() -> None:
 
 
 def test_options_and_their_defaults() -> None:
-    assert options_of(RECIPES["dense"]) == {"block_cache": "off", "recommit": True, "max_num_logits": 2048}
+    assert options_of(RECIPES["dense"]) == {
+        "block_cache": "off",
+        "recommit": True,
+        "max_num_logits": 2048,
+        "kv_dtype": None,
+    }
     assert options_of(RECIPES["focus"]) == {
         "alpha": 1.5,
         "after": 1,
@@ -81,6 +86,7 @@ def test_options_and_their_defaults() -> None:
         "recommit": True,
         "max_num_logits": 2048,
         "count": "host",
+        "kv_dtype": None,
     }
     for name, builder in RECIPES.items():
         if "+" in name:  # the options of its parts, documented there
@@ -170,7 +176,11 @@ def test_json_tells_recipes_apart() -> None:
         ("", {}, r"unknown recipe ''\. Known: dense, dkv_cache, dllm_cache, dllm_serve, "),
         ("focus", {"aplha": 2}, r"unknown option of recipe 'focus' 'aplha'\. Did you mean 'alpha'"),
         ("focus", {"blockcache": "off"}, r"'blockcache'\. Did you mean 'block_cache'"),
-        ("dense", {"alpha": 2}, r"unknown option of recipe 'dense' 'alpha'\. Known: block_cache, max_num_logits"),
+        (
+            "dense",
+            {"alpha": 2},
+            r"unknown option of recipe 'dense' 'alpha'\. Known: block_cache, kv_dtype, max_num_logits",
+        ),
         ("dense", {"spec": None}, r"unknown option of recipe 'dense' 'spec'"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.ops.scales import unscaled
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
@@ -99,11 +100,16 @@ def packed(run: Optimized, sequence: int, layer: int) -> list[tuple[torch.Tensor
     counts = caches[f"pack_count_{layer}"][sequence].tolist()
     start = int(caches["pack_start"][layer, sequence])
     run_of = slice(start, start + sum(counts))
-    k, v = (caches[f"{kind}_pack_{layer}"][run_of].clone().split(counts) for kind in "kv")
+    scales = [caches.get(f"{kind}_pack_scale_{layer}") for kind in "kv"]
+    k, v = (
+        unscaled(caches[f"{kind}_pack_{layer}"][run_of].clone(), by if by is None else by[run_of], torch.float32)
+        for kind, by in zip("kv", scales, strict=True)
+    )
+    k, v = k.split(counts), v.split(counts)
     return list(zip(k, v, strict=True))
 
 
-def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -> None:
+def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method, near: float = 1e-4) -> None:
     """Every step of a generation of a ragged batch, what its heads keep, and its keys and values, are the oracle's."""
     records: list[StepRecord] = []
     prompts = prompts_for(block)
@@ -122,10 +128,10 @@ def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method) -
         assert first == len(prompt) - setup.shift
         for layer in range(LAYERS):
             for (k, v), head in zip(packed(run, i, layer), trace.memory.kept[layer], strict=True):
-                torch.testing.assert_close(k, head.k, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(k, head.k, rtol=near, atol=near)
+                torch.testing.assert_close(v, head.v, rtol=near, atol=near)
             for got, want in zip(result.kv[i].layers[layer], (trace.memory.k, trace.memory.v), strict=True):
-                torch.testing.assert_close(got[low - first : high - first], want[layer][low:high], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(got[low - first : high - first], want[layer][low:high], rtol=near, atol=near)
 
 
 @every_value(("case", CASES), ("family, rule", [("llada", "threshold"), ("llada", "steps"), ("dream", "threshold")]))

@@ -43,7 +43,7 @@ def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options)
         token[at], confidence[at] = value, 0.9
     results = RowResults(token, confidence, torch.ones_like(rows.candidate))
     policy = ConfidenceThreshold(0.5)
-    return state.apply(rows, results, policy, options.get("cache", "off"), options.get("recommit", True))
+    return state.apply(rows, results, policy, options.get("cache", "off"), options.get("recommit", True))[:, :-1]
 
 
 def pending(state: BlockCausalState, sequence: int = 0) -> list[int]:
@@ -189,7 +189,7 @@ def test_program_outputs_come_back_to_their_rows() -> None:
     assert got.token.tolist() == [7, -1, -1, 8, -1, -1, 9, -1]
     assert got.confidence.tolist() == [NONE, NONE, NONE, 0.25, NONE, NONE, 0.75, NONE]  # row 0 is not masked
     committed = state.apply(rows, got, ONE, "off", True, torch.tensor([3, 2], dtype=torch.int32))
-    assert committed.tolist() == [[False, False, False, True], [False, False, True, False]]
+    assert committed[:, :-1].tolist() == [[False, False, False, True], [False, False, True, False]]
 
 
 def test_a_mask_token_as_an_answer_counts_as_decoded() -> None:

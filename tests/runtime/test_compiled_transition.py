@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.families import families
 from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
 from dgraph.plans.regions import Block, Next, Response
@@ -29,13 +30,16 @@ from dgraph.runtime.policies import (
     Factor,
     Mixture,
     Policy,
+    SelfSpeculation,
     foresees,
     policy_of,
+    statistics_of,
 )
 from dgraph.runtime.requests import Request, say
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession
+from dgraph.runtime.two_modes import TwoModeState
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
@@ -50,8 +54,11 @@ RULES: dict[str, Policy] = {
     "dream_warm": Dream(alg="maskgit_plus", alg_temp=0.5),
     "script": Script(BLOCK, (tuple(BlockStep((c,), tuple(range(c, BLOCK))) for c in range(BLOCK)),)),
 }
+CAUSAL = {name: rule for name, rule in RULES.items() if getattr(rule, "autoregressive", False)}
 PLANS = {
     "step": None,
+    "encode": None,
+    "causal": None,
     "canvas": RowPlan(Block()),
     "every": RowPlan(Response(), Counted(every=3, full_steps=1)),
     "hidden": RowPlan(Stride(3), Thirds() | FirstShare(0.2) | Apart(5, 4)),
@@ -65,8 +72,10 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
     plan = PLANS[kind]
-    if plan is None:
-        state: Any = BlockCausalState.begin(canvas, *which, **facts)
+    if kind in ("encode", "causal"):
+        state: Any = TwoModeState.begin(canvas, *which, **facts, shift=1, causal=kind == "causal")
+    elif plan is None:
+        state = BlockCausalState.begin(canvas, *which, **facts)
     else:
         state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
@@ -93,6 +102,8 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
         "margin": torch.rand(n, generator=draw),
         "entropy": torch.rand(n, generator=draw),
     }
+    if asked := statistics_of(advance.rule.policy):
+        said["measured"] = torch.randint(0, 90, (n, len(asked)), generator=draw).float()
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
         said["reached"] = advance.inputs["reached"] + 1
@@ -125,9 +136,14 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
         assert same(plain, other)
 
 
-@every_value(("kind", ["step", "canvas"]), ("name", RULES))
+@every_value(("kind", ["step", "canvas", "encode"]), ("name", [name for name in RULES if name not in CAUSAL]))
 def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     check_rule(kind, name)
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "confidence_threshold"])
+def test_every_rule_of_causal_rows_can_be_traced(name: str) -> None:
+    check_rule("causal", name)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,8 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
 
 
 def session_of(model: str, recipe: str, compiler: TraceCompiler | None) -> BlockSession:
-    made = dgraph.optimize(model, recipe, backend="eager", buckets="hybrid", artifacts=False)
+    given = families()[model].random() if model in families() else model
+    made = dgraph.optimize(given, recipe, backend="eager", buckets="hybrid", artifacts=False)
     chosen = made.recipe
     return BlockSession(
         made.spec,
@@ -203,8 +220,9 @@ PROMPTS = [list(range(6, 16)), list(range(40, 45))]
     [
         ("tiny_sdar", "focus", None, 0.0),
         pytest.param("tiny_llada", "dense", Factor(), 0.9, marks=pytest.mark.release),
+        pytest.param("nemotron", "dense", SelfSpeculation(), 0.0, marks=pytest.mark.release),
     ],
-    ids=["sdar", "llada"],
+    ids=["sdar", "llada", "nemotron"],
 )
 def test_a_warm_session_runs_compiled_transitions(
     model: str, recipe: str, policy: Policy | None, temperature: float, states: list[list[Tensor]]
@@ -331,13 +349,17 @@ def test_rules_differ_in_their_keys() -> None:
     assert len(texts) == 3
 
 
-@pytest.mark.parametrize("attention", ["block_causal", "bidirectional"])
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"attention": "bidirectional"}, {"next_token": True}, {"next_token": True, "encoding": "causal"}],
+    ids=str,
+)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_every_tensor_of_a_batch_has_memory_of_its_own(attention: str, slots: int) -> None:
+def test_every_tensor_of_a_batch_has_memory_of_its_own(facts: dict[str, Any], slots: int) -> None:
     """Of a batch of one, too, where a slice of a table looks contiguous: no two may be updated in one kernel."""
     programs = {"step": FakeProgram("step"), "prefill": FakeProgram("prefill")}
-    plan = None if attention == "block_causal" else RowPlan(Block())
-    session = BlockSession(fake_spec(4, attention=attention), programs, plan=plan, page_size=4)
+    plan = RowPlan(Block()) if "attention" in facts else None
+    session = BlockSession(fake_spec(4, **facts), programs, plan=plan, page_size=4)
     batch = session.batch([Decoding()], session.shape(slots, 40, 4, fixed=False))
     held = batch.advance._held()
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)

@@ -28,6 +28,7 @@ from dgraph.runtime.policies import (
     check_needs,
     edits,
     may_wait,
+    moves,
     needs_of,
     options_of,
     policy_of,
@@ -144,7 +145,7 @@ def test_what_a_rule_works_out_for_itself_is_no_setting(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("policy", EVERY, ids=repr)
 def test_every_docstring_says_what_is_done_and_after_whom(policy: DecodeRule) -> None:
     text = type(policy).__doc__ or ""
-    assert re.search("SDAR|LLaDA|Dream|dInfer|Fast-dLLM", text)
+    assert re.search("SDAR|LLaDA|Dream|dInfer|Fast-dLLM|Nemotron", text)
 
 
 def test_policies_by_name() -> None:
@@ -261,8 +262,9 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
     assert edits(JointThreshold())
     assert not remasks(All())
     assert [p.name for p in EVERY if remasks(p)] == ["hierarchical_remask"]
-    assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "hierarchical_remask"}
-    assert {p.name for p in EVERY if p.may_wait} == {"dream"}
+    assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "joint_threshold_indel", "hierarchical_remask"}
+    assert {p.name for p in EVERY if moves(p)} == {"joint_threshold_indel"}
+    assert {p.name for p in EVERY if p.may_wait} == {"dream", "self_speculation"}
 
 
 def test_program_outputs_come_back_with_margin_and_entropy() -> None:

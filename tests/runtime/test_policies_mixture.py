@@ -45,7 +45,7 @@ from dgraph.runtime.policies.mixture import Attribute
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from tests.runtime.formulas import draw, together
-from tests.runtime.test_policies_settings import RULES, decided, other, part
+from tests.runtime.test_policies_settings import RULES, carrying, decided, other, part
 from tests.runtime.test_statistics import Stable
 
 BLOCK = 6
@@ -107,15 +107,10 @@ def mixed(mixture: Mixture, policies: list[Policy], rng: random.Random) -> Candi
     }
     candidates = together(sequences)
     more = {"kl": torch.rand(len(rows), BLOCK), "spread": torch.ones(len(rows), BLOCK)}
-    carried = {}
-    for each in mixture.carries:
-        start = each.begin(len(rows), BLOCK, torch.device("cpu"))
-        carried[each.name] = start + torch.tensor([rng.randint(0, 4) for _ in rows]).view(-1, *[1] * (start.dim() - 1))
     return replace(
-        candidates,
+        carrying(mixture, candidates, rng),
         prompt=torch.arange(len(rows)),
         measured={**candidates.measured, **more},
-        carried=carried,
         kind=torch.tensor([index for index, _ in rows]),
         settings=settings,
     )
@@ -130,6 +125,7 @@ def decided_by(mixture: Mixture, candidates: Candidates) -> dict[str, Tensor]:
         "chosen": chosen,
         "settled": mixture.settled(candidates, chosen),
         "back": mixture.remask(candidates, chosen),
+        **dict(zip(("said", "source"), mixture.move(candidates, chosen), strict=True)),
         "coming": mixture.foresee(*seen, kind=candidates.kind, settings=candidates.settings),
         **mixture.carry(candidates, chosen),
     }
@@ -148,6 +144,9 @@ def check(mixture: Mixture, policies: list[Policy], candidates: Candidates) -> N
         assert row["chosen"].equal(alone["chosen"]), policy
         assert row["settled"].equal(alone.get("settled", ~left)), policy
         assert row["back"].equal(alone.get("back", torch.zeros_like(mine.masked))), policy
+        column = torch.arange(BLOCK).expand_as(mine.token)
+        assert row["said"].equal(alone.get("said", mine.token)), policy
+        assert row["source"].equal(alone.get("source", column)), policy
         coming = alone.get("coming", torch.empty(1, 0, dtype=torch.int64))
         assert row["coming"][:, : coming.shape[1]].equal(coming), policy
         assert (row["coming"][:, coming.shape[1] :] == -1).all()
@@ -209,9 +208,12 @@ def test_what_differs_from_kind_to_kind() -> None:
     want: dict[Attribute, tuple[int, ...]] = {
         "edits": (0, 1, 1, 0, 0),
         "remasks": (0, 0, 1, 0, 0),
+        "moves": (0, 0, 0, 0, 0),
         "may_wait": (0, 0, 0, 1, 0),
         "overrules": (0, 0, 0, 0, 1),
         "foresees": (0, 0, 0, 0, 0),
+        "autoregressive": (0, 0, 0, 0, 0),
+        "drafts": (0, 0, 0, 0, 0),
     }
     assert set(want) == set(get_args(Attribute))
     kind = torch.tensor([4, 0, 3, 1, 2, 1])

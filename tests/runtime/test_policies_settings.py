@@ -31,6 +31,7 @@ from dgraph.runtime.policies import (
     edits,
     foresees,
     kind_of,
+    moves,
     per_request,
     policy_key,
     policy_of,
@@ -42,7 +43,11 @@ from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.script import BlockStep, Script
 from tests.runtime.formulas import draw, plain, together
 
-NEEDED: dict[str, dict[str, Any]] = {"confidence_threshold": {"threshold": 0.6}, "fixed_steps": {"steps": 3}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "confidence_threshold": {"threshold": 0.6},
+    "fixed_steps": {"steps": 3},
+    "joint_threshold_indel": {"delete_id": 1, "split_id": 2},
+}
 RULES: dict[str, DecodeRule] = {
     **{name: POLICIES[name](**NEEDED.get(name, {})) for name in POLICIES},
     **{name: PRESETS[name] for name in ("fast_dllm", "dinfer_factor", "hierarchical_fast_v2", "llada", "llada_random")},
@@ -88,6 +93,17 @@ def stacked(rules: list[DecodeRule]) -> dict[str, Tensor]:
     return {name: torch.tensor([row[name] for row in rows], dtype=dtypes[type(rows[0][name])]) for name in rows[0]}
 
 
+def carrying(policy: Any, candidates: Candidates, rng: random.Random) -> Candidates:
+    """The candidates with what a policy carries, at random."""
+    b, block = candidates.masked.shape
+    carried = {}
+    for each in carries_of(policy):
+        start = each.begin(b, block, torch.device("cpu"))
+        more = torch.tensor([rng.randint(0, 4) for _ in range(b)]).view(-1, *[1] * (start.dim() - 1))
+        carried[each.name] = (start + more).to(start.dtype)
+    return replace(candidates, carried=carried)
+
+
 def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
     """All that a policy says of a step, its own carried tensors given in `Candidates.carried`."""
     chosen = policy.choose(candidates)
@@ -96,6 +112,8 @@ def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
         found["settled"] = policy.settled(candidates, chosen)
     if remasks(policy):
         found["back"] = policy.remask(candidates, chosen)
+    if moves(policy):
+        found["said"], found["source"] = policy.move(candidates, chosen)
     if foresees(policy):
         seen = candidates.masked, candidates.step, candidates.decoded, candidates.order
         found["coming"] = policy.foresee(*seen)
@@ -108,7 +126,7 @@ def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
 def test_settings_of_each_sequence_are_the_numbers_of_one(name: str, seed: int, block: int, b: int) -> None:
     rng = random.Random(seed)
     rules = [other(RULES[name], rng) for _ in range(b)]
-    candidates = together([draw(rng, block, edits(RULES[name])) for _ in range(b)])
+    candidates = carrying(RULES[name], together([draw(rng, block, edits(RULES[name])) for _ in range(b)]), rng)
     got = decided(with_settings(kind_of(rules[0]), stacked(rules)), candidates)
     for at, rule in enumerate(rules):
         alone = decided(rule, part(candidates, slice(at, at + 1)))
@@ -124,7 +142,8 @@ def test_what_each_rule_lets_a_request_set() -> None:
         **dict.fromkeys(("dynamic_steps", "dream_threshold_steps"), ("threshold", "steps")),
         "relative_threshold": ("threshold", "tolerance"),
         **dict.fromkeys(("fixed_steps", "llada", "llada_random"), ("steps",)),
-        "sequential": (),
+        **dict.fromkeys(("sequential", "autoregressive", "self_speculation"), ()),
+        "sub_blocks": ("threshold",),
         **dict.fromkeys(("factor", "dinfer_factor"), ("factor",)),
         "entropy_bounded": ("gamma",),
         **dict.fromkeys(("hierarchical", "hierarchical_fast_v2"), ("threshold", "low_threshold")),
@@ -132,7 +151,9 @@ def test_what_each_rule_lets_a_request_set() -> None:
         **dict.fromkeys(("dream", "dream_origin", "dream_topk_margin"), ("eps",)),
         "dream_steps": ("steps", "eps"),
         "dream_warm": ("steps", "eps", "alg_temp"),
-        "joint_threshold": ("threshold", "edit_threshold", "max_post_edit_steps"),
+        **dict.fromkeys(
+            ("joint_threshold", "joint_threshold_indel"), ("threshold", "edit_threshold", "max_post_edit_steps")
+        ),
     }
     assert per_request(PRESETS["dkv_greedy"]) == (), "how many columns it foresees is a shape"
 
@@ -167,7 +188,8 @@ def test_a_sequence_that_is_not_there_divides_by_no_zero() -> None:
     candidates = together([draw(random.Random(1), 8)])
     for name, rule in RULES.items():
         zero = {key: torch.zeros(1, dtype=value.dtype) for key, value in stacked([rule]).items()}
-        assert with_settings(rule, zero).choose(candidates).shape == (1, 8), name
+        carried = carrying(rule, candidates, random.Random(1))
+        assert with_settings(rule, zero).choose(carried).shape == (1, 8), name
 
 
 def test_a_policy_of_ones_own_is_its_own_kind() -> None:
@@ -215,7 +237,7 @@ def test_a_setting_must_be_a_number(wrong: str, got: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_what_was_compiled_serves_other_settings(name: str) -> None:
     rng, rule = random.Random(2), RULES[name]
-    seen = together([draw(rng, 8, edits(rule)) for _ in range(3)])
+    seen = carrying(rule, together([draw(rng, 8, edits(rule)) for _ in range(3)]), rng)
     first = stacked([other(rule, rng) for _ in range(3)])
 
     def function(confidence: Tensor, *values: Tensor) -> list[tuple[int, Tensor]]:

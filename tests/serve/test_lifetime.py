@@ -52,11 +52,14 @@ def test_a_full_queue_is_told_before_the_stream_begins(http: httpx.Client, held:
         answer = complete(http, "abc", stream=True)
         assert refused(answer, 503)["code"] == "busy"
         assert int(answer.headers["retry-after"]) >= 1
+        question = {"type": "predicate", "instructions": "Is it so?"}
+        decision = http.post("/v1/decisions", json={"input": "abc", "questions": [question]})
+        assert refused(decision, 503)["code"] == "busy"
         held.gate.open.set()
         texts = {one.result().json()["choices"][0]["text"] for one in running + waiting}
     assert len(texts) == 1
     assert (
-        'dgraph:admission_rejections_total{engine="0",model_name="fake",reason="busy"} 1.0' in http.get("/metrics").text
+        'dgraph:admission_rejections_total{engine="0",model_name="fake",reason="busy"} 2.0' in http.get("/metrics").text
     )
 
 

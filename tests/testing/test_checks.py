@@ -56,8 +56,10 @@ SDAR, LLADA = models(None, "sdar")[0], models(None, "llada")[0]
 
 def test_there_is_a_model_of_every_family() -> None:
     found = models()
-    assert [str(tiny) for tiny in found] == ["dream", "llada", "llada2", "native", "sdar", "sdar_moe"]
-    assert [str(tiny) for tiny in models("bidirectional")] == ["dream", "llada"]
+    assert [str(tiny) for tiny in found] == [
+        *("dream", "fast_dllm_v2", "llada", "llada2", "llada_moe", "native", "nemotron", "sdar", "sdar_moe")
+    ]
+    assert [str(tiny) for tiny in models("bidirectional")] == ["dream", "llada", "llada_moe"]
     assert models(None, "sdar")[0] is SDAR, "captured once"
     with pytest.raises(dgraph.DgraphError, match="unknown family 'sda'"):
         models(None, "sda")
@@ -72,7 +74,7 @@ def test_their_decode_is_not_trivial(tiny: TinyModel) -> None:
     assert len({token for ids in found.token_ids for token in ids}) > 8
 
 
-@pytest.mark.parametrize("tiny", models(), ids=str)
+@pytest.mark.parametrize("tiny", [tiny for tiny in models() if str(tiny) != "fast_dllm_v2"], ids=str)
 def test_checks_pass_on_focus(tiny: TinyModel) -> None:
     causal = tiny.model.spec.attention == "block_causal"
     rows = "dense" if causal else tiny.recipe("fast_dllm", first="policy")  # whose rows it forwards

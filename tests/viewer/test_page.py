@@ -72,9 +72,8 @@ def test_no_text_ends_the_data_of_a_page() -> None:
 
 def test_the_files_are_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    installed = {
-        p for glob in project["tool"]["setuptools"]["package-data"]["dgraph.viewer"] for p in FILES.parent.glob(glob)
-    }
+    globs = project["tool"]["setuptools"]["package-data"]["dgraph.viewer.files"]
+    installed = {path for glob in globs for path in FILES.glob(glob)}
     assert set(FILES.rglob("*")) <= installed
     assert {"index.html", "app.js", "viewer.js", "look.css"} <= {p.name for p in installed}
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
+from dgraph.ops.triton.scales import check_scales, heads_of, load_scaled, quantised
 
 
 def kernel(
@@ -18,18 +19,21 @@ def kernel(
     page_table: Tensor,
     cu_rows: Tensor,
     only: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """dgraph::compare_rows; see its contract."""
     (n, heads, d), b = new.shape, cu_rows.shape[0] - 1
     check_slots("compare_rows", cache=cache)
+    check_scales("compare_rows", cache=(cache, scale))
     sums = torch.empty((n, 3), dtype=torch.float32, device=new.device)
     if not n:
         return sums
     new, page_table = dense_rows(new), dense_rows(page_table)
     _sum_rows[(n,)](
-        new, cache, sums if only is None else only.contiguous(), positions, page_table, cu_rows, sums,
+        new, cache, sums if only is None else only.contiguous(), positions, page_table, cu_rows, sums, scale,
         b, new.stride(0), page_table.stride(0), *cache.stride()[:2],
-        cache.shape[1], heads * d, block_of(heads * d), offsets_block(b), only is not None, num_warps=4,
+        cache.shape[1], heads * d, block_of(heads * d), offsets_block(b), only is not None,
+        *heads_of(heads, d, scale), num_warps=4,
     )  # fmt: skip
     return sums
 
@@ -72,6 +76,27 @@ def renew(row_ptr, slot_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def renew_scaled(
+    row_ptr, slot_ptr, scale_ptr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The same for a slot in float8: what it stands for, and then takes, is rounded and scaled."""
+    dot, new_sum, old_sum = 0.0, 0.0, 0.0
+    for first in range(0, HEADS, SOME):
+        head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
+        at, inside = head[:, None] * D + d[None, :], (head < HEADS)[:, None] & (d < D)[None, :]
+        new = tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        old = load_scaled(slot_ptr, scale_ptr, first >= 0, first, HEADS, SOME, D, WIDTH)
+        dot += tl.sum(new * old)
+        new_sum += tl.sum(new * new)
+        old_sum += tl.sum(old * old)
+        stored, scale = quantised(new)
+        tl.debug_barrier()  # as in `renew`
+        tl.store(slot_ptr + at, stored.to(slot_ptr.dtype.element_ty), mask=inside)
+        tl.store(scale_ptr + head, scale, mask=head < HEADS)
+    return dot, new_sum, old_sum
+
+
+@triton.jit
 def cosine_of(dot, new, old):
     """The cosine, from a dot product and two squared norms; it may be no number."""
     norms = tl.sqrt_rn(new) * tl.sqrt_rn(old)
@@ -82,9 +107,10 @@ def cosine_of(dot, new, old):
 
 @triton.jit
 def _sum_rows(
-    new_ptr, cache_ptr, only_ptr, positions_ptr, table_ptr, cu_ptr, sums_ptr,
+    new_ptr, cache_ptr, only_ptr, positions_ptr, table_ptr, cu_ptr, sums_ptr, scale_ptr,
     b, new_row, table_row, cache_page, cache_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr, ONLY: tl.constexpr,
+    HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     page, place = place_of(positions_ptr, table_ptr, cu_ptr, b, row, table_row, PAGE, OFFSETS)
@@ -94,7 +120,13 @@ def _sum_rows(
     dot, new_sum, old_sum = 0.0, 0.0, 0.0
     if page >= 0:
         slot = page * cache_page + place * cache_slot
-        dot, new_sum, old_sum = renew(new_ptr + row * new_row, cache_ptr + slot, SIZE, BLOCK)
+        if scale_ptr is not None:
+            scale_ptr += (page * PAGE + place) * HEADS
+            dot, new_sum, old_sum = renew_scaled(
+                new_ptr + row * new_row, cache_ptr + slot, scale_ptr, HEADS, SOME, D, WIDTH
+            )
+        else:
+            dot, new_sum, old_sum = renew(new_ptr + row * new_row, cache_ptr + slot, SIZE, BLOCK)
     tl.store(sums_ptr + 3 * row, dot)
     tl.store(sums_ptr + 3 * row + 1, new_sum)
     tl.store(sums_ptr + 3 * row + 2, old_sum)

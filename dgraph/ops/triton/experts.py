@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.experts import can_group, check, chosen, combine, gated
+from dgraph.ops.stored import multiply
+from dgraph.ops.triton import stored
 from dgraph.ops.triton.rows import dense_rows, power_of_two
+from dgraph.quantised import QuantisedWeight
 
 TILE = 8192
 """Values that one program moves."""
@@ -25,7 +28,7 @@ def kernel(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Ten
     check(x, choice, weight, gate_up, down)
     if not choice.numel():
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if can_group(x, gate_up):
+    if all(isinstance(each, QuantisedWeight) for each in (gate_up, down)) or can_group(x, gate_up):
         return by_grouping(x, choice, weight, gate_up, down)
     return by_masking(x, choice, weight, gate_up, down)
 
@@ -42,7 +45,7 @@ def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down
     _spread_rows[(n, triton.cdiv(d, block))](
         x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, d, block, num_warps=4
     )
-    both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+    both = _products(rows, gate_up, ends)
 
     block = power_of_two(f, 16, 1024)
     some = TILE // 4 // block
@@ -50,12 +53,19 @@ def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down
     _gate_rows[(triton.cdiv(n * slots, some), triton.cdiv(f, block))](
         both, inner, ends, experts - 1, both.stride(0), f, some, block, num_warps=4
     )
-    each = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    each = _products(inner, down, ends)
 
     block = power_of_two(d, 16, 1024)
     out = torch.empty((n, d), dtype=x.dtype, device=x.device)
     _sum_slots[(n, triton.cdiv(d, block))](each, place, weight, out, each.stride(0), slots, d, block, num_warps=4)
     return out
+
+
+def _products(rows: Tensor, weight: Tensor | QuantisedWeight, ends: Tensor) -> Tensor:
+    """The rows before each end by the weight of their expert; rows after the last end hold anything."""
+    if isinstance(weight, QuantisedWeight):
+        return stored.multiply_grouped(rows, weight, ends)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +82,7 @@ def by_masking(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down:
     """Every expert over every row, for what cannot be grouped: E / k times the work, but still without a host read."""
     each = x.new_zeros((*choice.shape, x.shape[1]))
     for expert in range(gate_up.shape[0]):
-        result = F.linear(gated(F.linear(x, gate_up[expert])), down[expert])
+        result = multiply(gated(multiply(x, gate_up[expert])), down[expert])
         each = torch.where((choice == expert)[:, :, None], result[:, None], each)
     return combine(each, weight, chosen(choice, gate_up.shape[0]))
 

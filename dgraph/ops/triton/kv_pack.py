@@ -18,6 +18,7 @@ from dgraph.ops.kv_pack import check_options, check_own
 from dgraph.ops.sparse import REPACK, SELECT
 from dgraph.ops.triton.kv_pack_sizes import PLAN, ROUNDS, count_joint, divide, list_best, share
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import check_scales, quantised
 
 INFINITE = tl.constexpr(0x7F800000)  # bits of +inf
 CHOOSING, RENEWING = tl.constexpr(SELECT), tl.constexpr(REPACK)
@@ -46,6 +47,10 @@ def kernel(
     pooling: str,
     recent: int,
     first: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_pack_scale: Tensor | None = None,
+    v_pack_scale: Tensor | None = None,
     tile: int | None = None,
 ) -> None:
     """dgraph::kv_pack; see its contract. `tile`: candidates that a count takes at once, by default 256 to 8192."""
@@ -54,6 +59,8 @@ def kernel(
     for name, x in (("k_pack", k_pack), ("v_pack", v_pack), ("pack_count", pack_count)):
         if x.stride(-1) != 1:
             raise InputError(f"dgraph::kv_pack: the last dimension of {name} must be contiguous, got {x.stride()}.")
+    check_scales("kv_pack", k=(k, k_scale), v=(v, v_scale))
+    check_scales("kv_pack", k_pack=(k_pack, k_pack_scale), v_pack=(v_pack, v_pack_scale))
     (m, count), b, d = score.shape, cu_keys.shape[0] - 1, k.shape[2]
     if not b or not count:
         return
@@ -100,6 +107,7 @@ def kernel(
     list_best[(b, own)](keys, cu_keys, plan, sizes, first, listed, m, sizes.stride(0), tile, num_warps=warps)
     _copy[(triton.cdiv(m, COPIED) + b, own)](
         k, v, key_positions, cu_keys, action, pack_count, starts, listed, k_pack, v_pack, pack_index,
+        k_scale, v_scale, k_pack_scale, v_pack_scale,
         m, b, k.stride(0), v.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
         k_pack.shape[0], pack_index.shape[0], power_of_two(own), d, power_of_two(d), COPIED, offsets, num_warps=8,
     )  # fmt: skip
@@ -224,7 +232,8 @@ def _rows_at(positions_ptr, position, start, end):
 @triton.jit
 def _copy(
     k_ptr, v_ptr, positions_ptr, cu_ptr, action_ptr, count_ptr, starts_ptr, listed_ptr,
-    k_pack_ptr, v_pack_ptr, index_ptr, m, b, k_row, v_row, k_entry, v_entry, count_row, entries, indices,
+    k_pack_ptr, v_pack_ptr, index_ptr, k_by_ptr, v_by_ptr, k_pack_by_ptr, v_pack_by_ptr,
+    m, b, k_row, v_row, k_entry, v_entry, count_row, entries, indices,
     WIDTH: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and positions of BLOCK entries of one head. No head has more entries than its sequence has rows."""
@@ -257,6 +266,21 @@ def _copy(
     inside = live[:, None] & (d < D)[None, :]
     source, target, column = row.to(tl.int64)[:, None], at.to(tl.int64)[:, None], d[None, :]
     key = tl.load(k_ptr + source * k_row + head * D + column, mask=inside)
+    if k_pack_by_ptr is not None:
+        key, by = _stored(key, k_by_ptr, row, head, inside, live)
+        tl.store(k_pack_by_ptr + at, by, mask=live)
     tl.store(k_pack_ptr + target * k_entry + column, key, mask=inside)
     value = tl.load(v_ptr + source * v_row + head * D + column, mask=inside)
+    if v_pack_by_ptr is not None:
+        value, by = _stored(value, v_by_ptr, row, head, inside, live)
+        tl.store(v_pack_by_ptr + at, by, mask=live)
     tl.store(v_pack_ptr + target * v_entry + column, value, mask=inside)
+
+
+@triton.jit
+def _stored(x, by_ptr, row, head, inside, live):
+    """Vectors of `_copy` as a packed cache in float8 holds them, and their scales: as they came, or rounded now."""
+    if by_ptr is not None:
+        return x, tl.load(by_ptr + row.to(tl.int64) * tl.num_programs(1) + head, mask=live)
+    else:
+        return quantised(tl.where(inside, x, 0.0).to(tl.float32))

@@ -12,6 +12,7 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import SELECT
 from dgraph.ops.triton.kv_votes import rows_between
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import check_scales
 
 # Values of a tile: enough that reading the next key hides the sums, few enough for the registers of four warps.
 TILE = 4096
@@ -27,10 +28,12 @@ def kernel(
     action: Tensor,
     scale: float,
     shared: bool,
+    k_scale: Tensor | None = None,
     block: int | None = None,
 ) -> Tensor:
     """dgraph::kv_scores; see its contract. `block` keys, a power of two, are one tile."""
     check_heads("kv_scores", q, k, 1)
+    check_scales("kv_scores", k=(k, k_scale))
     (n, heads, d), (m, kv_heads, _), b = q.shape, k.shape, cu_rows.shape[0] - 1
     out = torch.empty((m, kv_heads), dtype=torch.float32, device=k.device)
     if not out.numel():
@@ -45,7 +48,7 @@ def kernel(
         n.bit_length(), q.stride(0), SELECT, heads, d, width, max(TILE // width, 1), num_warps=4,
     )  # fmt: skip
     _score[(1 if shared else kv_heads, b + 1 + m // block)](
-        k, cu_keys, action, mean, out, m, b, k.stride(0), scale,
+        k, cu_keys, action, mean, out, k_scale, m, b, k.stride(0), scale,
         SELECT, heads // kv_heads, kv_heads, d, width, block, shared, offsets_block(b), power_of_two(kv_heads),
         num_warps=4,
     )  # fmt: skip
@@ -75,7 +78,7 @@ def _mean(
 
 @triton.jit
 def _score(
-    k_ptr, cu_keys_ptr, action_ptr, mean_ptr, out_ptr, keys, b, k_row, scale,
+    k_ptr, cu_keys_ptr, action_ptr, mean_ptr, out_ptr, k_scale_ptr, keys, b, k_row, scale,
     WANTED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, OFFSETS: tl.constexpr, ALL_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +99,9 @@ def _score(
         acc = tl.zeros([BLOCK, WIDTH], tl.float32)
         for head in range(KV_HEADS):
             k = tl.load(k_ptr + k_at + head * D, mask=inside, other=0.0).to(tl.float32)
+            if k_scale_ptr is not None:
+                by = tl.load(k_scale_ptr + key.to(tl.int64) * KV_HEADS + head, mask=live, other=0.0)
+                k *= by.to(tl.float32)[:, None]
             query = tl.zeros([WIDTH], tl.float32)
             for i in tl.static_range(GROUP):
                 query += tl.load(mean_ptr + (head * GROUP + i) * D + d, mask=wanted & (d < D), other=0.0)
@@ -108,6 +114,9 @@ def _score(
     else:
         head = tl.program_id(0)
         k = tl.load(k_ptr + k_at + head * D, mask=inside, other=0.0).to(tl.float32)
+        if k_scale_ptr is not None:
+            by = tl.load(k_scale_ptr + key.to(tl.int64) * KV_HEADS + head, mask=live, other=0.0)
+            k *= by.to(tl.float32)[:, None]
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for i in tl.static_range(GROUP):
             query = tl.load(mean_ptr + (head * GROUP + i) * D + d, mask=wanted & (d < D), other=0.0)

@@ -28,6 +28,7 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import SELECT
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import check_scales
 
 CHUNK = 512
 LEAST_TILES = 64
@@ -79,10 +80,12 @@ def kernel(
     scale: float,
     first: int,
     last: int,
+    k_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """dgraph::kv_votes; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_heads("kv_votes", q, k, 1)
+    check_scales("kv_votes", k=(k, k_scale))
     (n, heads, d), (m, kv_heads, _), b = q.shape, k.shape, cu_rows.shape[0] - 1
     out = torch.empty((m, kv_heads), dtype=torch.float32, device=k.device)
     if not out.numel():
@@ -107,12 +110,14 @@ def kernel(
         q.stride(0), k.stride(0), scale * math.log2(math.e), group, kv_heads, d, width, rows, tiling.block_m,
         power_of_two(b, 16), tiling.stages, "ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    _weigh[(programs,)](q, k, cu_keys, voters, seen, part, b, room, *sizes, tiling.block_n, num_warps=tiling.warps)
+    _weigh[(programs,)](
+        q, k, cu_keys, voters, seen, part, k_scale, b, room, *sizes, tiling.block_n, num_warps=tiling.warps
+    )
     _add_up[(min(programs, room * kv_heads),)](
         voters, part, mass, b, room, programs, kv_heads, rows, tiling.block_m, power_of_two(b, 16), num_warps=4
     )
     _vote[(kv_heads, b + 1 + m // tiling.keys)](
-        q, k, cu_keys, voters, seen, mass, out, m, b, room, *sizes,
+        q, k, cu_keys, voters, seen, mass, out, k_scale, m, b, room, *sizes,
         tiling.keys, tiling.block_v // group, tiling.block_v, offsets_block(b), num_warps=tiling.warps,
     )  # fmt: skip
     return out
@@ -181,7 +186,7 @@ def _shares(tiles, room, programs, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    q_ptr, k_ptr, cu_keys_ptr, voters_ptr, seen_ptr, part_ptr, b, room, q_row, k_row, scale,
+    q_ptr, k_ptr, cu_keys_ptr, voters_ptr, seen_ptr, part_ptr, k_scale_ptr, b, room, q_row, k_row, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -212,7 +217,12 @@ def _weigh(
         for key in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             k_at = (key + n).to(tl.int64)[None, :] * k_row + d[:, None]
             k = tl.load(k_start + k_at, mask=(key + n < longest)[None, :] & (d < D)[:, None], other=0.0)
-            score = tl.dot(q, k, input_precision=PRECISION) * scale
+            if k_scale_ptr is not None:
+                by = k_scale_ptr + (tl.load(cu_keys_ptr + s) + key + n).to(tl.int64) * KV_HEADS + head
+                k_by = tl.load(by, mask=key + n < longest, other=0.0).to(tl.float32)
+                score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :] * scale
+            else:
+                score = tl.dot(q, k, input_precision=PRECISION) * scale
             score = tl.where((key + n)[None, :] < seen[:, None], score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # a voter may see nothing so far
@@ -247,7 +257,7 @@ def _add_up(
 
 @triton.jit
 def _vote(
-    q_ptr, k_ptr, cu_keys_ptr, voters_ptr, seen_ptr, mass_ptr, out_ptr, keys, b, room, q_row, k_row, scale,
+    q_ptr, k_ptr, cu_keys_ptr, voters_ptr, seen_ptr, mass_ptr, out_ptr, k_scale_ptr, keys, b, room, q_row, k_row, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, VOTERS: tl.constexpr, BLOCK_V: tl.constexpr, OFFSETS: tl.constexpr,
@@ -268,6 +278,9 @@ def _vote(
     before = tl.sum(tl.where(i < s, _tiles(voters_ptr, b, ROWS, SEQUENCES), 0))
     k_at = key.to(tl.int64)[:, None] * k_row + head * D + d[None, :]
     k = tl.load(k_ptr + k_at, mask=(key < end)[:, None] & (d < D)[None, :], other=0.0)
+    if k_scale_ptr is not None:
+        k = k.to(q_ptr.dtype.element_ty)
+        k_by = tl.load(k_scale_ptr + out_at, mask=key < end, other=0.0).to(tl.float32)
     mass_ptr += (head * room + before) * BLOCK_M
     votes = tl.zeros([KEYS], tl.float32)
     for at in tl.range(0, count, VOTERS, num_stages=STAGES):
@@ -278,6 +291,8 @@ def _vote(
         seen = tl.load(seen_ptr + row, mask=live, other=0)
         mass = tl.load(mass_ptr + voter // ROWS * BLOCK_M + voter % ROWS * GROUP + m % GROUP, mask=live, other=0.0)
         score = tl.dot(k, q, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            score = score * k_by[:, None]
         weight = tl.exp2(score * scale - mass[None, :])
         votes += tl.sum(tl.where((key - start)[:, None] < seen[None, :], weight, 0.0), 1)
     tl.store(out_ptr + out_at, votes / GROUP, mask=key < end)

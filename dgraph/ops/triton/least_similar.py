@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.triton.compare_rows import block_of, cosine_of, place_of, renew
+from dgraph.ops.triton.compare_rows import block_of, cosine_of, place_of, renew, renew_scaled
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
+from dgraph.ops.triton.scales import check_scales, heads_of
 
 RANKED = 1024
 """Rows that a program looks at, or a row is compared with, at a time."""
@@ -28,9 +29,11 @@ def kernel(
     cu_rows: Tensor,
     share: float,
     adapt: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """dgraph::least_similar; see its contract. Nothing is read on the host."""
     check_slots("least_similar", v_cache=v_cache)
+    check_scales("least_similar", v_cache=(v_cache, v_scale))
     n, heads, d = v.shape
     if not n:
         return full.new_empty(0)
@@ -39,9 +42,9 @@ def kernel(
     similar = torch.empty(n, dtype=torch.float32, device=v.device)
     _compare[(n,)](
         v, v_cache, full, full if adapt is None else adapt.contiguous(), positions, page_table, cu_rows, similar,
-        b, v.stride(0), page_table.stride(0), *v_cache.stride()[:2],
+        v_scale, b, v.stride(0), page_table.stride(0), *v_cache.stride()[:2],
         v_cache.shape[1], heads * d, block_of(heads * d), offsets_block(b), adapt is not None,
-        num_warps=4,
+        *heads_of(heads, d, v_scale), num_warps=4,
     )  # fmt: skip
     return least_of(similar, full, cu_rows, share)
 
@@ -61,9 +64,10 @@ def least_of(similar: Tensor, full: Tensor, cu_rows: Tensor, share: float) -> Te
 
 @triton.jit
 def _compare(
-    v_ptr, cache_ptr, full_ptr, adapt_ptr, positions_ptr, table_ptr, cu_ptr, similar_ptr,
+    v_ptr, cache_ptr, full_ptr, adapt_ptr, positions_ptr, table_ptr, cu_ptr, similar_ptr, scale_ptr,
     b, v_row, table_row, cache_page, cache_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr, ADAPT: tl.constexpr,
+    HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """similar = the cosine, -2 for no number, and 2 for a row that does not adapt; writes v to the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +83,11 @@ def _compare(
         tl.store(similar_ptr + row, 2.0)
         return
     slot = page * cache_page + place * cache_slot
-    dot, new_sum, old_sum = renew(v_ptr + row * v_row, cache_ptr + slot, SIZE, BLOCK)
+    if scale_ptr is not None:
+        scale_ptr += (page * PAGE + place) * HEADS
+        dot, new_sum, old_sum = renew_scaled(v_ptr + row * v_row, cache_ptr + slot, scale_ptr, HEADS, SOME, D, WIDTH)
+    else:
+        dot, new_sum, old_sum = renew(v_ptr + row * v_row, cache_ptr + slot, SIZE, BLOCK)
     tl.store(similar_ptr + row, tl.where(adapts, ranked(dot, new_sum, old_sum), 2.0))
 
 

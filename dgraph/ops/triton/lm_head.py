@@ -22,11 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.triton import rows_linear
+from dgraph.ops.triton import rows_linear, stored
 from dgraph.ops.triton.lm_head_rows import Listed, gather, list_candidates
 from dgraph.ops.triton.logits import merge, reduce_share
 from dgraph.ops.triton.rows import dense_rows, power_of_two
 from dgraph.ops.tuning import LogitsShape, chosen, dtype_name
+from dgraph.quantised import QuantisedWeight
 
 BLOCK = 2048
 # Programs that fill a large GPU; with fewer rows, a row is divided into shares.
@@ -172,7 +173,9 @@ def _all_rows(
     for first in range(0, n, chunk):
         part = slice(first, min(first + chunk, n))
         logits = buffer[: part.stop - first]
-        if bias is None:
+        if isinstance(weight, QuantisedWeight):
+            logits = stored.launch(h[part], weight, bias, None, out=logits)
+        elif bias is None:
             torch.mm(h[part], weight.t(), out=logits)
         else:
             torch.addmm(bias, h[part], weight.t(), out=logits)
@@ -198,7 +201,8 @@ def _listed_rows(
     measure: Measure | None,
     share: Share | None,
 ) -> None:
-    h, weight = dense_rows(h), dense_rows(weight)
+    h = dense_rows(h)
+    weight = weight if isinstance(weight, QuantisedWeight) else dense_rows(weight)
     rows = list_candidates(candidate, chunk, *found)
     token, confidence, margin, entropy = found
     n = min(len(candidate), len(h))  # as many may be candidates

@@ -20,7 +20,7 @@ def _mix(x):
 
 
 @triton.jit
-def _gumbel(low, high, index):
+def gumbel(low, high, index):
     """Standard Gumbel noise of `index`, from the two halves of a seed."""
     bits = _mix(_mix(low) ^ high)
     noise = _mix(_mix(index ^ bits) + _mix(bits ^ 0x5BD1E995))
@@ -73,7 +73,7 @@ def _take(
     x = tl.where(index == suppress, float("-inf"), x.to(tl.float32))
     if DRAWN:
         x = tl.div_rn(x, divisor)
-        key = x + _gumbel(low, high, index.to(tl.uint32))
+        key = x + gumbel(low, high, index.to(tl.uint32))
         better = key > best
         best, chosen = tl.where(better, key, best), tl.where(better, x, chosen)
     else:

@@ -20,6 +20,7 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.triton import attention_roles
 from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
+from dgraph.ops.triton.scales import LARGEST, check_scales, load_scales
 from dgraph.ops.tuning import attention_shape, chosen
 
 
@@ -48,6 +49,8 @@ def kernel(
     cu_rows: Tensor,
     limit: Tensor,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
@@ -60,6 +63,7 @@ def kernel(
             where it is loaded, in fp32, and rounded to its dtype.
     """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    check_scales("paged_attention", k_cache=(k_cache, k_scale), v_cache=(v_cache, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
@@ -87,7 +91,7 @@ def kernel(
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
     _attend[(kv_heads, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin, out, part, mass,
-        n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
+        k_scale, v_scale, n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
         page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, offsets_block(b),
@@ -138,7 +142,7 @@ def load_keys(
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, cos_ptr, sin_ptr,
-    out_ptr, part_ptr, mass_ptr, n, b, keys, q_row, table_row, cos_row, sin_row,
+    out_ptr, part_ptr, mass_ptr, k_scale_ptr, v_scale_ptr, n, b, keys, q_row, table_row, cos_row, sin_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head,
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -181,6 +185,9 @@ def _attend(
     k_ptr += head.to(tl.int64) * k_head
     v_ptr += head.to(tl.int64) * v_head
     table_ptr += s.to(tl.int64) * table_row
+    if k_scale_ptr is not None:
+        k_scale_ptr += head
+        v_scale_ptr += head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -193,18 +200,34 @@ def _attend(
             k, v = load_keys(
                 k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
             )
-        score = tl.dot(q, k, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            k_by, v_by = load_scales(
+                k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, HEADS // GROUP, BLOCK_N, False
+            )
+            score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+        else:
+            score = tl.dot(q, k, input_precision=PRECISION)
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         p = tl.exp2(score * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
+        if k_scale_ptr is not None:
+            p = p * v_by[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     for key in tl.range(plain, last, BLOCK_N, num_stages=1):
         k, v = load_keys(
             k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
         )
-        score = tl.dot(q, k, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            k_by, v_by = load_scales(
+                k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, HEADS // GROUP, BLOCK_N, True
+            )
+            score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+        else:
+            score = tl.dot(q, k, input_precision=PRECISION)
         position = key + tl.arange(0, BLOCK_N)
         score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
@@ -212,9 +235,13 @@ def _attend(
         p = tl.exp2(score * scale - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
+        if k_scale_ptr is not None:
+            p = p * v_by[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if k_scale_ptr is not None:
+        found = found / LARGEST
     inside = live[:, None] & (d < D)[None, :]
     if SPLITS == 1:
         tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)

@@ -34,6 +34,7 @@ from dgraph.ops.triton.paged_attention import blocks_of
 from dgraph.ops.triton.partial_rows import decide, divide
 from dgraph.ops.triton.partial_tiles import changes, exactly, finish, leave, queries, scan
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import check_scales
 from dgraph.ops.tuning import attention_shape, chosen
 
 
@@ -88,6 +89,8 @@ def kernel(
     limit: Tensor,
     scale: float,
     tau: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     tiling: Tiling | None = None,
     flags: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -97,6 +100,7 @@ def kernel(
     op = "partial_attention" if flags else "partial_context"
     check_heads(op, q, k_cache.transpose(1, 2), 1)
     check_slots(op, c_cache=c_cache)
+    check_scales(op, k_cache=(k_cache, k_scale), v_cache=(v_cache, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
@@ -125,7 +129,7 @@ def kernel(
         function[grid](
             q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), dv, c_cache, page_table, order, offsets, slots,
             limit, changed, cu_changed, out, sums, part, mass,
-            n, b, keys, dv.shape[0], q.stride(0), dv.stride(0), page_table.stride(0),
+            k_scale, v_scale, n, b, keys, dv.shape[0], q.stride(0), dv.stride(0), page_table.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3], *c_cache.stride()[:2],
             scale * math.log2(math.e),
             page, group, heads, d, width, rows, sizes.block_m, block_n, stages, splits, offsets_block(b),
@@ -153,7 +157,7 @@ def kernel(
 def _exact(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, dv_ptr, c_ptr, table_ptr, order_ptr, offsets_ptr, slots_ptr,
     limit_ptr, changed_ptr, cu_changed_ptr, out_ptr, sums_ptr, part_ptr, mass_ptr,
-    n, b, keys, room, q_row, dv_row, table_row,
+    k_scale_ptr, v_scale_ptr, n, b, keys, room, q_row, dv_row, table_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head, c_page, c_slot,
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -174,12 +178,15 @@ def _exact(
         s = tl.sum((ends <= tile).to(tl.int32))
         first = tl.sum(tl.where(i == s, start + (tile - ends + tiles) * ROWS, 0))
         end = tl.sum(tl.where(i == s, start + count, 0))
+        k_by_ptr, v_by_ptr = k_scale_ptr, v_scale_ptr
+        if k_scale_ptr is not None:
+            k_by_ptr, v_by_ptr = k_scale_ptr + head, v_scale_ptr + head
         exactly(
             q_ptr, k_ptr + head.to(tl.int64) * k_head, v_ptr + head.to(tl.int64) * v_head, k_blocks, v_blocks, c_ptr,
             table_ptr + s.to(tl.int64) * table_row, order_ptr, slots_ptr, limit_ptr,
             out_ptr, sums_ptr, part_ptr, mass_ptr,
             first, end, head, split, n, keys, q_row, k_page, k_slot, v_page, v_slot, c_page, c_slot, scale,
-            PAGE, GROUP, HEADS, D, WIDTH, ROWS, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK,
+            k_by_ptr, v_by_ptr, PAGE, GROUP, HEADS, D, WIDTH, ROWS, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK,
         )  # fmt: skip
 
 
@@ -187,7 +194,7 @@ def _exact(
 def _mixed(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, dv_ptr, c_ptr, table_ptr, order_ptr, offsets_ptr, slots_ptr,
     limit_ptr, changed_ptr, cu_changed_ptr, out_ptr, sums_ptr, part_ptr, mass_ptr,
-    n, b, keys, room, q_row, dv_row, table_row,
+    k_scale_ptr, v_scale_ptr, n, b, keys, room, q_row, dv_row, table_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head, c_page, c_slot,
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -206,6 +213,9 @@ def _mixed(
     k_ptr += head.to(tl.int64) * k_head
     v_ptr += head.to(tl.int64) * v_head
     table_ptr += s.to(tl.int64) * table_row
+    if k_scale_ptr is not None:
+        k_scale_ptr += head
+        v_scale_ptr += head
     if tile == 0:
         first, last = tl.load(offsets_ptr + s), tl.load(offsets_ptr + s + 1)
         high = (last - first) * GROUP
@@ -215,6 +225,7 @@ def _mixed(
                     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, c_ptr, table_ptr, order_ptr, slots_ptr, limit_ptr,
                     out_ptr, sums_ptr, part_ptr, mass_ptr,
                     first, last, head, split, n, keys, q_row, k_page, k_slot, v_page, v_slot, c_page, c_slot, scale,
+                    k_scale_ptr, v_scale_ptr,
                     PAGE, GROUP, HEADS, D, WIDTH, ROWS, LEAST, BLOCK_N, STAGES, SPLITS, PRECISION, BULK,
                 )  # fmt: skip
         if FEW > 0:  # noqa: SIM102
@@ -223,6 +234,7 @@ def _mixed(
                     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, c_ptr, table_ptr, order_ptr, slots_ptr, limit_ptr,
                     out_ptr, sums_ptr, part_ptr, mass_ptr,
                     first, last, head, split, n, keys, q_row, k_page, k_slot, v_page, v_slot, c_page, c_slot, scale,
+                    k_scale_ptr, v_scale_ptr,
                     PAGE, GROUP, HEADS, D, WIDTH, ROWS, FEW, BLOCK_N, STAGES, SPLITS, PRECISION, BULK,
                 )  # fmt: skip
     elif start + (tile - 1) * ROWS < end:
@@ -234,8 +246,8 @@ def _mixed(
         keys = tl.where(begin < last, keys, 0)  # without a change there is nothing to weigh
         top, total, acc = scan(
             q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, head * D,
-            k_page, k_slot, v_page, v_slot, scale,
-            PAGE, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, False,
+            k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+            PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, False,
         )  # fmt: skip
         if SPLITS > 1:
             share = tl.cdiv(tl.cdiv(last - begin, CHANGES), SPLITS) * CHANGES
@@ -243,8 +255,8 @@ def _mixed(
             last = tl.minimum(begin + share, last)
         top, total, acc = changes(
             q, limit, top, total, k_ptr, dv_ptr + head * D, changed_ptr, room, begin, last,
-            tl.minimum(tl.max(limit), keys), dv_row, k_page, k_slot, scale,
-            PAGE, D, WIDTH, BLOCK_M, CHANGES, SPLITS, PRECISION,
+            tl.minimum(tl.max(limit), keys), dv_row, k_page, k_slot, scale, k_scale_ptr,
+            PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, CHANGES, SPLITS, PRECISION,
         )  # fmt: skip
         leave(
             acc, top, total, row, live, head, split, slots_ptr, c_ptr, out_ptr, sums_ptr, part_ptr, mass_ptr, n,

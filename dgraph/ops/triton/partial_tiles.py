@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dgraph.ops.triton.paged_attention import load_keys
+from dgraph.ops.triton.scales import LARGEST, load_scales
 
 
 @triton.jit
@@ -28,11 +29,15 @@ def queries(
 @triton.jit
 def scan(
     q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, column,
-    k_page, k_slot, v_page, v_slot, scale,
-    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, VALUES: tl.constexpr,
+    k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
+    VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Largest score and sum of the weights of each row over one share of its keys; with VALUES the sum of these."""
+    """Largest score and sum of the weights of each row over one share of its keys; with VALUES the sum of these.
+
+    k_scale_ptr, v_scale_ptr: scales from the KV head on, or None; the sum of values is LARGEST times as large then.
+    """
     longest = tl.minimum(tl.max(limit), keys)
     share = tl.cdiv(tl.cdiv(longest, BLOCK_N), SPLITS) * BLOCK_N
     first, last = split * share, tl.minimum(split * share + share, longest)
@@ -52,19 +57,29 @@ def scan(
             k, v = load_keys(
                 k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
             )
-        score = tl.dot(q, k, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            k_by, v_by = load_scales(k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, KV_HEADS, BLOCK_N, False)
+            score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
+        else:
+            score = tl.dot(q, k, input_precision=PRECISION)
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         p = tl.exp2(score * scale - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
         if VALUES:
+            if k_scale_ptr is not None:
+                p, v = p * v_by[None, :], v.to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     for key in tl.range(plain, last, BLOCK_N, num_stages=1):
         k, v = load_keys(
             k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
         )
-        score = tl.dot(q, k, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            k_by, v_by = load_scales(k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, KV_HEADS, BLOCK_N, True)
+            score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
+        else:
+            score = tl.dot(q, k, input_precision=PRECISION)
         position = key + tl.arange(0, BLOCK_N)
         score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
@@ -73,6 +88,8 @@ def scan(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         if VALUES:
+            if k_scale_ptr is not None:
+                p, v = p * v_by[None, :], v.to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     return top, total, acc
@@ -81,8 +98,8 @@ def scan(
 @triton.jit
 def changes(
     q, limit, top, total, k_ptr, dv_ptr, changed_ptr, room, first, last, longest, dv_row, k_page, k_slot, scale,
-    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, CHANGES: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    k_scale_ptr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHANGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights of the changed keys in [first, last) of the list times the differences of their values.
 
@@ -99,7 +116,11 @@ def changes(
         k = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=some[None, :] & (d < D)[:, None], other=0.0)
         dv_at = j.to(tl.int64)[:, None] * dv_row + d[None, :]
         dv = tl.load(dv_ptr + dv_at, mask=some[:, None] & (d < D)[None, :], other=0.0)
-        score = tl.dot(q, k, input_precision=PRECISION)
+        if k_scale_ptr is not None:
+            k_by = tl.load(k_scale_ptr + slot.to(tl.int64) * KV_HEADS, mask=some, other=0.0).to(tl.float32)
+            score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
+        else:
+            score = tl.dot(q, k, input_precision=PRECISION)
         score = tl.where(position[None, :] < limit[:, None], score * scale, float("-inf"))
         if SPLITS > 1:  # these keys may lie in another share
             higher = tl.maximum(top, tl.max(score, 1))
@@ -166,6 +187,7 @@ def exactly(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, c_ptr, table_ptr, order_ptr, slots_ptr, limit_ptr,
     out_ptr, sums_ptr, part_ptr, mass_ptr,
     first, end, head, split, n, keys, q_row, k_page, k_slot, v_page, v_slot, c_page, c_slot, scale,
+    k_scale_ptr, v_scale_ptr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr,
@@ -174,9 +196,11 @@ def exactly(
     q, row, live, limit = queries(q_ptr, order_ptr, limit_ptr, first, end, head, q_row, GROUP, D, WIDTH, ROWS, BLOCK_M)
     top, total, acc = scan(
         q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, head * D,
-        k_page, k_slot, v_page, v_slot, scale,
-        PAGE, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, True,
+        k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+        PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, True,
     )  # fmt: skip
+    if k_scale_ptr is not None:
+        acc = acc / LARGEST
     leave(
         acc, top, total, row, live, head, split, slots_ptr, c_ptr, out_ptr, sums_ptr, part_ptr, mass_ptr, n,
         c_page, c_slot, False, PAGE, GROUP, HEADS, D, WIDTH, BLOCK_M, SPLITS,

@@ -30,6 +30,8 @@ def kernel(
     topk: int,
     renormalise: bool,
     scale: float,
+    allowed: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dgraph::route; see its contract."""
     *rows, experts = logits.shape
@@ -41,8 +43,10 @@ def kernel(
     logits = dense_rows(logits.reshape(-1, experts))
     size = experts // groups
     wide = power_of_two(groups), power_of_two(size)
+    flags = None if allowed is None else allowed.reshape(-1, experts).contiguous().view(torch.uint8)
     _route[(len(logits),)](
-        logits, logits if bias is None else bias.contiguous(), choice, weight, logits.stride(0), scale,
+        logits, logits if bias is None else bias.contiguous(), choice, weight,
+        flags, None if expert_scale is None else expert_scale.contiguous(), logits.stride(0), scale,
         score == "sigmoid", bias is not None, groups, top_groups, size, topk, renormalise, *wide, power_of_two(topk),
         num_warps=1 if wide[0] * wide[1] <= 512 else 4,
     )  # fmt: skip
@@ -66,7 +70,7 @@ def rank_of(key):
 
 @triton.jit
 def _route(
-    logits_ptr, bias_ptr, choice_ptr, weight_ptr, logits_row, scale,
+    logits_ptr, bias_ptr, choice_ptr, weight_ptr, allowed_ptr, expert_scale_ptr, logits_row, scale,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, SIZE: tl.constexpr,
     TOPK: tl.constexpr, RENORMALISE: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -83,6 +87,9 @@ def _route(
     ranked = score
     if BIASED:
         ranked += tl.load(bias_ptr + expert, mask=real, other=0.0).to(tl.float32)
+    if allowed_ptr is not None:
+        allowed = tl.load(allowed_ptr + row * (GROUPS * SIZE) + expert, mask=real, other=0)
+        ranked = tl.where(allowed != 0, ranked, float("-inf"))
     key = tl.where(real, key_of(ranked, expert), NONE)
     if GROUPS > 1:
         first = tl.max(key, 1)
@@ -102,6 +109,9 @@ def _route(
         key = tl.where(key == best, NONE, key)
     if RENORMALISE:
         weight = weight / (total + 1e-20)
+    weight *= scale
+    if expert_scale_ptr is not None:
+        weight *= tl.load(expert_scale_ptr + choice, mask=slot < TOPK, other=0.0).to(tl.float32)
     at = row * TOPK + slot
     tl.store(choice_ptr + at, choice, mask=slot < TOPK)
-    tl.store(weight_ptr + at, weight * scale, mask=slot < TOPK)
+    tl.store(weight_ptr + at, weight, mask=slot < TOPK)

@@ -5,10 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
+from dgraph.ops.triton import stored
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
+from dgraph.quantised import QuantisedWeight
 
 
-def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling | None = None) -> Tensor:
+def kernel(
+    x: Tensor,
+    weight: Tensor | QuantisedWeight,
+    bias: Tensor | None,
+    cu_rows: Tensor,
+    tiling: Tiling | None = None,
+) -> Tensor:
     """dgraph::rows_glu; see its contract. `tiling` overrides its tiles, half of whose columns are gate's."""
     check_sizes(x, weight, bias)
+    if isinstance(weight, QuantisedWeight):
+        return stored.launch(x, weight, bias, cu_rows, pair=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

@@ -23,11 +23,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
-from dgraph.ops.triton import product_cases, product_roles
+from dgraph.ops.triton import product_cases, product_roles, stored
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
+from dgraph.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,17 @@ def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
     return LinearShape(x.shape[0], x.shape[1], weight.shape[0], dtype_name(x.dtype))
 
 
-def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling | None = None) -> Tensor:
+def kernel(
+    x: Tensor,
+    weight: Tensor | QuantisedWeight,
+    bias: Tensor | None,
+    cu_rows: Tensor,
+    tiling: Tiling | None = None,
+) -> Tensor:
     """dgraph::rows_linear; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_sizes(x, weight, bias)
+    if isinstance(weight, QuantisedWeight):
+        return stored.launch(x, weight, bias, cu_rows)
     tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())
     return launch(x, weight, bias, cu_rows, tiling)
 

@@ -8,18 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.rows_norm import check_sizes
+from dgraph.ops.rows_norm import check_sizes, dtype_of
 from dgraph.ops.triton.rows import dense_rows, live_rows, power_of_two
 
 PROGRAMS = 2048
 """At most: enough to fill any device. One for each row of a large capacity would mostly find that there is none."""
 
 
-def kernel(x: Tensor, weight: Tensor, eps: float, cu_rows: Tensor) -> Tensor:
+def kernel(x: Tensor, weight: Tensor | None, eps: float, cu_rows: Tensor) -> Tensor:
     """dgraph::rows_norm; see its contract."""
     check_sizes(x, weight)
-    (n, d), x, weight = x.shape, dense_rows(x), weight.contiguous()
-    out = torch.empty((n, d), dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    (n, d), x, weight = x.shape, dense_rows(x), None if weight is None else weight.contiguous()
+    out = torch.empty((n, d), dtype=dtype_of(x, weight), device=x.device)
     if out.numel():
         block = power_of_two(d, 32)
         _norm_rows[(min(n, PROGRAMS),)](
@@ -37,6 +37,7 @@ def _norm_rows(x_ptr, weight_ptr, cu_ptr, out_ptr, n, b, x_row, eps, SIZE: tl.co
         at = tl.cast(row, tl.int64)
         x = tl.load(x_ptr + at * x_row + column, mask=inside, other=0.0).to(tl.float32)
         normed = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        out = weight * normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+        out = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
+        if weight_ptr is not None:
+            out = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) * out
         tl.store(out_ptr + at * SIZE + column, out, mask=inside)

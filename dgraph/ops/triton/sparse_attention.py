@@ -25,6 +25,7 @@ from dgraph.ops.triton import attention_tiling
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import LARGEST, check_scales, load_scales, scales_of
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
@@ -89,10 +90,20 @@ def kernel(
     scale: float,
     layer: int,
     dense: bool,
+    k_cache_scale: Tensor | None = None,
+    v_cache_scale: Tensor | None = None,
+    k_pack_scale: Tensor | None = None,
+    v_pack_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """dgraph::sparse_attention; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
+    paged, packed = (k_cache_scale, v_cache_scale), (k_pack_scale, v_pack_scale)
+    check_scales("sparse_attention", k_cache=(k_cache, paged[0]), v_cache=(v_cache, paged[1]))
+    check_scales("sparse_attention", k_pack=(k_pack, packed[0]), v_pack=(v_pack, packed[1]))
+    check_scales("sparse_attention", k=(k, k_scale), v=(v, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
@@ -117,7 +128,7 @@ def kernel(
     _attend_kept[(kv_heads, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), k_pack, v_pack, *(packs or (k_pack, v_pack)),
         pack_count, pack_start, page_table, cu_rows, limit, window, action, out, part, mass,
-        n, b, page_table.shape[1] * page, layer,
+        *paged, *packed, n, b, page_table.shape[1] * page, layer,
         q.stride(0), page_table.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
         *pack_start.stride(), window.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
@@ -131,7 +142,7 @@ def kernel(
         grid = (n, triton.cdiv(heads, some))
         _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
     if dense:  # last: adding up writes all rows
-        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense)
+        attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense, k_scale, v_scale)
     return out
 
 
@@ -155,7 +166,7 @@ def _load_some(
 def _attend_kept(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, kp_ptr, vp_ptr, kp_blocks, vp_blocks,
     count_ptr, start_ptr, table_ptr, cu_ptr, limit_ptr, window_ptr, action_ptr, out_ptr, part_ptr, mass_ptr,
-    n, b, keys, layer,
+    k_scale_ptr, v_scale_ptr, kp_scale_ptr, vp_scale_ptr, n, b, keys, layer,
     q_row, table_row, kp_row, vp_row, count_row, start_layer, start_row, window_row,
     k_page, k_slot, k_head, v_page, v_slot, v_head,
     scale,
@@ -202,6 +213,11 @@ def _attend_kept(
     kp_ptr += begin.to(tl.int64) * kp_row
     vp_ptr += begin.to(tl.int64) * vp_row
     table_ptr += s.to(tl.int64) * table_row
+    if k_scale_ptr is not None:
+        k_scale_ptr += head
+        v_scale_ptr += head
+        kp_scale_ptr += begin
+        vp_scale_ptr += begin
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -211,7 +227,12 @@ def _attend_kept(
             v = vp_blocks.load([begin + block * BLOCK_N, 0])
         else:
             k, v = load_rows(kp_ptr, vp_ptr, block * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, False)
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, PRECISION, False)
+        if k_scale_ptr is not None:
+            entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
 
     # Of the window, what every row of the tile sees needs no mask.
     from_block, to_block = tl.maximum(first - packed, 0) + base, tl.maximum(last - packed, 0) + base
@@ -227,12 +248,23 @@ def _attend_kept(
             k, v = load_keys(
                 k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
             )
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, PRECISION, False)
+        if k_scale_ptr is not None:
+            k_by, v_by = load_scales(
+                k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, HEADS // GROUP, BLOCK_N, False
+            )
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
 
     if (first <= full) & (full < last) & (full < packed):
         k, v = load_rows(kp_ptr, vp_ptr, full * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, True)
-        seen = (full * BLOCK_N + tl.arange(0, BLOCK_N) < count)[None, :]
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, PRECISION, True)
+        entry = full * BLOCK_N + tl.arange(0, BLOCK_N)
+        seen = (entry < count)[None, :]
+        if k_scale_ptr is not None:
+            k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
     for i in tl.range(0, plain - from_block + to_block - after, num_stages=1):
         block = from_block + i
         block += tl.where(block < plain, 0, after - plain)
@@ -241,9 +273,18 @@ def _attend_kept(
             PAGE, D, WIDTH, BLOCK_N,
         )  # fmt: skip
         seen = (position[None, :] >= low) & (position[None, :] < tl.minimum(limit, high)[:, None])
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, PRECISION, True)
+        if k_scale_ptr is not None:
+            within = (position >= low) & (position < longest)
+            page = tl.load(table_ptr + position // PAGE, mask=within, other=0).to(tl.int64)
+            slot = page * PAGE + position % PAGE
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, slot * (HEADS // GROUP), within)
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
 
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if k_scale_ptr is not None:
+        found = found / LARGEST
     inside = live[:, None] & (d < D)[None, :]
     if SPLITS == 1:
         tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dgraph.ops.sparse import REPACK, REUSE
 from dgraph.ops.triton.attention_tiling import Tiling
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
+from dgraph.ops.triton.scales import LARGEST, scales_of
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
 _REUSE, _REPACK = tl.constexpr(REUSE), tl.constexpr(REPACK)
@@ -47,13 +48,15 @@ def attend_rows(
     out: Tensor,
     scale: float,
     tiling: Tiling,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     """Write the rows of the dense sequences to `out`; q must have dense rows, and scale must not be negative."""
     (n, heads, d), (_, kv_heads, _), b = q.shape, k.shape, cu_rows.shape[0] - 1
     k, v = dense_rows(k), dense_rows(v)
     blocks = matrices_of(k, v, tiling.block_n) if tiling.bulk else None
     _attend_rows[(b + n // tiling.block_m, heads)](
-        q, k, v, *(blocks or (k, v)), key_positions, cu_rows, cu_keys, limit, action, out,
+        q, k, v, *(blocks or (k, v)), key_positions, cu_rows, cu_keys, limit, action, out, k_scale, v_scale,
         b, q.stride(0), k.stride(0), v.stride(0), scale * math.log2(math.e),
         heads // kv_heads, heads, d, power_of_two(d, 16), tiling.block_m, tiling.block_n, tiling.stages, SAMPLES,
         offsets_block(b), "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None,
@@ -64,7 +67,7 @@ def attend_rows(
 @triton.jit
 def _attend_rows(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, at_ptr, cu_ptr, cu_keys_ptr, limit_ptr, action_ptr, out_ptr,
-    b, q_row, k_row, v_row, scale,
+    k_scale_ptr, v_scale_ptr, b, q_row, k_row, v_row, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SAMPLES: tl.constexpr, OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr,
@@ -109,13 +112,27 @@ def _attend_rows(
             v = v_blocks.load([begin + block * BLOCK_N, column])
         else:
             k, v = load_rows(k_ptr, v_ptr, block * BLOCK_N, count, k_row, v_row, D, WIDTH, BLOCK_N, False)
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, PRECISION, False)
+        if k_scale_ptr is not None:
+            of = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_by, v_by = scales_of(
+                k_scale_ptr, v_scale_ptr, of.to(tl.int64) * (HEADS // GROUP) + head // GROUP, of >= 0
+            )
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
     for block in tl.range(plain, last, num_stages=1):
         k, v = load_rows(k_ptr, v_ptr, block * BLOCK_N, count, k_row, v_row, D, WIDTH, BLOCK_N, True)
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         position = tl.load(at_ptr + begin + key, mask=key < count, other=0)
         seen = (key < count)[None, :] & (position[None, :] < limit[:, None])
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, PRECISION, True)
+        if k_scale_ptr is not None:
+            of = (begin + key).to(tl.int64) * (HEADS // GROUP) + head // GROUP
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, of, key < count)
+        else:
+            k_by, v_by = None, None
+        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if k_scale_ptr is not None:
+        found = found / LARGEST
     at = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
     tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])

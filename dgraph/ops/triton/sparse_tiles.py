@@ -54,12 +54,18 @@ def load_rows(
 
 
 @triton.jit
-def fold(q, k, v, seen, top, total, acc, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+def fold(
+    q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
     """One block of keys added to the largest score, the sum of the weights and the weighted values of each row.
 
-    With MASKED a row need not see all of them, or any.
+    With MASKED a row need not see all of them, or any. k_by, v_by: scales as `scales_of` gives them, or None.
     """
-    score = tl.dot(q, k, input_precision=PRECISION)
+    if k_by is not None:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+    else:
+        score = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         score = tl.where(seen, score, float("-inf"))
     top, old = tl.maximum(top, tl.max(score, 1) * scale), top
@@ -67,5 +73,7 @@ def fold(q, k, v, seen, top, total, acc, scale, PRECISION: tl.constexpr, MASKED:
     p = tl.exp2(score * scale - base[:, None])
     fade = tl.exp2(old - base)
     total = total * fade + tl.sum(p, 1)
+    if v_by is not None:
+        p = p * v_by[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return top, total, acc

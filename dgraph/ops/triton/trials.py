@@ -124,7 +124,7 @@ def partial(shape: AttentionShape, device: torch.device) -> Trial:
     def call(table: Tensor, tiling: partial_attention.Tiling) -> tuple[Tensor, Tensor]:
         return partial_attention.kernel(
             q, held.k, held.v, dv, index, cu_changed, context, full, held.positions, table, held.cu_rows, held.limit,
-            shape.head_dim**-0.5, 0.99, tiling,
+            shape.head_dim**-0.5, 0.99, tiling=tiling,
         )  # fmt: skip
 
     return Trial([[bound(call, table) for table in held.tables]], lambda: context.copy_(before))

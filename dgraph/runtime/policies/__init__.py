@@ -13,6 +13,7 @@ from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.plugins import Table
+from dgraph.runtime.policies.autoregressive import Autoregressive, SelfSpeculation
 from dgraph.runtime.policies.base import (
     Candidates,
     Carried,
@@ -23,6 +24,7 @@ from dgraph.runtime.policies.base import (
     edits,
     foresees,
     may_wait,
+    moves,
     needs_of,
     overrules,
     policy_key,
@@ -36,9 +38,10 @@ from dgraph.runtime.policies.bounds import EntropyBounded, Factor
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
 from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
+from dgraph.runtime.policies.indel import JointThresholdInDel
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
-from dgraph.runtime.policies.mixture import Mixture, row_of, settings_spec
-from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask
+from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, settings_spec
+from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 from dgraph.runtime.sampling import SETTINGS, Sampler
 
@@ -54,9 +57,13 @@ RULES: tuple[type[DecodeRule], ...] = (
     EntropyBounded,
     Hierarchical,
     HierarchicalRemask,
+    SubBlocks,
     Dream,
     DreamThreshold,
     JointThreshold,
+    JointThresholdInDel,
+    Autoregressive,
+    SelfSpeculation,
 )
 
 
@@ -81,6 +88,7 @@ rules choose among them."""
 _PUBLISHED: dict[str, DecodeRule] = {
     "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
     "fast_dllm_factor": Factor(1.0),
+    "fast_dllm_v2": SubBlocks(0.95, 8),
     "dkv_greedy": FixedSteps(32, schedule="masks", remasking="random_order"),
     "dinfer": RelativeThreshold(0.9),
     "dinfer_factor": Factor(1.0, variant="dinfer"),
@@ -89,6 +97,7 @@ _PUBLISHED: dict[str, DecodeRule] = {
     "llada_random": FixedSteps(32, schedule="masks", remasking="random"),
     "llada2.0": DynamicThreshold(0.95),
     "llada2.1": JointThreshold(),
+    "llada2.2": JointThresholdInDel(),
     "sdar_static": FixedSteps(4),
     "sdar_dynamic": DynamicThreshold(0.85),
     "jetengine_dynamic": DynamicThreshold(0.9, fallback="leftmost"),
@@ -186,6 +195,7 @@ __all__ = [
     "POLICIES",
     "PRESETS",
     "THRESHOLD",
+    "Autoregressive",
     "Candidates",
     "Carried",
     "ConfidenceThreshold",
@@ -199,10 +209,13 @@ __all__ = [
     "Hierarchical",
     "HierarchicalRemask",
     "JointThreshold",
+    "JointThresholdInDel",
     "Mixture",
     "Policy",
     "RelativeThreshold",
+    "SelfSpeculation",
     "Sequential",
+    "SubBlocks",
     "carries_of",
     "check_needs",
     "chosen_policy",
@@ -210,10 +223,12 @@ __all__ = [
     "foresees",
     "kind_of",
     "may_wait",
+    "moves",
     "needs_of",
     "options_of",
     "overrules",
     "per_request",
+    "per_sequence",
     "policy_key",
     "policy_of",
     "policy_sampler",

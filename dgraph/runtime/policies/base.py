@@ -154,7 +154,10 @@ class DecodeRule:
     """Base of the policies here: frozen, comparable, JSON-able. Ties always go to the lower position.
 
     name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
-    decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back.
+    decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back. moves:
+    it edits, and `move` says where tokens go. autoregressive: what is committed is what causal rows predict of the
+    position after them, whatever `choose` says (see `dgraph.runtime.two_modes`); drafts: a step that denoises a block
+    first predicts what these rows hold.
     sampler: how tokens are taken from logits unless a caller says otherwise; None for the most likely one.
 
     per_request: names of numeric fields that each sequence of a batch may have its own value of. The methods must then
@@ -168,6 +171,9 @@ class DecodeRule:
     may_wait: ClassVar[bool] = False
     edits: ClassVar[bool] = False
     remasks: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+    autoregressive: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
     sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -217,6 +223,12 @@ class DecodeRule:
     def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
         """bool[b, B]: decoded positions, none of them chosen, that become masks again. Fewer of them than chosen masks,
         so that every step leaves fewer masks and a block ends.
+        """
+        raise NotImplementedError
+
+    def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """i64[b, B]: what is written at the chosen positions; and i64[b, B]: from where each position takes its token
+        or mask. c: from column c, with what is written there; B + c: from column c as it was; 2 B: a new mask.
         """
         raise NotImplementedError
 
@@ -338,6 +350,11 @@ def overrules(policy: Policy) -> bool:
 def remasks(policy: Policy) -> bool:
     """Whether the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
     return bool(getattr(policy, "remasks", False))
+
+
+def moves(policy: Policy) -> bool:
+    """Whether the policy changes how many tokens a block has; it then has `move`, see `DecodeRule`."""
+    return bool(getattr(policy, "moves", False))
 
 
 def foresees(policy: Policy) -> bool:

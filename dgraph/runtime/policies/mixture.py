@@ -20,13 +20,14 @@ from dgraph.runtime.policies.base import (
     carries_of,
     edits,
     foresees,
+    moves,
     policy_key,
     remasks,
     statistics_of,
 )
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 
-Attribute = Literal["may_wait", "edits", "remasks", "overrules", "foresees"]
+Attribute = Literal["may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts"]
 """What is true of a policy or not, and may differ from kind to kind."""
 
 
@@ -117,6 +118,11 @@ class Mixture:
         return any(self.each("remasks"))
 
     @property
+    def moves(self) -> bool:
+        """Whether any kind moves tokens."""
+        return any(self.each("moves"))
+
+    @property
     def overrules(self) -> bool:
         """Whether any kind overrules."""
         return any(self.each("overrules"))
@@ -125,6 +131,16 @@ class Mixture:
     def foresees(self) -> bool:
         """Whether any kind foresees."""
         return any(self.each("foresees"))
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether any kind decodes what causal rows predict."""
+        return any(self.each("autoregressive"))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any kind drafts."""
+        return any(self.each("drafts"))
 
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""
@@ -145,6 +161,15 @@ class Mixture:
             for rule, own in self._own(candidates)
         ]
         return _by_kind(found, candidates.kind)
+
+    def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecodeRule.move`: everything stays where it is, where a kind does not move."""
+        column = torch.arange(chosen.shape[1], device=chosen.device).expand_as(candidates.token)
+        found = [
+            rule.move(own, chosen) if moves(rule) else (candidates.token, column) for rule, own in self._own(candidates)
+        ]
+        token, source = (_by_kind(values, candidates.kind) for values in zip(*found, strict=True))
+        return token, source
 
     def carry(self, candidates: Candidates, chosen: Tensor) -> Mapping[str, Tensor]:
         """See `DecodeRule.carry`: what is not carried by a sequence's own kind stays as it is."""
@@ -198,6 +223,14 @@ class Mixture:
             carried = {each.name: candidates.carried[_name(index, each.name)] for each in carries_of(rule)}
             found.append((rule, replace(candidates, carried=carried, kind=None, settings={})))
         return found
+
+
+def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor | bool:
+    """Whether the policy of each sequence has an attribute of `DecodeRule`: bool[b], or one bool for all of them."""
+    if not isinstance(policy, Mixture):
+        return bool(getattr(policy, attribute, False))
+    found = set(policy.each(attribute))
+    return found.pop() if len(found) == 1 else policy.where(attribute, kind)
 
 
 def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:

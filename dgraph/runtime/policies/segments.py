@@ -1,4 +1,4 @@
-"""dInfer's hierarchical rule: something from every stretch of masks."""
+"""Rules that divide a block: dInfer's, with something from every stretch of masks, and Fast-dLLM v2's sub-blocks."""
 
 from __future__ import annotations
 
@@ -104,6 +104,34 @@ class HierarchicalRemask(DecodeRule):
         predicted = candidates.confidence > -math.inf
         doubtful = predicted & (candidates.confidence < setting(self.remask_threshold, candidates.confidence))
         return candidates.need("editable", self) & ~candidates.masked & doubtful
+
+
+@dataclass(frozen=True)
+class SubBlocks(DecodeRule):
+    """Decode a block part by part, each by a threshold (Fast-dLLM v2).
+
+    A part is `size` positions of the block, the last one perhaps fewer; the first that has a mask is decoded: every
+    c > threshold in it, at least its most confident position (ties: lower position).
+    """
+
+    threshold: float = THRESHOLD
+    size: int = 8
+
+    name: ClassVar[str] = "sub_blocks"
+    per_request: ClassVar[tuple[str, ...]] = ("threshold",)
+
+    def __post_init__(self) -> None:
+        self.check_threshold()
+        if type(self.size) is not int or self.size < 1:
+            raise self.refuse("size", "a number of positions, at least 1")
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        masked, columns = candidates.masked, torch.arange(candidates.masked.shape[1], device=candidates.masked.device)
+        part = (columns // self.size).expand_as(masked)
+        first = torch.where(masked, part, masked.shape[1]).amin(dim=1, keepdim=True)
+        offered = torch.where(part == first, candidates.offered, -math.inf)
+        chosen = (offered > setting(self.threshold, offered)) | best(offered)
+        return chosen & (offered > -math.inf)
 
 
 def best_of_stretches(score: Tensor, flags: Tensor) -> Tensor:

@@ -51,7 +51,18 @@ def routing(
     return logits[:, :experts], bias, score, groups, top_groups, topk, topk > 1, 2.5
 
 
+def sharing(n: int, experts: int, capacity: int, *, block: int = 32, biased: bool = True, seed: int = 0) -> Call:
+    """Logits as of `routing`; blocks of any length up to `block` rows, and rows of none."""
+    logits, bias, *_ = routing(n, experts, 1, 1, 1, biased=biased, seed=seed)
+    length = torch.randint(1, block + 1, (n,), generator=torch.Generator().manual_seed(seed))
+    number = torch.arange(n).repeat_interleave(length)[:n]
+    return logits, bias, torch.where(number % 5 == 3, 0, (number << 32) + 1), capacity
+
+
 MIXING: list[tuple[str, list[Call]]] = [
+    ("block_experts", [sharing(200, 256, 48, seed=seed) for seed in (0, 5)]),
+    ("route", [(*routing(33, 64, 1, 1, 6, score="softmax", seed=seed), None, draw(64, seed=3)) for seed in (0, 5)]),
+    ("route", [(*routing(33, 64, 1, 1, 6, biased=True, seed=seed), draw(33, 64, seed=7) > 0) for seed in (0, 5)]),
     ("route", [routing(40, 256, 8, 4, 8, biased=True, seed=seed) for seed in (0, 5)]),
     ("route", [routing(33, 100, 1, 1, 6, score="softmax", seed=seed) for seed in (0, 5)]),
     ("experts", [mixture(21, 4, 9, seed=seed) for seed in (0, 5)]),

@@ -14,7 +14,7 @@ from dgraph.errors import InputError
 from dgraph.ops import OPS
 from tests.amounts import every_value
 from tests.ops.triton.interpreter import Interpreter
-from tests.ops.triton.mixtures import draw, literal, mixture, routing
+from tests.ops.triton.mixtures import draw, literal, mixture, routing, sharing
 
 route, experts = OPS["route"].reference, OPS["experts"].reference
 FORMS = ("by_grouping", "by_masking", "kernel")
@@ -101,6 +101,18 @@ def test_routing_that_cannot_be(interpreted: Interpreter) -> None:
     for rules, message in ((("tanh", 1, 1, 2), "score must be one of"), (("sigmoid", 5, 1, 2), "5 equal groups")):
         with pytest.raises(InputError, match=message):
             interpreted("route", (draw(3, 16), None, *rules, True, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("experts", "capacity", "biased", "block"), [(256, 48, True, 32), (12, 5, False, 3), (97, 97, True, 1)]
+)
+def test_blocks_that_share_experts(
+    interpreted: Interpreter, experts: int, capacity: int, biased: bool, block: int
+) -> None:
+    args = sharing(40, experts, capacity, block=block, biased=biased)
+    found, _ = interpreted("block_experts", args)
+    assert found.equal(OPS["block_experts"].reference(*args))
+    check_routing(interpreted, *args[:2], "sigmoid", 1, 1, min(5, capacity), True, 2.5, found)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------

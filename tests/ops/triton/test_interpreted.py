@@ -13,6 +13,7 @@ from dgraph.errors import InputError
 from dgraph.ops import OPS, Sample
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.lm_head import decode_logits
+from dgraph.ops.paged_attention import in_float8
 from tests.amounts import every_pair, every_value
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import (
@@ -89,7 +90,8 @@ def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: in
     from dgraph.ops.triton.attention_tiling import Tiling
 
     args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Tiling(block_m, block_n, splits, 4, 1)
-    compare(results(interpreted, "paged_attention", args, tiling=tiling), expected("paged_attention", args))
+    for call in (args, in_float8(args)):
+        compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
 
 
 @pytest.mark.parametrize(("block_m", "splits"), [(16, 1), (64, 3)])
@@ -132,6 +134,7 @@ def test_partial_attention_in_any_tiles_and_shares(
     tiling = partial_attention.Tiling(exact, block_n, 1, least, few, changes=16)
     for share, full in ((0.3, ()), (0.6, (3,)), (1.1, (0,)), (-1.0, (0,))):
         args = partial((18, 0, 5, 9), (70, 0, 12, 33), share=share, full=full, page=16, heads=(2, 1))
+        args = in_float8(args) if share == 0.6 else args
         got = results(interpreted, "partial_attention", args, tiling=tiling)
         compare(got, expected("partial_attention", args))
 

@@ -9,7 +9,7 @@ import torch
 
 from dgraph.ops import OPS
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.sparse_draws import draw
+from dgraph.ops.sparse_draws import draw, in_float8
 from tests.amounts import every_value
 from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
@@ -48,7 +48,9 @@ def test_interpreted_in_any_tiles_and_shares(
 
     sizes = attention_tiling.Tiling(block_m, block_n, splits, 4, 1, bulk)
     for sees_all in (False, True):
-        run(interpreted, call(group=1 + 2 * sees_all, sees_all=sees_all), tiling=Tiling(sizes, 1, sizes))
+        args = call(group=1 + 2 * sees_all, sees_all=sees_all)
+        run(interpreted, args, tiling=Tiling(sizes, 1, sizes))
+        run(interpreted, in_float8(args, key_rows=sees_all), tiling=Tiling(sizes, 1, sizes))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,0 +1,99 @@
+"""`dgraph quantize`: a checkpoint with weights of 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dgraph.cli import options as given
+from dgraph.cli.calibrate import prompts_of, read_prompts
+from dgraph.cli.output import ERR, print_json, print_text, status
+from dgraph.errors import InputError
+
+
+def quantize(
+    model: given.Model,
+    out: Annotated[Path, typer.Option(help="The folder to write, which must not exist.", show_default=False)],
+    weights: Annotated[str, typer.Option(help="fp8, int8 or int4.")] = "int4",
+    zeros: Annotated[
+        bool, typer.Option("--zeros", help="Of int8 and int4: which number stands for 0 is stored for each block.")
+    ] = False,
+    group: Annotated[
+        int | None, typer.Option(help="Columns of a row that share a scale.", show_default="128 of int4, else all")
+    ] = None,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="The LM head, too.")] = False,
+    calibrated: Annotated[
+        bool,
+        typer.Option("--calibrated", help="Measure inputs on prompts, and round columns of large ones more finely."),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='With --calibrated: a JSONL file of {"prompt": ...}, instead of prompts of its own tasks.'),
+    ] = None,
+    count: Annotated[int, typer.Option(help="With --calibrated: prompts at most.")] = 32,
+    dtype: Annotated[str | None, typer.Option(help="With --calibrated: to measure in.", show_default=False)] = None,
+    device: given.Device = None,
+    json: given.Json = False,
+) -> None:
+    """Write a checkpoint again, its weights quantised, in the layout of compressed-tensors.
+
+    Every command takes the folder as it takes the original one, and so does what else reads compressed-tensors. One
+    weight at a time is in memory, and the folder appears when it is complete.
+
+    \b
+    dgraph quantize tiny_sdar --out tiny_sdar-int4
+    dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated
+    dgraph quantize ./SDAR-8B-Chat-b32 --weights fp8 --out SDAR-8B-Chat-b32-FP8 --device cuda
+    """
+    from dgraph.evaluate.scales import scales_for
+    from dgraph.passes import QuantizeWeights
+    from dgraph.saving import Fold, check_out, save_quantised
+
+    if count < 1:
+        raise InputError(f"--count must be at least 1, got {count}.")
+    if prompts is not None and not calibrated:
+        raise InputError("--prompts is what --calibrated measures on; give that too, or leave it out.")
+    check_out(out)
+    block, where = None if group is None else (1, group), given.torch_device(device)
+    chosen = QuantizeWeights(weights, block, zeros, lm_head=lm_head)
+    folds: tuple[Fold, ...] = ()
+    if calibrated:
+        texts = prompts_of(model, count, 0) if prompts is None else read_prompts(prompts)[:count]
+        with status("measuring inputs") as say:
+            folds = scales_for(
+                model,
+                texts,
+                chosen,
+                dtype=given.torch_dtype(dtype),
+                device=where,
+                progress=lambda done, total: say(f"scales of {done} of {total} groups of weights"),
+            )
+    with _progress() as tell:
+        saved = save_quantised(model, out, chosen, device=where or "cpu", folds=folds, progress=tell)
+    if json:
+        facts = {"weights": weights, "tensors": saved.quantised, "folds": len(folds)}
+        sizes = {"bytes_before": saved.before, "bytes_after": saved.after}
+        print_json({"model": model, "folder": str(saved.folder), **facts, **sizes})
+    else:
+        share = saved.after / saved.before
+        print_text(
+            f"{saved.quantised} weights of {model} as {weights}: {saved.after / 2**20:.1f} MiB, {share:.0%} of before; "
+            f"written to {saved.folder}"
+        )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar over the bytes that are read, while stderr is a terminal."""
+    if not ERR.is_terminal:
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=ERR, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

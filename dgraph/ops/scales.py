@@ -1,0 +1,61 @@
+"""Keys and values in eight bits: a float8 vector and one scale for each position and KV head.
+
+The scale of a vector is its largest magnitude over the largest number of the format, so that nothing needs calibration,
+and nothing depends on other rows. Ops that take such caches take their scales as last arguments: None for caches in the
+dtype of the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.registry import numeric
+
+FLOAT8 = torch.float8_e4m3fn
+KV_DTYPES = {"fp8": FLOAT8}
+"""Formats other than the model's in which keys and values can be stored, by the name under which they are chosen."""
+LARGEST = 448.0
+"""The largest number of the format."""
+LEAST = 2.0**-100
+"""The least scale: of a vector of zeros, too."""
+
+
+def scaled(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [..., D] as float8 [..., D] and scales f32[...]; in fp32, and rounded to the nearest, ties to even."""
+    wide = vectors.float()
+    scale = (wide.abs().amax(-1) / LARGEST).clamp(min=LEAST)
+    return (wide / scale[..., None]).to(FLOAT8), scale
+
+
+def unscaled(stored: Tensor, scale: Tensor | None, like: torch.dtype) -> Tensor:
+    """What is stored [..., D], as it is; with scales [...], times these, in fp32, or in `like` if that is wider."""
+    return stored if scale is None else stored.to(numeric(like)) * scale[..., None]
+
+
+def store(op: str, vectors: Tensor, at: tuple[Tensor, ...] | slice, cache: Tensor, scale: Tensor | None) -> None:
+    """Write vectors to places of a cache, and what scales them to those of `scale`, if it has scales.
+
+    Raises:
+        InputError: a float8 cache without scales; the message names `op`.
+    """
+    check_scale(op, cache, scale)
+    if scale is None:
+        cache[at] = vectors
+    else:
+        found, by = scaled(vectors)
+        cache[at], scale[at] = found.to(cache.dtype), by.to(scale.dtype)
+
+
+def check_scale(op: str, stored: Tensor, scale: Tensor | None) -> None:
+    """Refuse float8 without scales.
+
+    Raises:
+        InputError: naming `op`.
+    """
+    if stored.dtype == FLOAT8 and scale is None:
+        raise InputError(
+            f"dgraph::{op}: keys and values in {FLOAT8} have scales f32, one for each vector; got "
+            f"{list(stored.shape)} without. Pass the scales that were written with them."
+        )

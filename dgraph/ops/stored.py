@@ -1,0 +1,84 @@
+"""Products by weights as they are stored, in plain torch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgraph.private.torch import product_by_int8
+from dgraph.quantised import KINDS, WHOLE, QuantisedWeight, spread, unpacked
+
+AT_A_TIME = 2**18
+"""Elements of a weight that are dequantised at a time: what a core's cache holds."""
+FEW_ROWS = 16
+"""Up to so many rows, torch's product by int8 is faster than a conversion."""
+_BYTE = 2.0**8
+"""A float8 whose bits are those of a float16 is so many times as large: the exponents count from 7 and from 15."""
+
+
+def multiply(x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [..., columns] @ weight.T + bias, by a weight [rows, columns] as it is, or as it is stored.
+
+    Of one that is stored some rows are taken at a time, so that numbers go from memory to the product once. Where a
+    scale is of a whole row, it is the sum that is scaled.
+    """
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    rows, columns = weight.shape
+    high = rows if weight.block[0] == WHOLE else weight.block[0]
+    if _has_kernel(x, weight):
+        made = product_by_int8(x, weight.values) * spread(weight.scales, weight.block, weight.shape)[:, 0]
+        return made.to(x.dtype) if bias is None else made.add_(bias).to(x.dtype)
+    some = max(1, AT_A_TIME // max(1, columns * high)) * high
+    parts = [_product(x, weight.rows(at, min(at + some, rows))) for at in range(0, rows, some)]
+    made = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else x.new_empty((*x.shape[:-1], 0))
+    return made if bias is None else made.add_(bias)
+
+
+def _has_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether torch has a kernel that is faster: few rows of bfloat16 by int8, on a CPU."""
+    plain = weight.values.dtype == torch.int8 and weight.zeros is None and weight.scales.shape[-1] == 1
+    if not plain or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return False
+    return x.numel() <= FEW_ROWS * x.shape[-1] and weight.values.is_contiguous()
+
+
+def _product(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    if weight.zeros is None and weight.scales.shape[-1] == 1 and x.dtype != torch.float16:  # whose sums are too large
+        numbers, more = _numbers(weight.values, x.dtype)
+        scales = weight.scales.to(torch.promote_types(x.dtype, torch.float32))
+        of_rows = spread(scales, weight.block, weight.shape)[:, 0] * more
+        return (F.linear(x, numbers) * of_rows).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    numbers, more = _numbers(weight.values, wide)
+    if weight.zeros is not None:
+        zeros = weight.zeros - KINDS["int4"].zero if weight.values.dtype == torch.uint8 else weight.zeros
+        numbers = numbers - spread(zeros, weight.block, numbers.shape)
+    return F.linear(x, (numbers * spread(weight.scales * more, weight.block, numbers.shape)).to(x.dtype))
+
+
+def _numbers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The numbers that are stored, in a floating dtype, without the usual zero of 4-bit ones; and what they are to be
+    multiplied by. A conversion of float8 by torch takes ten times as long on a CPU.
+    """
+    if values.dtype == torch.float8_e4m3fn:
+        bits = values.view(torch.int8).to(torch.int16)
+        bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))  # the sign was extended
+        return bits.view(torch.float16).float().to(dtype), _BYTE  # the direct way to bfloat16 is slow, too
+    if values.dtype != torch.uint8:
+        return values.to(dtype), 1.0
+    if dtype != torch.float32 or values.device.type != "cpu":
+        return unpacked(values).to(dtype) - KINDS["int4"].zero, 1.0
+    found = _pairs().index_select(0, values.reshape(-1).int())
+    return found.view(torch.float32).view(*values.shape[:-1], -1), 1.0
+
+
+@functools.cache
+def _pairs() -> Tensor:
+    """i64[256]: by a byte the two float32 that it stands for."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    pairs = unpacked(byte.unsqueeze(1)).float() - KINDS["int4"].zero
+    return pairs.contiguous().view(torch.int64).squeeze(1)

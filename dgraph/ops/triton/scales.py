@@ -1,0 +1,107 @@
+"""What kernels share about keys and values in float8; see `dgraph.ops.scales`."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops import scales
+from dgraph.ops.triton.rows import power_of_two
+
+LARGEST, LEAST = tl.constexpr(scales.LARGEST), tl.constexpr(scales.LEAST)
+
+
+def check_scales(op: str, **pairs: tuple[Tensor, Tensor | None]) -> None:
+    """What is stored, and its scales: those of float8 must be contiguous, and one for each vector.
+
+    Raises:
+        InputError: naming the op and the argument.
+    """
+    for name, (stored, scale) in pairs.items():
+        scales.check_scale(op, stored, scale)
+        if scale is not None and (scale.shape != stored.shape[:-1] or not scale.is_contiguous()):
+            raise InputError(
+                f"dgraph::{op}: the scales of {name} {list(stored.shape)} must be contiguous "
+                f"{list(stored.shape[:-1])}, got {list(scale.shape)} with strides {scale.stride()}."
+            )
+
+
+def heads_of(heads: int, d: int, scale: Tensor | None) -> tuple[int, int, int, int]:
+    """Sizes that `store_scaled` takes for the vectors of a row: heads, heads at a time, head_dim and the power of two
+    above it; zeros where there are no scales.
+    """
+    if scale is None:
+        return 0, 0, 0, 0
+    width = power_of_two(d, 16)
+    return heads, power_of_two(heads, 1, max(1, 4096 // width)), d, width
+
+
+@triton.jit
+def quantised(x):
+    """Vectors f32[R, WIDTH] over their scales, rounded to numbers of float8e4nv; and the scales f32[R].
+
+    Rounded here, by adding and subtracting a number so large that its last bit is worth as much as that of float8:
+    then the conversion, which not every back end rounds to even, is exact.
+    """
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], LARGEST, tl.float32)), LEAST)
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # at least that of 2 ** -6
+    large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + large) - large, scale
+
+
+@triton.jit
+def store_scaled(
+    from_ptr, to_ptr, scale_ptr, inside, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write the HEADS vectors of a row in float8, and their scales, SOME at a time; nothing unless `inside`."""
+    d = tl.arange(0, WIDTH)
+    for first in range(0, HEADS, SOME):
+        head = first + tl.arange(0, SOME)
+        live = inside & (head < HEADS)
+        at = head[:, None] * D + d[None, :]
+        there = live[:, None] & (d < D)[None, :]
+        stored, scale = quantised(tl.load(from_ptr + at, mask=there, other=0.0).to(tl.float32))
+        tl.store(to_ptr + at, stored.to(to_ptr.dtype.element_ty), mask=there)
+        tl.store(scale_ptr + head, scale, mask=live)
+
+
+@triton.jit
+def load_scaled(
+    stored_ptr, scale_ptr, inside, first,
+    HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """f32[SOME, WIDTH]: the vectors of a slot from head `first` on, times their scales; zeros unless `inside`."""
+    head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
+    live = inside & (head < HEADS)
+    there = live[:, None] & (d < D)[None, :]
+    stored = tl.load(stored_ptr + head[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+    return stored * tl.load(scale_ptr + head, mask=live, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def load_scales(
+    k_ptr, v_ptr, table_ptr, key, longest,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """As `scales_of`, of the positions from `key` on; with MASKED zeros from `longest` on."""
+    position = key + tl.arange(0, BLOCK_N)
+    seen = position < longest if MASKED else position >= 0
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table_ptr + key // PAGE).to(tl.int64)
+    else:
+        page = tl.load(table_ptr + position // PAGE, mask=seen, other=0).to(tl.int64)
+    return scales_of(k_ptr, v_ptr, (page * PAGE + position % PAGE) * HEADS, seen)
+
+
+@triton.jit
+def scales_of(k_ptr, v_ptr, at, seen):
+    """f32 each: the scales of keys at places `at`, and those of values times LARGEST; zeros unless `seen`.
+
+    A weight times a scale alone may be smaller than float16 can say. What is summed up so is divided by LARGEST.
+    """
+    k, v = tl.load(k_ptr + at, mask=seen, other=0.0), tl.load(v_ptr + at, mask=seen, other=0.0)
+    return k.to(tl.float32), v.to(tl.float32) * LARGEST

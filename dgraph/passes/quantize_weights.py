@@ -1,0 +1,151 @@
+"""QuantizeWeights: the weights of a captured graph in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from torch.fx import Node
+
+from dgraph.errors import InputError
+from dgraph.graph import Graph
+from dgraph.linears import head_of, linears_of
+from dgraph.nodes import args_of, op_name
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.quantised import KINDS, Format
+from dgraph.stored import formats_of, quantised_as, take_weights
+from dgraph.weights import Quantising, Shapes, WeightSource
+
+
+@dataclass(frozen=True)
+class QuantizeWeights(Pass):
+    """Store the weights of linear layers and experts in 8 or 4 bits, with a scale for each block of them.
+
+        before  %4 = linear(%3, q_proj.weight)                                                       f32[b, t, 64]
+        after   %4 = dgraph.dequantise(q_proj.weight, q_proj.weight_scale, None, [1, -1], f32)       f32[64, 64]
+                %5 = linear(%3, %4)                                                                  f32[b, t, 64]
+
+    Weights are rounded to the nearest numbers (`dgraph.quantised`). A product that reads such a weight multiplies by
+    what is stored, and no dequantised weight lies in memory (`dgraph.lowering.taken`); what else reads it dequantises.
+
+    It runs on a captured graph, before any other pass, so that all phases share what is stored, and ranks divide what
+    was quantised whole: a sharded model has the scales of the whole one.
+
+    Approximate, unless the weights are numbers of the format times scales already.
+
+    Attributes:
+        format: "fp8", "int8" or "int4"; see `dgraph.quantised.Format`. None leaves all weights as they are.
+        block: rows and columns of a weight that share a scale, -1 for all; None for the format's own.
+        zeros: whether each block also stores which number stands for 0.
+        which: patterns of the names of weights ("*.mlp.*", "model.layers.3.*"), of which one must match.
+        but: patterns of names of which none may match.
+        lm_head: whether the LM head is among them.
+        router: whether the projections that decide which experts run are.
+        weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
+            `Shapes`: the tensors stay stand-ins, since whoever divides the graph reads them.
+
+    Raises:
+        UnknownName: another format.
+        InputError: a block that is none, or a pattern that no weight matches.
+    """
+
+    format: str | None = "fp8"
+    block: tuple[int, int] | None = None
+    zeros: bool = False
+    which: tuple[str, ...] = ("*",)
+    but: tuple[str, ...] = ()
+    lm_head: bool = False
+    router: bool = False
+    weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "weights in 8 or 4 bits, with a scale for each block of them"
+    changes_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("which", "but"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise InputError(f"{name} must be patterns of names of weights, as ({given!r},), got {given!r}.")
+            object.__setattr__(self, name, tuple(map(str, given)))
+        if self.block is not None:
+            object.__setattr__(self, "block", tuple(self.block))
+        self._format()
+
+    def _format(self) -> Format | None:
+        return None if self.format is None else Format(self.format, self.block, self.zeros)
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if graph.history:
+            report.skip("it is no graph as captured; quantise it before any other pass", graph.output)
+            return
+        if graph.find("dequantise"):
+            raise InputError(
+                "the weights of this model are quantised already, and what is rounded twice is worse: leave weights= "
+                "(--weights) out, or load the checkpoint that it was made from."
+            )
+        format = self._format()
+        whole = dict(graph.tensors)
+        if format is None:
+            report.did("weights stay as they are")
+            return
+        for weight, layer in self._chosen(graph).items():
+            if (reason := _obstacle(weight, format)) is not None:
+                report.skip(f"{weight.meta['weight']}: {reason}", min(weight.users))
+                continue
+            name = weight.meta["weight"]
+            quantised_as(graph, weight, format, report.name)
+            report.did(f"{name} as {self.format}", layer)
+        if not isinstance(self.weights, Shapes):
+            take_weights(graph, Quantising(self.weights, whole, formats_of(graph)), {})
+
+    def _chosen(self, graph: Graph) -> dict[Node, int | None]:
+        """The weights that are chosen, in order, and the layer of each.
+
+        Raises:
+            InputError: a pattern that matches the name of no weight of a linear layer or of experts.
+        """
+        found = dict(self._known(graph))
+        names = [node.meta["weight"] for node in found]
+        for pattern in (*self.which, *self.but):
+            if names and not any(fnmatchcase(name, pattern) for name in names):
+                raise InputError(
+                    f"no weight of a linear layer or of experts is called {pattern!r}; names are those of the captured "
+                    f"graph, such as {', '.join(names[:3])}."
+                )
+        return {
+            node: layer
+            for node, layer in found.items()
+            if any(fnmatchcase(node.meta["weight"], pattern) for pattern in self.which)
+            and not any(fnmatchcase(node.meta["weight"], pattern) for pattern in self.but)
+        }
+
+    def _known(self, graph: Graph) -> Iterator[tuple[Node, int | None]]:
+        """The weights of layers, and those of LM head and routers if they are wanted."""
+        head = head_of(graph)
+        for node in graph.calls:
+            layer, weights = node.meta["layer"], []
+            for linear in linears_of([node], "plain"):
+                is_head = not isinstance(head, str) and linear.node is head.node
+                if self.lm_head if is_head else layer is not None and (self.router or not linear.routes):
+                    weights.append(linear.weight)
+            if node in graph.find("experts", layer):
+                weights += args_of(node)[3:5]
+            for weight in weights:
+                if "weight" in weight.meta:
+                    yield weight, layer
+
+
+def _obstacle(weight: Node, format: Format) -> str | None:
+    """Why a weight cannot be quantised, or None."""
+    value = weight.meta["val"]
+    for user in weight.users:
+        if not linears_of([user], "plain") and op_name(user.target) != "dgraph.experts":
+            return f"{op_name(user.target)} reads it too, so it must stay"
+    if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+        return f"it is {value.dtype}, not a floating weight"
+    if KINDS[format.kind].bits == 4 and int(value.shape[-1]) % 2:
+        return f"it has {int(value.shape[-1])} columns, and two 4-bit numbers lie in a byte"
+    return None

@@ -1,0 +1,278 @@
+"""What a quantised weight is: numbers of 8 or 4 bits, and what each block of them is scaled by.
+
+    weight[r, c] = (values[r, c] - zeros[i, j]) * scales[i, j],   i = r // block rows, j = c // block columns
+
+One declaration has every granularity: a scale per row (1, WHOLE), groups of 128 along a row (1, 128), blocks of
+128 x 128, one scale of all (WHOLE, WHOLE). A last block may be cut off by the end of the weight. A stack of weights
+[E, rows, columns] has scales [E, ...]: each is quantised by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError, UnknownName
+
+WHOLE = -1
+"""As rows or columns of a block: all of them."""
+
+PARTS = ("", "_scale", "_zero")
+"""What the names of values, scales and zeros end in, after the name of the weight."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Numbers that a weight is stored as.
+
+    Attributes:
+        dtype: of a stored element.
+        bits: of a number; of 4 bits, two are in an element.
+        zero: what stands for 0 where no zeros are stored.
+        limits: the least and the greatest number.
+        reach: what the largest absolute value of a block becomes, if it has no zeros.
+    """
+
+    dtype: torch.dtype
+    bits: int
+    zero: int
+    limits: tuple[float, float]
+    reach: float
+
+
+KINDS = {
+    "fp8": Kind(torch.float8_e4m3fn, 8, 0, (-448.0, 448.0), 448.0),
+    "int8": Kind(torch.int8, 8, 0, (-128.0, 127.0), 127.0),
+    # 16 numbers over [-reach, reach]: none is further from the nearest one than half a step.
+    "int4": Kind(torch.uint8, 4, 8, (0.0, 15.0), 7.5),
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are quantised.
+
+    Attributes:
+        kind: "fp8" (e4m3), "int8" or "int4".
+        block: rows and columns of a weight that share a scale, `WHOLE` for all; None for the kind's own, which is a
+            scale per row, of "int4" one per 128 columns of a row.
+        zeros: whether each block also stores which number stands for 0 (asymmetric); of integers only.
+
+    Raises:
+        UnknownName: another kind.
+        InputError: a block of no rows or columns, or zeros of "fp8".
+    """
+
+    kind: str
+    block: tuple[int, int] | None = None
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnknownName("format of weights", str(self.kind), KINDS)
+        block = ((1, 128) if self.kind == "int4" else (1, WHOLE)) if self.block is None else tuple(self.block)
+        if len(block) != 2 or any(type(n) is not int or (n < 1 and n != WHOLE) for n in block):
+            raise InputError(
+                f"block must be rows and columns that share a scale, at least 1 each, or {WHOLE} for all, got "
+                f"{self.block!r}."
+            )
+        if self.zeros and self.kind == "fp8":
+            raise InputError("numbers of format 'fp8' have a zero of their own; zeros are of 'int8' and 'int4'.")
+        object.__setattr__(self, "block", block)
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight as it is stored.
+
+    Attributes:
+        values: [..., rows, columns] of float8_e4m3fn or int8; or uint8 [..., rows, columns / 2] of two 4-bit numbers
+            each, the one of an even column in the low half.
+        scales: f32 [..., blocks of rows, blocks of columns].
+        zeros: what stands for 0 in each block, as `scales` is; None: 0, or 8 of 4-bit numbers.
+        block: rows and columns that share a scale, `WHOLE` for all.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight, [..., rows, columns]."""
+        return shape_of(self.values)
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self.values.dim()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, item: int) -> QuantisedWeight:
+        """One weight of a stack."""
+        zeros = None if self.zeros is None else self.zeros[item]
+        return QuantisedWeight(self.values[item], self.scales[item], zeros, self.block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
+
+    def rows(self, begin: int, end: int) -> QuantisedWeight:
+        """Some rows, as views: whole blocks of them, unless they are the last ones."""
+        high = self.block[0]
+        of = slice(None) if high == WHOLE else slice(begin // high, -(-end // high))
+        zeros = None if self.zeros is None else self.zeros[..., of, :]
+        return QuantisedWeight(self.values[..., begin:end, :], self.scales[..., of, :], zeros, self.block)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weight in a floating dtype."""
+        return dequantised(self.values, self.scales, self.zeros, self.block, dtype)
+
+
+def shape_of(values: Tensor) -> torch.Size:
+    """The shape of the weight that is stored as these values."""
+    if values.dtype != torch.uint8:
+        return values.shape
+    return torch.Size((*values.shape[:-1], 2 * values.shape[-1]))
+
+
+def blocks_of(shape: tuple[int, ...] | torch.Size, block: tuple[int, int] | list[int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight [..., rows, columns]."""
+    return (*shape[:-2], *(1 if n == WHOLE else -(-size // n) for size, n in zip(shape[-2:], block, strict=True)))
+
+
+def sizes_of(shape: tuple[int, ...] | torch.Size, format: Format) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what is stored of a weight [..., rows, columns]: values, scales, and zeros if it has some."""
+    kind = KINDS[format.kind]
+    assert format.block is not None  # filled in by the format
+    scales = blocks_of(shape, format.block), torch.float32
+    values = (*shape[:-1], shape[-1] * kind.bits // 8), kind.dtype
+    return [values, scales, scales] if format.zeros else [values, scales]
+
+
+@torch.no_grad()
+def quantise(weight: Tensor, format: Format) -> QuantisedWeight:
+    """A weight, rounded to the nearest numbers of a format.
+
+    It takes the memory of the result and, for a while, a few copies in fp32 of some of its rows.
+
+    Args:
+        weight: [rows, columns] or [E, rows, columns], floating; of 4-bit numbers with an even number of columns.
+        format: to which.
+
+    Raises:
+        InputError: another shape or dtype, or a weight that is not finite.
+    """
+    kind = KINDS[format.kind]
+    if weight.dim() not in (2, 3) or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise InputError(
+            f"a weight to quantise must be floating [rows, columns] or [E, rows, columns], got {weight.dtype} "
+            f"{list(weight.shape)}."
+        )
+    if kind.bits == 4 and weight.shape[-1] % 2:
+        raise InputError(f"a weight of 4-bit numbers must have an even number of columns, got {list(weight.shape)}.")
+    assert format.block is not None  # filled in by the format
+    rows, columns = weight.shape[-2:]
+    sizes = blocks_of(weight.shape, format.block)
+    values = weight.new_empty((*weight.shape[:-1], columns * kind.bits // 8), dtype=kind.dtype)
+    scales = weight.new_empty(sizes, dtype=torch.float32)
+    zeros = torch.empty_like(scales) if format.zeros else None
+    high = rows if format.block[0] == WHOLE else format.block[0]
+    some = max(1, _AT_A_TIME // max(1, high * columns))  # blocks of rows
+    for item in [()] if weight.dim() == 2 else [(i,) for i in range(len(weight))]:
+        for begin in range(0, sizes[-2], some):
+            blocks, at = slice(begin, begin + some), slice(begin * high, (begin + some) * high)
+            found, scale, zero = _rounded(weight[item][at].float(), format.block, kind, format.zeros)
+            scales[item][blocks] = scale
+            if zeros is not None and zero is not None:
+                zeros[item][blocks] = zero
+            values[item][at] = packed(found) if kind.bits == 4 else found.to(kind.dtype)
+    if weight.device.type != "meta" and not bool(scales.isfinite().all()):
+        raise InputError(f"a weight {list(weight.shape)} to quantise is not finite.")
+    return QuantisedWeight(values, scales, zeros, format.block)
+
+
+_AT_A_TIME = 2**22
+"""Elements of a weight that are looked at at a time."""
+
+
+def _rounded(rows: Tensor, block: tuple[int, int], kind: Kind, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """f32 rows of a weight as numbers of a kind, not yet of its dtype, with scales, and zeros if they are wanted."""
+    least, most = kind.limits
+    if zeros:
+        low, high = _extremes(rows, block)
+        scale = _positive((high - low) / (most - least))
+        zero = (least - low / scale).round_().clamp_(least, most)
+        numbers = (rows / spread(scale, block, rows.shape)).round_().add_(spread(zero, block, rows.shape))
+        return numbers.clamp_(least, most), scale, zero
+    low, high = _extremes(rows, block)
+    scale = _positive(torch.maximum(-low, high) / kind.reach)
+    numbers = rows / spread(scale, block, rows.shape)
+    if not kind.dtype.is_floating_point:
+        numbers = numbers.round_().add_(kind.zero)
+    return numbers.clamp_(least, most), scale, None
+
+
+def _extremes(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each block, 0 among them."""
+    high, wide = (size if n == WHOLE else n for n, size in zip(block, rows.shape, strict=True))
+    up, right = -rows.shape[0] % high, -rows.shape[1] % wide
+    padded = torch.nn.functional.pad(rows, (0, right, 0, up)) if up or right else rows
+    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+    low, most = blocks.amin((1, 3)), blocks.amax((1, 3))
+    return low.clamp_(max=0), most.clamp_(min=0)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    """1 for blocks of zeros, whose scale nothing says."""
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Numbers 0..15 [..., n] as uint8 [..., n / 2]; the first of two in the low half."""
+    pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpacked(values: Tensor) -> Tensor:
+    """uint8 [..., n] of two 4-bit numbers each as [..., 2 n]."""
+    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+
+
+def spread(scales: Tensor, block: tuple[int, int] | list[int], shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Scales of blocks as they broadcast over a weight [..., rows, columns]."""
+    for dim in (-2, -1):
+        n, size = block[dim], shape[dim]
+        if scales.shape[dim] > 1 and n > 1:  # else it broadcasts
+            scales = scales.repeat_interleave(n, dim).narrow(dim, 0, size)
+    return scales
+
+
+def dequantised(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int] | list[int], dtype: torch.dtype
+) -> Tensor:
+    """The weight that is stored as values, scales and zeros, see `QuantisedWeight`; computed in fp32 (in float64 of
+    scales in float64).
+
+    Raises:
+        InputError: sizes that do not fit each other.
+    """
+    expected = blocks_of(shape_of(values), block)
+    for name, part in (("scales", scales), ("zeros", zeros)):
+        if part is not None and tuple(part.shape) != expected:
+            raise InputError(
+                f"a quantised weight {list(shape_of(values))} in blocks of {list(block)} has {name} {list(expected)}, "
+                f"got {list(part.shape)}."
+            )
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    numbers = (unpacked(values) if values.dtype == torch.uint8 else values).to(wide)
+    if zeros is not None:
+        numbers = numbers - spread(zeros, block, numbers.shape)
+    elif values.dtype == torch.uint8:
+        numbers = numbers - KINDS["int4"].zero
+    return (numbers * spread(scales, block, numbers.shape)).to(dtype)

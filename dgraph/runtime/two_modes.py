@@ -1,0 +1,256 @@
+"""The state of models that work in two modes: they denoise a block, then encode it.
+
+A step of one mode differs from a step of the other in what its rows see, and in what they predict. The rows of a block
+that is denoised see all of it, and what they predict of its masks is committed. A block that is encoded holds no mask:
+its keys are written for good, each row predicts the position after it, and the last row the first token of the next
+block. One program runs both, and one step may hold both, of different sequences: every row has its own limit.
+
+Where a row that is encoded sees itself and what comes before it, not its whole block, a block begins wherever what is
+known ends, and fewer rows than a block can be encoded. So an autoregressive policy encodes each token as it comes; and
+one that drafts denoises a block once, encodes what that step predicted, and keeps the tokens up to the first that is
+not what the row before it predicts now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgraph.plans.rows import RowPlan
+from dgraph.plans.view import View
+from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.policies import Candidates, Policy, per_sequence
+from dgraph.runtime.rows import StepRows, choose, packed
+
+
+@dataclass
+class TwoModeState(DecodeState):
+    """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
+
+    tokens i64[b, B]: the current block, with drafts where there are some; masked bool[b, B]: not decoded yet (a draft
+    is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; final i64[b]: how
+    many rows of the block the last step encoded for good; changed bool[b, B]: decoded in the step before, None without
+    a plan.
+
+    Fixed: plan: which steps of a block are full ones, None if no program asks; shift: 0 if a row that is denoised
+    predicts its own position, 1 if the next one; causal: whether a row that is encoded sees only what comes before it.
+    """
+
+    tokens: Tensor
+    pending: Tensor
+    masked: Tensor
+    encodes: Tensor
+    final: Tensor
+    changed: Tensor | None
+    plan: RowPlan | None
+    shift: int
+    causal: bool
+
+    @classmethod
+    def begin(
+        cls,
+        canvas: Tensor,
+        prompt: Tensor,
+        prompt_end: Tensor,
+        *,
+        sequences: int | None = None,
+        max_new_tokens: int | Tensor,
+        block: int,
+        mask_id: int,
+        stop_ids: Tensor,
+        shift: int,
+        causal: bool,
+        plan: RowPlan | None = None,
+        most_rows: int | None = None,
+    ) -> TwoModeState:
+        """Before the first step. All that is known is prefilled but for what the first step encodes, to predict the
+        token that follows: the last row, or, where whole blocks are encoded, the last block. There, what is known of a
+        block that has masks begins that block, and nothing is encoded.
+
+        prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
+        canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's last
+        block. sequences: only the first so many take part, default all; the others have no rows.
+        """
+        device, end = canvas.device, prompt_end + max_new_tokens
+        given = cls.given_of(canvas, prompt_end, end, mask_id)
+        positions = torch.arange(canvas.shape[1], device=device)
+        known = torch.minimum(torch.where(given, end[:, None], positions).amin(dim=1), end - 1)
+        last = torch.where(~given & (positions < end[:, None]), positions, -1).amax(dim=1)
+        encodes = torch.ones_like(known, dtype=torch.bool) if causal else known % block == 0
+        start = known - (1 if causal else torch.where(encodes, block, known % block))
+        start = start.clamp(min=0)  # of idle slots, which know nothing
+        columns = start[:, None] + torch.arange(block, device=device)
+        tokens, masked = cls._at(columns, canvas), ~cls._at(columns, given)
+        return cls(
+            **cls.counters(start, tokens, masked, last, sequences, most_rows),
+            given=given,
+            tokens=tokens,
+            pending=leading(tokens != mask_id) | ~encodes[:, None],
+            masked=masked,
+            encodes=encodes,
+            final=torch.zeros_like(start),
+            changed=None if plan is None else torch.zeros_like(masked),
+            plan=plan,
+            shift=shift,
+            causal=causal,
+            canvas=canvas,
+            prompt=prompt,
+            prompt_end=prompt_end,
+            end=end,
+            stop_ids=stop_ids,
+            mask_id=mask_id,
+        )
+
+    @property
+    def block(self) -> int:
+        return self.masked.shape[1]
+
+    def _columns(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def block_masked(self) -> Tensor:
+        return self.masked
+
+    @property
+    def block_tokens(self) -> Tensor:
+        return self.tokens
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: as in `DecodeState`; inf before a block is encoded, of which every row is needed."""
+        return torch.where(self.encodes, math.inf, super().average)
+
+    @property
+    def visible(self) -> Tensor:
+        return self.start + self.block
+
+    def wanted(self) -> Tensor:
+        return self.pending & self.active[:, None]
+
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+        live, block = self.live(), self.block
+        index, cu_rows = packed(live, capacity)
+        real = index >= 0
+        index = index.clamp(min=0)
+        sequence, column = index // block * real, index % block * real
+        encoded = self.encodes[sequence] & real
+        position = (self.start[sequence] + column) * real
+        # A cached tail of the block is out of sight, see `BlockCausalState.rows`.
+        reach = torch.where(live, torch.arange(block, device=live.device), -1).amax(dim=1) + 1 + self.start
+        limit = reach[sequence] * real
+        if self.causal:
+            limit = torch.where(encoded, position + 1, limit)
+        predicted = column + torch.where(encoded, 1, self.shift)
+        free = self.masked
+        if editing is not False:
+            none = torch.zeros_like(free)
+            free = free | choose(editing, choose(~self.encodes, self.editable, none), none)
+        free = torch.cat([free, self._after_is_free[:, None]], dim=1)
+        full = changed = None
+        if self.plan is not None and self.changed is not None:
+            # Keys that are written for good come from every row.
+            every = self.encodes | self.plan.schedule.full(View(**self.known, shift=self.shift))
+            full = every[sequence] & real
+            changed = (full | self.changed[sequence, column]) & real
+        return StepRows(
+            sequence=sequence,
+            column=(predicted + block) * real,
+            input_ids=self.tokens[sequence, column] * real,
+            positions=position,
+            limit=limit.int(),
+            masked=self.masked[sequence, column] & ~encoded & real,
+            candidate=free[sequence, predicted] & real,
+            cu_rows=cu_rows,
+            full=full,
+            changed=changed,
+        )
+
+    @property
+    def _after_is_free(self) -> Tensor:
+        """bool[b]: the next step is to decide the position after the block."""
+        given = self._at(self.start[:, None] + self.block, self.given)[:, 0]
+        return self.encodes & ~given
+
+    def _own_rows(self) -> Tensor:
+        return (self.live() & self.encodes[:, None]).sum(dim=1)
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        # A row that is encoded is right if its token is what the row before it predicts; the first that is not still
+        # decides the next token.
+        wrong = candidates.masked & (candidates.token != candidates.current)
+        encoded = candidates.committable & leading(~wrong, include=True)
+        return choose(self.encodes, encoded, policy.choose(candidates))
+
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
+        before, encodes = self.tokens, self.encodes[:, None]
+        drafts = choose(
+            per_sequence("drafts", policy, self.kind), left & ~encodes & (token >= 0), torch.zeros_like(left)
+        )
+        tokens = torch.where(written | drafts, token, before)
+        self.tokens = torch.where(left & ~drafts, self.mask_id, tokens)
+        right = self.pending & ~left & (self.tokens == before)
+        self.final = torch.where(self.encodes, leading(right).sum(dim=1), 0)
+        self.masked = left
+        if self.changed is not None:
+            self.changed = written
+        self.canvas = self._on_canvas(torch.where(left, self.mask_id, tokens), self.canvas)
+
+    def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
+        """See `DecodeState`. What a step shows that encodes are the positions after its first one, of which the last
+        may be decided here.
+        """
+        whole = self.encodes & (self.final == self.block)
+        wanted = whole & self._after_is_free
+        found = wanted & (token >= 0)
+        self.broken = self.broken | (wanted & ~found)
+        after = self.start + self.block
+        here = torch.arange(self.canvas.shape[1], device=token.device) == after[:, None]
+        self.canvas = torch.where(here & found[:, None], token[:, None], self.canvas)
+        given = self._at(after[:, None], self.given)
+        unknown = ~found[:, None] & ~given
+        shown = torch.where(unknown, -1, self._at(after[:, None], self.canvas))
+        sure = torch.where(found, confidence, 1.0)[:, None]
+        one_on = {
+            "shown": shown,
+            "shown_confidence": torch.where(unknown, 0.0, sure),
+            "shown_kept": torch.ones_like(given),
+        }
+        for name, value in one_on.items():
+            mine = getattr(self, name)
+            setattr(self, name, choose(self.encodes, torch.cat([mine[:, 1:], value], dim=1), mine))
+        self.shown_start = self.shown_start + self.encodes
+        return found
+
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
+    ) -> None:
+        moved = self.encodes
+        skipped = ready_columns(~masked, block_cache)
+        self.active = self.active & ~(moved & self._stopped())
+        # Sequences that were encoded go on at the first position that was not.
+        self._next_block(moved, self.start + self.final)
+        self.tokens = choose(moved, self._at(self.columns, self.canvas), self.tokens)
+        self.masked = choose(moved, self.tokens == self.mask_id, self.masked)
+        if settled is not None:  # that was said of the block before
+            settled = torch.where(moved, ~self.masked.any(dim=1), settled)
+        complete = self._finish(policy, settled)
+        autoregressive, drafts = (per_sequence(name, policy, self.kind) for name in ("autoregressive", "drafts"))
+        if autoregressive is not False:
+            first_mask = torch.where(self.masked, self.columns, self.start[:, None] + self.block).amin(dim=1)
+            self.active = self.active & ~choose(autoregressive, first_mask > self.last, torch.zeros_like(moved))
+            complete = choose(autoregressive, ~(moved & drafts), complete)
+        self.encodes = complete
+        ahead = torch.cat([self.masked[:, self.shift :], torch.zeros_like(self.masked[:, : self.shift])], dim=1)
+        again = choose(moved, torch.ones_like(masked), (self.pending & ~skipped) | ahead)
+        self.pending = choose(complete, leading(self.tokens != self.mask_id), again)
+
+
+def leading(flags: Tensor, include: bool = False) -> Tensor:
+    """bool[b, B]: the columns before the first that is not flagged; include: and that one."""
+    columns = torch.arange(flags.shape[1], device=flags.device)
+    first = torch.where(flags, flags.shape[1], columns).amin(dim=1, keepdim=True)
+    return columns <= first if include else columns < first

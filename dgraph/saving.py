@@ -1,0 +1,367 @@
+"""A checkpoint folder with quantised weights, in the layout of compressed-tensors: others read it, too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import CheckpointError, InputError
+from dgraph.families import DIFFERENCE, Model, folder_of, resolve
+from dgraph.frontend.frozen import capture_or_load
+from dgraph.passes.manager import run_passes
+from dgraph.passes.quantize_weights import QuantizeWeights
+from dgraph.quantised import WHOLE, Format, QuantisedWeight, packed, quantise, sizes_of
+from dgraph.stored import formats_of
+from dgraph.weights import Shapes
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""How names of files of weights end: what is not copied as it is."""
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+SHARD_BYTES = 4 * 2**30
+"""Bytes of weights in a file at most, unless one weight has more."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""Dtypes as safetensors names them."""
+_FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        quantised: number of tensors that were quantised.
+        before, after: bytes of the weights as they were, and as they are.
+    """
+
+    folder: Path
+    quantised: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Scales of inputs, which weights are multiplied by and what makes the inputs is divided by: the same function.
+
+    Attributes:
+        made: the name in the graph of the weight of which entries of the first dimension are divided.
+        read: the names of the weights of which columns are multiplied.
+        scales: f32[in].
+    """
+
+    made: str
+    read: tuple[str, ...]
+    scales: Tensor
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """A weight's tensor, in fp32 if it has a part in this."""
+        scales = self.scales.to(tensor.device)
+        if name == self.made:
+            tensor = tensor.float() / (scales if tensor.dim() == 1 else scales.unsqueeze(1))
+        return tensor.float() * scales if name in self.read else tensor
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of a checkpoint as it is written.
+
+    Attributes:
+        tensors: name, dtype and shape of each that is written of it.
+        make: makes them.
+    """
+
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    make: Callable[[], Sequence[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is written of it."""
+        return sum(_size(dtype, shape) for _, dtype, shape in self.tensors)
+
+
+def _size(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def save_quantised(
+    model: str | Path,
+    out: str | Path,
+    weights: str | QuantizeWeights = "int4",
+    *,
+    device: str | torch.device = "cpu",
+    shard_bytes: int = SHARD_BYTES,
+    folds: Sequence[Fold] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Saved:
+    """Write a checkpoint again, with quantised weights; `dgraph.load` and whatever reads compressed-tensors read it.
+
+    What `dgraph.optimize(model, weights=...)` decodes with is what it decodes with when it is read. One weight is in
+    memory at a time, and the folder appears whole or not at all.
+
+    Args:
+        model: the name of an embedded model or a checkpoint folder, of which weights are stored as they are.
+        out: the folder to write, which does not exist.
+        weights: "fp8", "int8" or "int4", or a `QuantizeWeights`, which says of which weights.
+        device: where weights are quantised.
+        shard_bytes: of weights in a file at most, unless one weight has more.
+        folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`.
+        progress: called with (bytes read, bytes in all) after every weight.
+
+    Raises:
+        UnknownName, CheckpointError: no such model, a damaged folder, or one that cannot be written.
+        InputError: `out` exists, the checkpoint is quantised already, or the layout has no word for the format.
+    """
+    out = Path(out)
+    check_out(out)
+    chosen = QuantizeWeights(format=weights) if isinstance(weights, str) else weights
+    found = resolve(model, opened=True)
+    if found.weights is None:
+        raise InputError(
+            f"the family {found.spec.family} reads weights where it opens a folder; none are left to copy."
+        )
+    formats = formats_for(found, chosen)
+    stored = found.weights.stored()
+    items = [
+        _item(name, tensor, formats.get(native), [f for f in folds if native in (f.made, *f.read)], native, device)
+        for native, name, tensor in stored
+    ]
+    before = sum(tensor.nbytes for _, _, tensor in stored)
+    format = next(iter(formats.values()), None)
+    ignored = [
+        name.removesuffix(".weight")
+        for native, name, tensor in stored
+        if native not in formats and name.endswith(".weight") and tensor.dim() == 2
+    ]
+    folder = folder_of(model)
+    if (folder / DIFFERENCE).is_file():
+        raise InputError(f"{model} is stored as a difference from its base, and has its tokenizer; give a whole one.")
+    settings = None if format is None else settings_of(format, ignored)
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
+        made = Path(temporary) / "checkpoint"
+        try:
+            made.mkdir()
+            _copy(folder, made, settings)
+            _write(made, items, shard_bytes, [tensor.nbytes for _, _, tensor in stored], progress)
+            made.rename(out)
+        except OSError as error:
+            raise CheckpointError(f"{out} cannot be written: {error}.") from error
+    return Saved(out, sum(native in formats for native, _, _ in stored), before, sum(item.nbytes for item in items))
+
+
+def check_out(out: Path) -> None:
+    """Refuse now what could not be written after all the work.
+
+    Raises:
+        InputError: it exists, or is in no folder.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already; give a folder that does not, or remove it.")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out} cannot be written: there is no folder {out.absolute().parent}.")
+
+
+def formats_for(model: Model, chosen: QuantizeWeights) -> dict[str, Format]:
+    """What each weight that is chosen is quantised to, by its name in the graph.
+
+    Raises:
+        InputError: the model comes quantised.
+    """
+    if model.weights is not None and model.weights.formats:
+        raise InputError(
+            f"the weights of {model.name} are quantised already, and what is rounded twice is worse; give the "
+            f"checkpoint that it was made from."
+        )
+    graph = capture_or_load(model.module, model.spec, model.prefix)[0].copy()
+    run_passes(graph, [replace(chosen, weights=Shapes())])
+    return formats_of(graph)
+
+
+# -- the layout ----------------------------------------------------------------------------------------------------
+
+
+def settings_of(format: Format, ignored: Sequence[str]) -> dict[str, Any]:
+    """What config.json says of weights of a format.
+
+    Scales by row of "fp8" and "int8" go with activations that are quantised by row as they come.
+
+    Args:
+        ignored: modules whose weights are not quantised.
+
+    Raises:
+        InputError: blocks that compressed-tensors has no word for.
+    """
+    assert format.block is not None  # filled in by the format
+    high, wide = format.block
+    weights: dict[str, Any] = {"num_bits": 4 if format.kind == "int4" else 8}
+    weights |= {"type": "float" if format.kind == "fp8" else "int", "symmetric": not format.zeros, "dynamic": False}
+    if (high, wide) == (WHOLE, WHOLE):
+        weights["strategy"] = "tensor"
+    elif (high, wide) == (1, WHOLE):
+        weights["strategy"] = "channel"
+    elif high == 1:
+        weights |= {"strategy": "group", "group_size": wide}
+    elif WHOLE not in (high, wide):
+        weights |= {"strategy": "block", "block_structure": [high, wide]}
+    else:
+        raise InputError(
+            f"compressed-tensors has no word for blocks of {high} x {wide}; choose (1, -1), (1, 128), (128, 128) or "
+            f"(-1, -1)."
+        )
+    activations = None
+    if format.kind != "int4" and weights["strategy"] == "channel" and not format.zeros:
+        activations = {**weights, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[format.kind],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _item(
+    name: str,
+    tensor: Tensor,
+    format: Format | None,
+    folds: Sequence[Fold],
+    weight: str,
+    device: str | torch.device,
+) -> Item:
+    """What is written of a tensor of a weight."""
+
+    def folded() -> Tensor:
+        found = tensor.to(device) if format is not None or folds else tensor
+        for fold in folds:
+            found = fold.of(weight, found)
+        return found
+
+    if format is None:
+        return Item(((name, tensor.dtype, tuple(tensor.shape)),), lambda: [folded().to("cpu", tensor.dtype)])
+    module, _, leaf = name.rpartition(".")
+    if leaf != "weight" or tensor.dim() != 2:
+        raise InputError(
+            f"{name} {list(tensor.shape)} is no weight of one layer, which is what compressed-tensors has; leave it as "
+            f"it is (QuantizeWeights(but=...))."
+        )
+    assert format.block is not None  # filled in by the format
+    rows, columns = map(int, tensor.shape)
+    (_, dtype), (scales, _), *_ = sizes_of((rows, columns), format)
+    kinds: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    if format.kind == "int4":
+        kinds = [("weight_packed", torch.int32, (rows, -(-columns // 8))), ("weight_scale", torch.float32, scales)]
+        kinds += [("weight_shape", torch.int64, (2,))]
+        kinds += [("weight_zero_point", torch.int32, (-(-scales[0] // 8), scales[1]))] if format.zeros else []
+    else:
+        kinds = [("weight", dtype, (rows, columns)), ("weight_scale", torch.float32, scales)]
+        kinds += [("weight_zero_point", torch.int8, scales)] if format.zeros else []
+    chosen: Format = format
+
+    def make() -> Sequence[Tensor]:
+        return [part.cpu() for part in _parts(quantise(folded(), chosen), chosen)]
+
+    return Item(tuple((f"{module}.{part}", dtype, shape) for part, dtype, shape in kinds), make)
+
+
+def _parts(weight: QuantisedWeight, format: Format) -> Iterator[Tensor]:
+    """The tensors of a quantised weight, in the order of `_item`."""
+    if format.kind != "int4":
+        yield weight.values
+        yield weight.scales
+        if weight.zeros is not None:
+            yield weight.zeros.to(torch.int8)
+        return
+    yield _words(weight.values)
+    yield weight.scales
+    yield torch.tensor(weight.shape)
+    if weight.zeros is not None:
+        zeros = weight.zeros.t()
+        yield _words(packed(torch.nn.functional.pad(zeros, (0, zeros.shape[1] % 2)))).t()
+
+
+def _words(values: Tensor) -> Tensor:
+    """uint8 [rows, n] as int32 [rows, ceil(n / 4)]."""
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------------
+
+
+def _copy(folder: Path, to: Path, settings: Mapping[str, Any] | None) -> None:
+    """All files but weights, and the config with what it says of these."""
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.suffix not in WEIGHTS and file.name not in (CONFIG, INDEX):
+            shutil.copyfile(file, to / file.name)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if settings is not None:
+        config["quantization_config"] = settings
+    (to / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(
+    folder: Path,
+    items: Sequence[Item],
+    most: int,
+    read: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Weights in shards of at most so many bytes, and their index."""
+    shards: list[list[tuple[Item, int]]] = [[]]
+    for item, size in zip(items, read, strict=True):
+        if shards[-1] and sum(other.nbytes for other, _ in shards[-1]) + item.nbytes > most:
+            shards.append([])
+        shards[-1].append((item, size))
+    done = 0
+    places: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        for _, size in _write_shard(folder / file, shard):
+            done += size
+            if progress is not None:
+                progress(done, sum(read))
+        places |= {name: file for item, _ in shard for name, _, _ in item.tensors}
+    index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shard(file: Path, shard: Sequence[tuple[Item, int]]) -> Iterator[tuple[Item, int]]:
+    """Write a safetensors file, a tensor at a time: its header says beforehand where each lies; yields what is done."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item, _ in shard:
+        for name, dtype, shape in item.tensors:
+            begin, end = end, end + _size(dtype, shape)
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as target:
+        target.write(struct.pack("<Q", len(text)) + text)
+        for item, size in shard:
+            for (_, dtype, shape), tensor in zip(item.tensors, item.make(), strict=True):
+                assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+                data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                target.write(data)
+            yield item, size

@@ -1,0 +1,205 @@
+"""Weights as a difference from an autoregressive model: what a converted model needs beside its base.
+
+A folder with `difference.safetensors` has its config.json, and of its weights what differs: vectors whole, rows of a
+matrix in which only a few changed, and else the strongest parts of its singular value decomposition. What is not named
+is the base's, and so is the tokenizer of a folder without one. The base is named in the file's header, with a digest
+that tells another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.causal import Causal, load_causal
+from dgraph.errors import CheckpointError, InputError
+from dgraph.families import DIFFERENCE
+from dgraph.models.tokenizer import FileTokenizer
+
+FEW_ROWS = 16
+"""Most changed rows of a matrix that are stored as they are."""
+DIGEST_STEP = 4099
+"""The digest of a base reads one number in so many: a prime, so that no layout hides another base."""
+BITS = {8: torch.int8, 16: torch.float16}
+"""How the numbers of a factor can be stored."""
+
+Parts = dict[str, Tensor]
+"""What a file holds: NAME/whole; NAME/at and NAME/rows; NAME/left [out, r] and NAME/right [r, in], and their scales."""
+
+
+def compress(base: Mapping[str, Tensor], made: Mapping[str, Tensor], limit: int, bits: int = 8) -> Parts:
+    """What `made` has other than `base`, both by name in fp32, in about `limit` bytes.
+
+    Components of all matrices are chosen together, by what they hold of the squared difference per byte.
+
+    Args:
+        bits: of a factor's numbers: 8, each component with a scale of its own, or 16.
+
+    Raises:
+        InputError: names or shapes that differ, or vectors and rows that take more than the limit.
+    """
+    if bits not in BITS:
+        raise InputError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}.")
+    for name in sorted({*base, *made}):
+        one, other = (tuple(t[name].shape) if name in t else "not there" for t in (base, made))
+        if one != other:
+            raise InputError(f"{name} is {one} in the base and {other} in the model; give a model that it was made of.")
+    parts: Parts = {}
+    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    for name, before in base.items():
+        difference = made[name].float() - before.float()
+        if not difference.any():
+            continue
+        changed = difference.any(1).nonzero().flatten() if difference.dim() == 2 else difference.new_zeros(0).long()
+        if difference.dim() != 2:
+            parts[f"{name}/whole"] = made[name].float()
+        elif len(changed) <= FEW_ROWS:
+            parts |= {f"{name}/at": changed, f"{name}/rows": made[name][changed].float()}
+        else:
+            found[name] = torch.linalg.svd(difference, full_matrices=False)
+    left = limit - sum(t.nbytes for t in parts.values())
+    if left < 0:
+        raise InputError(f"vectors and single rows take {limit - left:,} bytes, and the limit is {limit:,}; raise it.")
+    for name, count in _counts(found, left, bits).items():
+        u, s, v = found[name]
+        root = s[:count].sqrt()
+        parts |= _factor(f"{name}/left", u[:, :count] * root, 0, bits)
+        parts |= _factor(f"{name}/right", root[:, None] * v[:count], 1, bits)
+    return {name: tensor.contiguous() for name, tensor in parts.items()}
+
+
+def _counts(found: Mapping[str, tuple[Tensor, Tensor, Tensor]], limit: int, bits: int) -> dict[str, int]:
+    """How many components of each matrix to keep."""
+    worth = []
+    for name, (u, s, v) in found.items():
+        size = (u.shape[0] + v.shape[1]) * bits // 8 + (8 if bits == 8 else 0)
+        worth += [(float(value) ** 2 / size, size, name) for value in s]
+    counts: dict[str, int] = {}
+    for value, size, name in sorted(worth, reverse=True):
+        if size > limit or value == 0:
+            break
+        limit -= size
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _factor(name: str, values: Tensor, axis: int, bits: int) -> Parts:
+    if bits != 8:
+        return {name: values.to(BITS[bits])}
+    scale = values.abs().amax(axis).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return {name: (values / scale.unsqueeze(axis)).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def restore(base: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+    """The weights, by name in fp32, from the base's and what `compress` gave.
+
+    Raises:
+        KeyError: parts of a tensor that the base has not.
+    """
+    made = {name: tensor.float() for name, tensor in base.items()}
+    for part, value in parts.items():
+        name, _, kind = part.rpartition("/")
+        if kind == "whole":
+            made[name] = value
+        elif kind == "at":
+            made[name] = made[name].index_copy(0, value, parts[f"{name}/rows"])
+        elif kind == "left":
+            right = parts[f"{name}/right"].float()
+            if f"{part}_scale" in parts:
+                right = right * parts[f"{name}/right_scale"][:, None]
+                value = value * parts[f"{part}_scale"]
+            made[name] = made[name] + value.float() @ right
+    return made
+
+
+def digest_of(base: Mapping[str, Tensor]) -> str:
+    """What tells a base from others: a hash of names, shapes and a sample of the numbers."""
+    digest = hashlib.sha256()
+    for name in sorted(base):
+        sample = base[name].detach().float().flatten()[::DIGEST_STEP].cpu().numpy()
+        digest.update(f"{name} {tuple(base[name].shape)} ".encode() + sample.tobytes())
+    return digest.hexdigest()
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """The weights of a causal class of transformers, tied ones once."""
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
+
+
+def write(folder: Path, parts: Parts, base: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write the file of a difference.
+
+    Args:
+        base: what `dgraph.causal.load_causal` takes; a path is that from `folder`, or absolute.
+        tensors: the base's.
+        dtype: of the weights that are restored.
+    """
+    from safetensors.torch import save_file
+
+    header = {"base": base, "digest": digest_of(tensors), "dtype": str(dtype).removeprefix("torch.")}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(parts, folder / f"{DIFFERENCE}.part", metadata=header)
+    (folder / f"{DIFFERENCE}.part").replace(folder / DIFFERENCE)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder with a difference.
+
+    Raises:
+        InputError: what the base needs is not installed.
+        CheckpointError: a damaged file, or another base than it was made from.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / DIFFERENCE
+    header, loaded = _header(folder), base_of(folder)
+    base = tensors_of(loaded.module.model)
+    if digest_of(base) != header["digest"]:
+        raise CheckpointError(
+            f"{path} is a difference from another {header['base']} than the one that is here; install the version "
+            f"that it was made from, or make the difference again."
+        )
+    try:
+        made = restore(base, load_file(path))
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    dtype = getattr(torch, header["dtype"])
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def base_of(folder: Path) -> Causal:
+    """The model that a folder is a difference from, in fp32; errors as of `read`."""
+    name = _header(folder)["base"]
+    beside = folder / name
+    try:
+        return load_causal(str(beside) if (beside / "config.json").is_file() else name, torch.float32)
+    except InputError as error:
+        raise InputError(f"{folder.name} is stored as a difference from {name!r}: {error}") from None
+
+
+def tokenizer_of(folder: Path) -> FileTokenizer:
+    """The tokenizer of the base; errors as of `read`."""
+    tokenizer = base_of(folder).tokenizer
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer
+
+
+def _header(folder: Path) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / DIFFERENCE
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}.") from error
+    if lacking := [name for name in ("base", "digest", "dtype") if name not in header]:
+        raise CheckpointError(f"{path} does not name its {' or '.join(lacking)}; make the difference again.")
+    return header

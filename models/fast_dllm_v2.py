@@ -1,0 +1,48 @@
+"""Fast-dLLM v2: block diffusion over Qwen2.5 (Efficient-Large-Model/Fast_dLLM_v2_{1.5B,7B}, arXiv 2509.26328).
+
+The parameters carry Qwen2's names and shapes. Attention is block-causal in blocks of `bd_size`, and the logits of a row
+predict the position after it, as in the causal model that this one was started from. So the first token of a block has
+no row in its own block: the last row of the block before it predicts it, in the forward that writes that block's final
+keys. The others are decoded in sub-blocks of 8 (the policy "fast_dllm_v2").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgraph.errors import CheckpointError
+from dgraph.models.remote_code import RemoteCodeFamily, require
+
+FACTS: dict[str, Any] = {
+    "mask_id": 151665,
+    "eos_ids": (151645,),
+    "pad_id": 151643,
+    "block_length": 32,
+    "attention": "block_causal",
+    "encoding": "block",
+    "next_token": True,
+    "logit_shift": 1,
+}
+NATIVE = "Qwen2ForCausalLM"
+
+
+def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The config with the block length under dgraph's key, if Qwen2 can represent it."""
+    require(config, "use_sliding_window", (False, None), NATIVE)
+    kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
+    if kinds:
+        raise CheckpointError(
+            f"layer_types has {', '.join(map(repr, kinds))}, expected 'full_attention' alone: dgraph's attention sees "
+            f"all positions before the end of a block."
+        )
+    return {**config, "block_size": config.get("bd_size", config.get("block_size"))}
+
+
+family = RemoteCodeFamily(
+    name="fast_dllm_v2",
+    summary="Fast-dLLM v2: block diffusion over Qwen2.5, each block begun by the forward that caches the one before",
+    remote="Fast_dLLM_QwenForCausalLM",
+    native=NATIVE,
+    facts=FACTS,
+    translate=translate,
+)

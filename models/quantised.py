@@ -1,0 +1,96 @@
+"""Checkpoints that come quantised: which layout one is in, and what in the place of its tensors is read from it.
+
+Nothing is dequantised. What a layout stores in our order of bytes stays where it lies; what it stores in another one
+(AWQ and GPTQ, whose kernels read columns) is brought into ours a weight at a time, when that is read. Scales of
+activations are not read: activations are measured as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dgraph.errors import CheckpointError
+from dgraph.models import layouts
+from dgraph.models.layouts import Layout, Module, Quantised
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
+    "awq": layouts.awq,
+    "compressed-tensors": layouts.compressed_tensors,
+    "fp8": layouts.block_fp8,
+    "gptq": layouts.gptq,
+    "torchao": layouts.torchao,
+}
+"""What `quant_method` in config.json may name."""
+
+
+def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of how its weights are quantised; None if they are not."""
+    return config.get("quantization_config") or config.get("compression_config")
+
+
+def find_quantised(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], what: str
+) -> dict[str, Tensor | Quantised]:
+    """A checkpoint's tensors by name, of quantised layers one `Quantised` under the weight's name in place of all.
+
+    Modules whose weight is stored as it is (those that the settings ignore, or do not convert) keep it.
+
+    Args:
+        tensors: as they are stored.
+        settings: see `settings_of`.
+        what: how a message begins.
+
+    Raises:
+        CheckpointError: a method or layout that is not known; a tensor is missing, or not of the shape or dtype that
+            the settings say. The message names it.
+    """
+    method = str(settings.get("quant_method", "compressed-tensors"))
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{what} is quantised by {method!r}, which dgraph does not read; it reads {', '.join(METHODS)}. Load the "
+            f"checkpoint that this one was made from."
+        )
+    try:
+        layout = METHODS[method](settings)
+        modules: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, Tensor | Quantised] = {}
+        for name, tensor in tensors.items():
+            module, _, leaf = name.rpartition(".")
+            if leaf in layout.leaves:
+                modules.setdefault(module, {})[leaf] = tensor
+            elif leaf not in layouts.UNREAD:
+                found[name] = tensor
+        for module, parts in modules.items():
+            weight = f"{module}.weight"
+            plain = set(parts) == {"weight"} and parts["weight"].is_floating_point() and parts["weight"].itemsize > 1
+            found[weight] = parts["weight"] if plain else layout.make(Module(module, method, parts))
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    return found
+
+
+def stack_parts(name: str, blocks: Sequence[Tensor | Quantised]) -> list[Quantised] | None:
+    """What a tensor of a model is read from, if that is stored quantised; None if it is not.
+
+    Blocks of a stack get scales by rows, unless their rows are whole blocks of scales, and zeros if some have them.
+
+    Raises:
+        CheckpointError: some blocks are quantised and some are not, or in another way.
+    """
+    quantised = [block for block in blocks if isinstance(block, Quantised)]
+    if not quantised:
+        return None
+    high = quantised[0].block[0]
+    if len(blocks) > 1 and any(block.shape[0] % high for block in quantised):
+        quantised = [block.by_rows() for block in quantised]
+    if any(block.format.zeros for block in quantised):
+        quantised = [block.with_zeros() for block in quantised]
+    if len(quantised) < len(blocks) or len({block.format for block in quantised}) > 1:
+        raise CheckpointError(
+            f"the parts that are stacked as {name} are stored in several ways, expected one; quantise all or none of "
+            f"them, and alike."
+        )
+    return quantised

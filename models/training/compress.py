@@ -1,0 +1,89 @@
+"""Store a converted model as a small difference from its base, and say what that loses.
+
+    python -m models.training.compress OUT --megabytes 10 --folder models/NAME
+
+OUT is a run of `models.training.convert`. The folder is one that `dgraph.load` takes wherever the base is installed;
+compression.json in it says how much of the squared difference was kept, and the held-out loss before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.families import DIFFERENCE
+from dgraph.models import difference
+from dgraph.models.checkpoint import read_config, read_tensors
+
+from .checkpoint import write_json
+from .conversion import Conversion, Settings, documents_of, load_base
+from .convert import MODEL, SETTINGS
+from .pairs import read_pairs
+
+MEGABYTE = 10**6
+
+
+def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: str = "cpu") -> dict[str, Any]:
+    """Write the folder; what compression.json says.
+
+    Raises:
+        InputError: `out` is no run with a model, or the limit is too low.
+    """
+    if not (out / SETTINGS).is_file() or not (out / MODEL).is_dir():
+        raise InputError(f"{out} is no run of models.training.convert: no {SETTINGS}, or no {MODEL}/ yet.")
+    described = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+    name, mask, data = (described.pop(key) for key in ("base", "mask_token", "data"))
+    settings = Settings(**described)
+    base = load_base(name, mask, device)
+    documents = documents_of(base, [pair for path in data for pair in read_pairs(Path(path))], settings)
+    before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
+    made = {key: value.float() for key, value in read_tensors(out / MODEL).items()}
+    parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits)
+    base_name = str(Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
+    difference.write(folder, parts, base_name, before, torch.bfloat16)
+    write_json(folder / "config.json", read_config(out / MODEL))
+    restored = difference.restore(before, parts)
+    losses: dict[str, float | None] = {}
+    autocast = torch.bfloat16 if base.model.device.type == "cuda" else torch.float32
+    conversion = Conversion(base, replace(settings, rank=0), documents, autocast=autocast)
+    for key, weights in (("base", before), ("converted", made), ("restored", restored)):
+        base.model.load_state_dict(weights, strict=False)  # what is tied is not named
+        losses[key] = conversion.held_out_loss()
+    report = {
+        "bytes": (folder / DIFFERENCE).stat().st_size,
+        "bits": bits,
+        "squared_difference_kept": round(1 - _squares(restored, made) / _squares(before, made), 4),
+        "held_out_loss": losses,
+    }
+    write_json(folder / "compression.json", report)
+    return report
+
+
+def _squares(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="a run of models.training.convert")
+    parser.add_argument("--folder", type=Path, required=True, help="where the difference goes")
+    parser.add_argument("--megabytes", type=float, default=10.0)
+    parser.add_argument("--bits", type=int, default=8, choices=list(difference.BITS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    try:
+        print(json.dumps(compress(args.out, args.folder, args.megabytes, args.bits, args.device), indent=1))
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

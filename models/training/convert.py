@@ -1,0 +1,256 @@
+"""Make a causal checkpoint a diffusion model, in as many sessions as it takes.
+
+    python -m models.training.convert base --dialogues 20000 --data gsm8k.jsonl --mask-token "<reponame>" --out OUT
+    python -m models.training.convert ./Qwen3-1.7B --form bidirectional --mask-token "<|MASK|>" --data my.jsonl --out B
+
+A run is continued by the same command: OUT holds the data it wrote itself (dialogues.jsonl), its state (state.pt), its
+course (log.csv, loss.png) and, after every session, the model as it then is (model/), which `dgraph generate OUT/model`
+takes. `--minutes` ends a session early. An interrupt loses what came after the last save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgraph.errors import InputError
+
+from . import dialogues
+from .checkpoint import write_json
+from .conversion import Conversion, Settings, documents_of, load_base, write_model
+from .pairs import read_pairs
+
+STATE, SETTINGS, LOG, PLOT, MODEL = "state.pt", "settings.json", "log.csv", "loss.png", "model"
+COLUMNS = ("step", "loss", "held_out", "rate", "seconds")
+LOG_EVERY = 20
+"""Steps between two lines of the log."""
+
+
+class Folder:
+    """What a run leaves behind and goes on from.
+
+    Args:
+        path: made where it is missing.
+        described: all that makes the run what it is: base, settings and data.
+
+    Raises:
+        InputError: the folder holds a run of other settings or data.
+    """
+
+    def __init__(self, path: Path, described: dict[str, Any]) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, file = path, path / SETTINGS
+        described = json.loads(json.dumps(described))
+        if file.is_file():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            if changed := [name for name in {**before, **described} if before.get(name) != described.get(name)]:
+                pairs = "; ".join(f"{name} was {before.get(name)}, is {described.get(name)}" for name in changed)
+                raise InputError(f"{path} holds a run of other settings ({pairs}); give these, or another --out.")
+        write_json(file, described)
+
+    def restore(self, conversion: Conversion) -> None:
+        """Go on where the last save was, if there is one; the log is cut there."""
+        if (self.path / STATE).is_file():
+            device = conversion.trainer.device
+            conversion.trainer.restore(torch.load(self.path / STATE, map_location=device, weights_only=True))
+        kept = [row for row in self.rows() if int(row["step"]) <= conversion.trainer.done]
+        with (self.path / LOG).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(kept)
+
+    def save(self, conversion: Conversion) -> None:
+        """Keep the state; an interrupted save leaves the one before."""
+        part = self.path / f"{STATE}.part"
+        with part.open("wb") as file:
+            torch.save(conversion.trainer.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path / STATE)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Add a line of `COLUMNS`."""
+        with (self.path / LOG).open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+
+    def rows(self) -> list[dict[str, str]]:
+        """The lines of the log."""
+        path = self.path / LOG
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def plot(self) -> bool:
+        """Draw the losses over the steps; False without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return False
+        figure = Figure(figsize=(7, 4))
+        axes = figure.subplots()
+        for name, words in (("loss", "training"), ("held_out", "held out")):
+            points = [(int(row["step"]), float(row[name])) for row in self.rows() if row[name]]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=words)
+                axes.legend()
+        axes.set(xlabel="step", ylabel="loss, nats per token")
+        figure.savefig(self.path / PLOT, dpi=120)
+        return True
+
+
+def train(
+    conversion: Conversion,
+    folder: Folder,
+    minutes: float = float("inf"),
+    held_out_every: int = 200,
+    save_every: float = 300.0,
+    workers: int = 0,
+    tell: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> None:
+    """One session: from the last save to the last step, or for so many minutes; state and model are saved at its end.
+
+    save_every: seconds. tell: gets every line of the log, and one with an empty loss after each step between.
+    """
+    folder.restore(conversion)
+    trainer, saved = conversion.trainer, time.monotonic()
+    losses: list[float] = []
+    for loss in conversion.steps(time.monotonic() + 60 * minutes, workers):
+        losses.append(loss)
+        row: dict[str, Any] = {"step": trainer.done, "loss": "", "held_out": ""}
+        row |= {"rate": f"{trainer.rate():.3e}", "seconds": round(trainer.seconds, 1)}
+        last = trainer.done == conversion.settings.steps
+        if trainer.done % LOG_EVERY == 0 or last:
+            row["loss"] = round(sum(losses) / len(losses), 4)
+            losses.clear()
+            if trainer.done % held_out_every < LOG_EVERY or last:
+                held_out = conversion.held_out_loss()
+                row["held_out"] = "" if held_out is None else round(held_out, 4)
+            folder.log(row)
+        tell(row)
+        if time.monotonic() - saved > save_every:
+            folder.save(conversion)
+            saved = time.monotonic()
+    folder.save(conversion)
+    write_model(conversion.base, conversion.settings, folder.path / MODEL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    try:
+        _run(args)
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _run(args: argparse.Namespace) -> None:
+    began = time.monotonic()
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    base = load_base(args.base, args.mask_token, args.device)
+    files = list(args.data)
+    if args.dialogues:
+        args.out.mkdir(parents=True, exist_ok=True)
+        files.append(args.out / dialogues.FILE)
+        prompts = [pair.prompt for pair in read_pairs(args.prompts) if pair.prompt] if args.prompts else None
+        until = began + 60 * args.minutes
+        with _progress("dialogues", args.dialogues) as tell:
+            made = dialogues.write(
+                base, files[-1], args.dialogues, prompts, args.dialogue_rows, seed=args.seed, until=until, tell=tell
+            )
+        if made < args.dialogues:
+            print(f"{made} of {args.dialogues} dialogues in {files[-1]}; the same command goes on.")
+            return
+    if not files:
+        raise InputError("there is nothing to learn from: give --data FILE, --dialogues N, or both.")
+    documents = documents_of(base, [pair for path in files for pair in read_pairs(path)], settings)
+    digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": digests}
+    folder = Folder(args.out, described)
+    cuda = base.model.device.type == "cuda"
+    conversion = Conversion(
+        base,
+        settings,
+        documents,
+        dense=not cuda or args.dense,
+        compiled=cuda and not args.no_compile,
+        autocast=getattr(torch, args.autocast or ("bfloat16" if cuda else "float32")),
+    )
+    left = args.minutes - (time.monotonic() - began) / 60
+    with _progress("steps", settings.steps) as tell:
+
+        def show(row: dict[str, Any]) -> None:
+            words = "".join(f"{name} {row[name]} " for name in ("loss", "held_out") if row[name] != "")
+            tell(row["step"], words)
+
+        train(conversion, folder, left, args.held_out_every, args.save_every, args.workers, show)
+    if not folder.plot():
+        print("no plot without matplotlib: pip install 'dgraph[bench]'")
+    done = f"{conversion.trainer.done} of {settings.steps} steps"
+    more = "" if conversion.trainer.done == settings.steps else "; the same command goes on"
+    print(f"{done}: {args.out / MODEL}{more}")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("base", help='a folder of a causal model, or "base": SmolLM2-135M-Instruct')
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run, to begin or to go on in")
+    parser.add_argument(
+        "--data", type=Path, action="append", default=[], help='JSONL of {"prompt", "response"} or {"text"}; may repeat'
+    )
+    parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
+    parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
+    parser.add_argument("--dialogue-rows", type=int, default=64, help="dialogues written at once")
+    parser.add_argument("--mask-token", help="a special token that no text has, or a new one")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="the session ends then at the latest")
+    parser.add_argument("--held-out-every", type=int, default=200, help="steps between two held-out losses")
+    parser.add_argument("--save-every", type=float, default=300.0, help="seconds between two saves")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make batches")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--autocast", choices=["bfloat16", "float32"], help="bfloat16 on a GPU, else float32")
+    parser.add_argument("--dense", action="store_true", help="dense masks instead of FlexAttention on a GPU")
+    parser.add_argument("--no-compile", action="store_true")
+    settings = parser.add_argument_group("what the run is (models.training.conversion.Settings)")
+    for field in fields(Settings):
+        name, default = f"--{field.name.replace('_', '-')}", field.default
+        if isinstance(default, bool):
+            settings.add_argument(name, action="store_true")
+        else:
+            settings.add_argument(name, type=type(default), default=default, help=f"{default} by default")
+    return parser.parse_args(argv)
+
+
+def _progress(what: str, total: int) -> Any:
+    """A progress bar as a context that gives a function (done, words)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def shown() -> Any:
+        words = TextColumn("{task.fields[words]}")
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), words)
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=total, words="")
+
+            def tell(done: int, words: str = "") -> None:
+                bar.update(task, completed=done)
+                if words:
+                    bar.update(task, words=words)
+
+            yield tell
+
+    return shown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Dialogues that a chat model writes itself: what it is made a diffusion model with, so that nothing else changes.
+
+The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or the
+prompts are given and it writes the answers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgraph.errors import InputError
+from dgraph.families import ChatTokenizer
+
+from .conversion import Base
+from .pairs import Pair
+
+FILE = "dialogues.jsonl"
+PROMPT_TOKENS, RESPONSE_TOKENS = 128, 512
+"""Longest turns. A prompt that is not over by then is thrown away, a response kept up to there."""
+GIVE_UP_AFTER = 20
+"""Batches in a row without a new dialogue after which there are taken to be no more."""
+PROMPT_TEMPERATURE, RESPONSE_TEMPERATURE, TOP_P = 1.0, 0.7, 0.95
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Ids around a user's turn: what is before it, and what is between it and the answer, whose first ends it."""
+
+    before: list[int]
+    after: list[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a model wrote: ids up to its stop token, which is left out, and whether it came."""
+
+    ids: list[int]
+    ended: bool
+
+
+def frame_of(tokenizer: ChatTokenizer) -> Frame:
+    """The chat form of a tokenizer.
+
+    Raises:
+        InputError: it has none.
+    """
+    first, second = tokenizer.encode("A"), tokenizer.encode("7")
+    before, after = _shared(first, second), _shared(first[::-1], second[::-1])[::-1]
+    if not before or not after:
+        raise InputError("the base has no chat template, so it cannot write dialogues; give --data instead.")
+    return Frame(before, after)
+
+
+def _shared(first: list[int], second: list[int]) -> list[int]:
+    """The ids that both begin with."""
+    return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
+
+
+def write(
+    base: Base,
+    path: Path,
+    total: int,
+    prompts: Sequence[str] | None = None,
+    rows: int = 64,
+    seed: int = 0,
+    until: float = float("inf"),
+    tell: Callable[[int], None] = lambda done: None,
+) -> int:
+    """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
+    `until`; how many there are then.
+
+    What is there stays, and the next batch follows the last one: a batch depends on the seed and its number alone. A
+    prompt that does not end or was there before is left out.
+
+    Args:
+        prompts: what is asked; None: the model asks itself.
+        rows: dialogues of a batch.
+
+    Raises:
+        InputError: the base has no chat template, the prompts do not last, or none of `GIVE_UP_AFTER` batches has a
+            dialogue that is new and ends.
+    """
+    frame = frame_of(base.tokenizer)
+    lines = _whole_lines(path)
+    seen = {line["prompt"] for line in lines}
+    done, first = len(lines), 1 + max((line["batch"] for line in lines), default=-1)
+    vain = 0
+    with path.open("a", encoding="utf-8") as file:
+        for number in count(first):
+            tell(min(done, total))
+            if done >= total or time.monotonic() >= until:
+                break
+            with torch.random.fork_rng(devices=[base.model.device] if base.model.device.type == "cuda" else []):
+                torch.manual_seed((seed << 32) + number)
+                made = _batch(base, frame, prompts, number, rows)
+            new = [pair for pair in made if pair.prompt not in seen][: total - done]
+            for pair in new:
+                file.write(json.dumps({**pair._asdict(), "batch": number}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            seen |= {pair.prompt for pair in new}
+            done += len(new)
+            vain = 0 if new else vain + 1
+            if vain == GIVE_UP_AFTER:
+                raise InputError(
+                    f"{base.name} wrote nothing new that ends in {vain} batches of {rows} ({done} of {total} dialogues "
+                    f"so far); give --prompts, or fewer --dialogues."
+                )
+    return done
+
+
+def _batch(base: Base, frame: Frame, prompts: Sequence[str] | None, number: int, rows: int) -> list[Pair]:
+    """The dialogues of a batch."""
+    tokenizer = base.tokenizer
+    if prompts is None:
+        turns = _turns(base, [frame.before] * rows, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE)
+        asked = [tokenizer.decode(turn.ids).strip() for turn in turns if turn.ended]
+    else:
+        asked = list(prompts[number * rows : (number + 1) * rows])
+        if not asked:
+            raise InputError(f"{len(prompts)} prompts do not make so many dialogues; give more, or fewer --dialogues.")
+    asked = [prompt for prompt in dict.fromkeys(asked) if prompt]
+    if not asked:
+        return []
+    began = [tokenizer.encode(prompt) for prompt in asked]
+    answers = _turns(base, began, base.eos_ids[0], RESPONSE_TOKENS, RESPONSE_TEMPERATURE)
+    texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
+    found = zip(asked, texts, answers, strict=True)
+    return [Pair(prompt, text, answer.ended) for prompt, text, answer in found if text]
+
+
+@torch.inference_mode()
+def _turns(base: Base, began: Sequence[list[int]], stop: int, most: int, temperature: float) -> list[Turn]:
+    """How each row of ids goes on, for at most so many tokens."""
+    device, width = base.model.device, max(map(len, began))
+    ids = torch.full((len(began), width), stop, device=device)
+    there = torch.zeros_like(ids)
+    for row, given in enumerate(began):
+        ids[row, width - len(given) :], there[row, width - len(given) :] = torch.tensor(given, device=device), 1
+    made = base.model.generate(
+        input_ids=ids,
+        attention_mask=there,
+        max_new_tokens=most,
+        do_sample=True,
+        temperature=temperature,
+        top_p=TOP_P,
+        top_k=0,
+        eos_token_id=stop,
+        pad_token_id=stop,
+    )
+    rows = made[:, width:].tolist()
+    return [Turn(row[: row.index(stop)], True) if stop in row else Turn(row, False) for row in rows]
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; one that an interrupt left half is cut off."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]

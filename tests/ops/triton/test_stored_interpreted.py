@@ -1,0 +1,123 @@
+"""Products by quantised weights: every op that takes them, its reference and its kernel, interpreted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.ops import OPS, Op, Sample
+from dgraph.ops.draws import cu_rows_of
+from dgraph.ops.stored import multiply
+from dgraph.quantised import WHOLE, Format, quantise
+from tests.amounts import every_value
+from tests.ops.triton.interpreter import Interpreter
+from tests.ops.triton.problems import compare, expected, flat, settled
+
+PRODUCTS = [op for op in OPS.values() if op.stored]
+FORMATS = (
+    Format("fp8"),
+    Format("int8"),
+    Format("int4", (1, 4)),
+    Format("int4", zeros=True),
+    Format("fp8", (4, 8)),
+    Format("int8", (WHOLE, WHOLE), zeros=True),
+)
+
+
+def samples_of(op: Op) -> list[Sample]:
+    return list(op.samples(torch.Generator().manual_seed(7)))
+
+
+def stored(op: Op, args: tuple[Any, ...], format: Format) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """The arguments with quantised weights, and with what these stand for; None for sizes that have no 4-bit form."""
+    taken, plain = [], []
+    for name, value in zip(op.arguments, args, strict=False):
+        if name in op.stored:
+            if format.kind == "int4" and value.shape[-1] % 2:
+                return None
+            weight = quantise(value, format)
+            taken.append(weight)
+            plain.append(weight.dequantised(torch.float32))
+        else:
+            taken.append(value)
+            plain.append(value)
+    return tuple(taken), tuple(plain)
+
+
+def test_every_product_takes_weights_as_they_are_stored() -> None:
+    assert {op.name for op in PRODUCTS} == {
+        "linear",
+        "rows_linear",
+        "rows_glu",
+        "lm_head",
+        "lm_head_part",
+        "lm_head_measured",
+        "experts",
+    }
+
+
+@every_value(("op", PRODUCTS), ("format", FORMATS))
+def test_samples(interpreted: Interpreter, op: Op, format: Format) -> None:
+    found = 0
+    for sample in samples_of(op)[:4]:
+        both = stored(op, sample.args, format)
+        if both is None:
+            continue
+        found += 1
+        taken, plain = both
+        want = expected(op.name, plain)
+        for result in (op.reference(*copy.deepcopy(taken)), interpreted(op.name, taken)[0]):
+            got = settled(op.name, plain, flat(result))
+            compare(got, want[: len(got)])  # what it writes comes after
+    assert found
+
+
+@every_value(
+    ("format", FORMATS),
+    ("rows, live", [(21, None), (40, 17), (5, 9)]),
+    ("pair", [False, True]),
+)
+def test_tiles_over_all_rows_and_over_some(
+    interpreted: Interpreter, format: Format, rows: int, live: int | None, pair: bool
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    weight = quantise(torch.randn((2 * 37, 72), generator=draw), format)
+    x, bias = torch.randn((rows, 72), generator=draw), torch.randn(2 * 37, generator=draw)
+    want = multiply(x, weight, bias)
+    if pair:
+        gate, up = want.chunk(2, 1)
+        want = torch.nn.functional.silu(gate) * up
+    count = None if live is None else cu_rows_of((live,))
+    (got, _) = interpreted("stored", (x, weight, bias, count, pair), "launch")
+    some = min(rows, rows if live is None else live)
+    torch.testing.assert_close(got[:some], want[:some], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("bounds", [(0, 0, 9), (4, 4, 15), (30, 31, 40)])
+def test_rows_of_experts(interpreted: Interpreter, bounds: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    weight = quantise(torch.randn((3, 40, 24), generator=draw), Format("int4", (1, 8)))
+    x = torch.randn((40, 24), generator=draw)
+    got, _ = interpreted("stored", (x, weight, torch.tensor(bounds, dtype=torch.int32)), "multiply_grouped")
+    for expert, (begin, end) in enumerate(zip((0, *bounds), bounds, strict=False)):
+        want = multiply(x[begin:end], weight[expert])
+        torch.testing.assert_close(got[begin:end], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.kind} {f.block}")
+@pytest.mark.parametrize("rows", [1, 17, 64, 200])
+def test_a_gpu_multiplies_by_what_is_stored(format: Format, rows: int) -> None:
+    draw = torch.Generator("cuda").manual_seed(5)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    weight, x = quantise(values(512, 384), format), values(rows, 384)
+    got = OPS["linear"].on_gpu(x, weight, None)
+    want = torch.nn.functional.linear(x.double(), weight.dequantised(torch.float64))
+    assert (got - want).norm() <= 1e-2 * want.norm()

@@ -1,0 +1,332 @@
+"""QuantizeWeights: what is quantised, what is left and why, and that ranks have what one process has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgraph
+from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.graph import Graph
+from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
+from dgraph.passes.base import pass_from_json
+from dgraph.quantised import WHOLE, QuantisedWeight, quantise
+from dgraph.recipes import RECIPES
+from dgraph.stored import formats_of, stored_of, tensors_of
+from dgraph.testing import TinyModel, models
+from dgraph.verify import verify
+from dgraph.weights import Quantising, Shapes, WeightSource
+from tests.amounts import every_value
+from tests.golden_files import check_golden
+from tests.parallel.divided import check_equal, run_of
+from tests.tiny import MASK, Hand, interpret, ops_of, report_of, rewritten
+
+aten = torch.ops.aten
+FORMATS = (
+    QuantizeWeights("fp8"),
+    QuantizeWeights("int8"),
+    QuantizeWeights("int4", (1, 8)),
+    QuantizeWeights("int4", (1, 8), zeros=True, lm_head=True, router=True),
+    QuantizeWeights("fp8", (8, 8)),
+    QuantizeWeights("int8", (WHOLE, WHOLE)),
+)
+
+
+def inputs(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(0, MASK, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "positions": torch.arange(9).expand(2, 9)}
+
+
+def plain(tiny: TinyModel, step: QuantizeWeights) -> TinyModel:
+    """The model whose weights are what the quantised ones stand for: the oracle, which knows nothing of quantised
+    graphs but the names of the weights.
+    """
+    graph, found = tiny.graph.copy(), TinyModel(tiny.family, tiny.model)
+    for name, format in formats_of(tiny.quantised(step).graph).items():
+        graph.tensors[name] = quantise(graph.tensors[name], format).dequantised(torch.float32)
+    object.__setattr__(found, "graph", graph)
+    return found
+
+
+def linears(graph: Graph) -> set[str]:
+    """Names of the weights that linear layers and experts read."""
+    targets = (aten.linear.default, dgraph.ops.OPS["experts"].overload)
+    read = {arg for node in graph.calls if node.target in targets for arg in node.all_input_nodes}
+    return {stored.name for arg in read if (stored := stored_of(arg)) is not None and arg.meta["val"].dim() > 1}
+
+
+# -- what it does ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiny", models(), ids=str)
+def test_every_linear_layer_and_expert_is_quantised_but_head_and_router(tiny: TinyModel) -> None:
+    graph = tiny.quantised(QuantizeWeights("int8")).graph
+    left = linears(tiny.graph) - set(formats_of(graph))
+    assert all("lm_head" in name or "gate.weight" in name for name in left), left
+    assert any("lm_head" in name for name in left)
+    everything = tiny.quantised(QuantizeWeights("int8", lm_head=True, router=True)).graph
+    left -= set(formats_of(everything))
+    assert not any("lm_head" in name for name in left)
+    verify(everything)
+
+
+def test_it_fires_once_for_every_weight_and_says_which() -> None:
+    (tiny,) = models(None, "sdar")
+    report = report_of(tiny.graph, QuantizeWeights("int4", (1, 16)))
+    assert [(a.layer, a.what) for a in report.applied][:7] == [
+        (0, f"model.layers.0.{path}_proj.weight as int4")
+        for path in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    ]
+    assert len(report.applied) == 7 * tiny.model.spec.layers
+    assert report.skipped == []
+
+
+def test_a_layer_in_the_dump() -> None:
+    (tiny,) = models(None, "sdar_moe")
+    check_golden("sdar_moe_quantised.txt", dgraph.dump(tiny.quantised(FORMATS[3]).graph))
+
+
+@every_value(("tiny", models(None, "llada2", "dream")), ("step", FORMATS))
+def test_it_computes_what_its_weights_stand_for(tiny: TinyModel, step: QuantizeWeights) -> None:
+    got = interpret(tiny.quantised(step).graph, inputs())["logits"]
+    assert torch.equal(got, interpret(plain(tiny, step).graph, inputs())["logits"])
+    dense = interpret(tiny.graph, inputs())["logits"]
+    assert not torch.equal(got, dense)
+
+
+def test_weights_that_are_numbers_of_the_format_lose_nothing() -> None:
+    (tiny,) = models(None, "llada")
+    for step in (QuantizeWeights("int8"), QuantizeWeights("int4", (1, 16), zeros=True)):
+        once = plain(tiny, step)
+        want = interpret(once.graph, inputs())["logits"]
+        graph = rewritten(once.graph, step)
+        torch.testing.assert_close(interpret(graph, inputs())["logits"], want, rtol=1e-4, atol=1e-4)
+    same = rewritten(tiny.graph, QuantizeWeights(None))
+    assert ops_of(same) == ops_of(tiny.graph)
+    assert torch.equal(interpret(same, inputs())["logits"], interpret(tiny.graph, inputs())["logits"])
+
+
+def test_patterns_say_which() -> None:
+    (tiny,) = models(None, "sdar")
+    step = QuantizeWeights("fp8", which=("*.layers.1.*", "*.down_proj.*"), but=("*.q_proj.*",))
+    names = set(formats_of(tiny.quantised(step).graph))
+    layer = {
+        f"model.layers.1.{m}_proj.weight" for m in ("self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
+    }
+    assert names == layer | {f"model.layers.{i}.mlp.down_proj.weight" for i in range(tiny.model.spec.layers)}
+
+
+def test_it_is_written_as_json_and_read_again() -> None:
+    for step in FORMATS:
+        assert pass_from_json(step.to_json(), dgraph.passes.PASSES) == step
+        assert pass_from_json({**step.to_json(), "which": ["*"]}, dgraph.passes.PASSES) == step
+
+
+# -- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"format": "fp7"}, UnknownName, "fp8"),
+        ({"format": "int8", "block": (0, 3)}, InputError, "at least 1 each"),
+        ({"which": "*.mlp.*"}, InputError, r"\('\*\.mlp\.\*',\)"),
+    ],
+)
+def test_settings_that_mean_nothing(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        QuantizeWeights(**options)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    (tiny,) = models(None, "sdar")
+    with pytest.raises(InputError, match=r"QuantizeWeights: .*'\*\.ffn\.\*'.*model\.layers\.0\.self_attn\.q_proj"):
+        rewritten(tiny.graph, QuantizeWeights("int8", which=("*.ffn.*",)))
+
+
+def reading(read: str) -> Graph:
+    hand = Hand()
+    x = hand.input("x", "N", 5)
+    hand.layer = 0
+    weight = hand.weight("w.weight", 4, 5, dtype=torch.float64 if read == "float64" else torch.float32)
+    if read == "computed":
+        weight = hand.call(aten.mul.Scalar, weight, 2.0)
+    if read == "float64":
+        x = hand.call(aten.to.dtype, x, torch.float64)
+    made = hand.call(aten.linear.default, x, weight)
+    if read == "twice":
+        made = hand.call(aten.add.Tensor, made, hand.call(aten.sum.default, weight))
+    return hand.returns(logits=made)
+
+
+@pytest.mark.parametrize(
+    ("read", "step", "reason"),
+    [
+        ("twice", QuantizeWeights("int8"), "w.weight: sum reads it too, so it must stay"),
+        ("odd", QuantizeWeights("int4"), "w.weight: it has 5 columns, and two 4-bit numbers lie in a byte"),
+    ],
+)
+def test_every_reason_to_leave_a_weight(read: str, step: QuantizeWeights, reason: str) -> None:
+    graph = reading(read)
+    report = report_of(graph, QuantizeWeights(step.format, lm_head=True))
+    assert (report.applied, [skipped.reason for skipped in report.skipped]) == ([], [reason])
+
+
+def test_a_weight_that_is_computed_is_not_looked_at() -> None:
+    report = report_of(reading("computed"), QuantizeWeights("int8", lm_head=True))
+    assert (report.applied, report.skipped) == ([], [])
+
+
+def test_it_runs_on_a_captured_graph_alone() -> None:
+    (tiny,) = models(None, "sdar")
+    with pytest.raises(PassError, match="quantise it before any other pass"):
+        rewritten(tiny.graph, PackRows(), QuantizeWeights("int8"))
+
+
+# -- with other passes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", FORMATS[:4], ids=lambda step: f"{step.format} {step.block}")
+def test_projections_are_stacked_as_they_are_stored(step: QuantizeWeights) -> None:
+    (tiny,) = models(None, "sdar")
+    graph = tiny.quantised(step).graph
+    first, second = (rewritten(graph, PackRows(), FuseProjections()) for _ in range(2))
+    name = "model.layers.1.self_attn.q_proj+k_proj+v_proj.weight"
+    for made in (first, second):
+        stored = {s.name: s for n in made.find("dequantise") if (s := stored_of(n)) is not None}[name]
+        assert [t.data_ptr() for t in tensors_of(made, stored)] == [
+            first.tensors[f"{name}{part.meta['weight'].removeprefix(name)}"].data_ptr() for part in stored.parts
+        ]
+    whole = quantised_in(first, name).dequantised(torch.float32)
+    parts = [quantised_in(graph, f"model.layers.1.self_attn.{x}_proj.weight").dequantised(torch.float32) for x in "qkv"]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def quantised_in(graph: Graph, name: str) -> QuantisedWeight:
+    stored = next(s for n in graph.find("dequantise") if (s := stored_of(n)) is not None and s.name == name)
+    values, scales, zeros = (*tensors_of(graph, stored), None)[:3]
+    assert values is not None
+    assert scales is not None
+    return QuantisedWeight(values, scales, zeros, stored.block)
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (QuantizeWeights("fp8", (48, 8)), "a projection ends within a block of 48 rows"),
+        (QuantizeWeights("fp8", but=("*.k_proj.*",)), "the projections' weights are quantised differently"),
+    ],
+)
+def test_every_reason_to_leave_projections_apart(step: QuantizeWeights, reason: str) -> None:
+    (tiny,) = models(None, "sdar")
+    packed = rewritten(tiny.quantised(step).graph, PackRows())
+    skipped = report_of(packed, FuseProjections()).skipped
+    assert reason in skipped[0].reason
+
+
+def test_rows_of_a_stacked_weight_are_views_of_what_is_stored() -> None:
+    (tiny,) = models(None, "sdar")
+    made = tiny.quantised(FORMATS[2]).optimized("dyllm")
+    graph = made.phases["step"].graph
+    names = [s.name for n in graph.find("dequantise", 1) if (s := stored_of(n)) is not None]
+    assert any(name.endswith("k_proj+v_proj.weight") and "q_proj" not in name for name in names), names
+
+
+# -- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_read_quantised_and_dropped_one_at_a_time() -> None:
+    (tiny,) = models(None, "llada2")
+    stored = {name: (tensor.detach(),) for name, tensor in tiny.graph.tensors.items()}
+    hollow = tiny.graph.copy()
+    hollow.tensors = {name: Shapes().take(name, tensor, None) for name, tensor in tiny.graph.tensors.items()}
+    source = WeightSource(stored)
+    step = FORMATS[3]
+    graph = rewritten(hollow, replace(step, weights=source))
+    want = tiny.quantised(step).graph
+    for name, tensor in want.tensors.items():
+        assert torch.equal(graph.tensors[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "world"),
+    [
+        ("sdar", FORMATS[0], 2),
+        ("llada", FORMATS[1], 4),
+        ("dream", FORMATS[2], 2),
+        ("sdar_moe", FORMATS[3], 2),
+        ("llada2", FORMATS[4], 2),
+        ("native", FORMATS[5], 2),
+    ],
+    ids=str,
+)
+def test_ranks_decode_as_one_process_does(name: str, step: QuantizeWeights, world: int) -> None:
+    (tiny,) = models(None, name)
+    check_equal(tiny.quantised(step), world, "dense", {})
+
+
+def test_a_rank_has_its_part_of_what_was_quantised_whole() -> None:
+    (tiny,) = models(None, "sdar_moe")
+    step = FORMATS[3]
+    whole = tiny.quantised(step).graph
+    hollow = tiny.graph.copy()
+    left = rewritten(hollow, replace(step, weights=Shapes()))
+    source = Quantising(None, tiny.graph.tensors, formats_of(left))
+    for rank in range(2):
+        want = rewritten(whole, ShardTensorParallel(2, rank=rank))
+        got = rewritten(left, ShardTensorParallel(2, rank=rank, weights=source))
+        assert got.tensors.keys() == want.tensors.keys()
+        for name, tensor in want.tensors.items():
+            assert torch.equal(got.tensors[name], tensor), name
+
+
+def test_a_rank_takes_no_piece_of_a_block() -> None:
+    (tiny,) = models(None, "sdar")
+    graph = tiny.quantised(QuantizeWeights("int4", (1, 24))).graph
+    with pytest.raises(InputError, match=r"o_proj\.weight.* along dimension 1, of which 24 columns share a scale"):
+        rewritten(graph, ShardTensorParallel(2))
+
+
+# -- every recipe ----------------------------------------------------------------------------------------------------
+
+
+def decoding_cases() -> list[Any]:
+    """Every recipe in one format, and one recipe in every format; the other pairs are for a release."""
+    found = []
+    for i, recipe in enumerate(RECIPES):
+        for j, step in enumerate(FORMATS):
+            default = j == i % len(FORMATS) or recipe == "focus"
+            found.append(pytest.param(recipe, step, marks=[] if default else [pytest.mark.release]))
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "step"), decoding_cases(), ids=lambda v: v if isinstance(v, str) else v.format)
+def test_tokens_are_those_of_the_weights_that_are_stood_for(recipe: str, step: QuantizeWeights) -> None:
+    options = {"tau": 0.97} if recipe == "dyllm" else {"pairs": 4} if recipe.startswith("maskkv") else {}
+    for tiny in models(None, "sdar_moe", "llada", "dream"):
+        try:
+            tiny.recipe(recipe, **options)
+        except InputError:
+            continue
+        decoding = {"threshold": 0.3, "max_new_tokens": 12}
+        got = run_of(tiny.quantised(step).optimized(recipe, **options), tiny, **decoding).result.token_ids
+        want = run_of(plain(tiny, step).optimized(recipe, **options), tiny, **decoding).result.token_ids
+        assert got == want, tiny
+        return
+    raise AssertionError(f"no family takes {recipe}")
+
+
+def test_all_phases_share_what_is_stored() -> None:
+    (tiny,) = models(None, "sdar")
+    made = tiny.quantised(FORMATS[0]).optimized("focus")
+    pointers = [
+        {name: t.data_ptr() for name, t in phase.graph.tensors.items() if "layers.0." in name and t.dim() == 2}
+        for phase in made.phases.values()
+    ]
+    shared = set.intersection(*(set(found) for found in pointers))
+    assert any("weight_scale" in name for name in shared)
+    assert all(len({found[name] for found in pointers}) == 1 for name in shared)

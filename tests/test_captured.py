@@ -1,0 +1,108 @@
+"""Graphs that recipes start from: weights are read and quantised one by one, and shared by all recipes of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dgraph
+from dgraph.captured import graph_of_model, quantising
+from dgraph.cli import app
+from dgraph.errors import InputError, UnknownName
+from dgraph.families import resolve
+from dgraph.passes import QuantizeWeights
+from dgraph.private.torch import StorageWatch
+from dgraph.stored import formats_of
+from dgraph.weights import Quantising, Shapes
+from tests.cli.folders import write_checkpoint
+from tests.tiny import rewritten
+
+PROMPT = "Sort these words: river stone cloud maple"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+
+
+def test_a_name_and_an_object_give_the_same() -> None:
+    by_name = dgraph.optimize("tiny_sdar", "focus", weights="int8", backend="eager", artifacts=False)
+    by_object = dgraph.optimize(
+        dgraph.load("tiny_sdar"), "focus", weights=QuantizeWeights("int8"), backend="eager", artifacts=False
+    )
+    assert len(formats_of(by_name.captured)) == 7 * by_name.spec.layers
+    for name, tensor in by_object.captured.tensors.items():
+        assert torch.equal(by_name.captured.tensors[name], tensor), name
+    want = by_object.generate(PROMPT, max_new_tokens=32)
+    assert by_name.generate(PROMPT, max_new_tokens=32).token_ids == want.token_ids
+    assert by_name.model.weights is not None, "the weights were left where they are stored"
+
+
+@pytest.mark.release
+def test_reading_takes_the_quantised_model_and_one_weight(folder: Path) -> None:
+    model = resolve(folder, opened=True)
+    hollow = graph_of_model(model, None)
+    assert all(tensor.stride(0) == 0 for tensor in model.module.parameters() if tensor.dim() > 1), "nothing was read"
+    graph = rewritten(hollow, QuantizeWeights("int8", lm_head=True, weights=Shapes()))
+    source = Quantising(model.weights, hollow.tensors, formats_of(graph))
+    with StorageWatch() as watch:
+        taken = {name: source.take(name, like, None) for name, like in graph.tensors.items() if name in source}
+    stored = sum(tensor.nbytes for tensor in taken.values())
+    assert stored < 0.6 * sum(tensor.nbytes for tensor in hollow.tensors.values())
+    largest = max(tensor.nbytes for tensor in hollow.tensors.values())
+    assert watch.peak < stored + 5 * largest, "and some of its rows in fp32"
+    whole = graph_of_model(resolve(folder), None)
+    for name, tensor in rewritten(whole, QuantizeWeights("int8", lm_head=True)).tensors.items():
+        assert torch.equal(taken.get(name, tensor), tensor), name
+
+
+@pytest.mark.release
+def test_recipes_of_one_model_share_what_is_stored(folder: Path) -> None:
+    model = resolve(folder, opened=True)
+    first, second = (graph_of_model(model, None, QuantizeWeights("fp8")) for _ in range(2))
+    assert first is second
+    other = graph_of_model(model, None, QuantizeWeights("int4"))
+    assert other is not first
+    made = [dgraph.optimize(model, r, weights="fp8", backend="eager", artifacts=False) for r in ("focus", "dense")]
+    assert made[0].captured is made[1].captured is first
+
+
+def test_what_is_not_asked_for_stays_as_it_is(folder: Path) -> None:
+    assert quantising(None) is None
+    assert formats_of(graph_of_model(resolve(folder), None)) == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ("int7", UnknownName, "int8"),
+        (8, InputError, "the name of a format"),
+        (torch.int8, InputError, "got torch.int8"),
+    ],
+    ids=str,
+)
+def test_what_is_no_format_is_refused(weights: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dgraph.optimize("tiny_sdar", weights=weights, backend="eager")
+
+
+def test_weights_that_were_not_read_name_both_ways(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"give mesh or weights to dgraph\.optimize"):
+        dgraph.optimize(resolve(folder, opened=True), "dense", backend="eager")
+
+
+def test_the_command_line_quantises(folder: Path) -> None:
+    from typer.testing import CliRunner
+
+    run = CliRunner().invoke
+    done = run(app, ["dump", str(folder), "--weights", "int4", "--layer", "0"])
+    assert done.exit_code == 0, done.output
+    assert (
+        "dgraph.dequantise(self_attn.q_proj.weight, self_attn.q_proj.weight_scale, None, [1, 128], f32)" in done.output
+    )
+    wrong = run(app, ["dump", str(folder), "--weights", "int5"])
+    assert wrong.exit_code != 0
+    assert "int4" in wrong.output

@@ -1,0 +1,107 @@
+"""What a quantised weight is, against the definition written out element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError, UnknownName
+from dgraph.quantised import KINDS, WHOLE, Format, QuantisedWeight, quantise
+
+BLOCKS = (None, (1, 16), (4, 8), (WHOLE, WHOLE))
+
+
+def plain(found: QuantisedWeight) -> Tensor:
+    """The weight by the definition, element by element."""
+    *stack, rows, columns = found.shape
+    high, wide = (size if n == WHOLE else n for n, size in zip(found.block, (rows, columns), strict=True))
+    weight = torch.empty(found.shape)
+    for item in [()] if not stack else [(i,) for i in range(stack[0])]:
+        for r in range(rows):
+            for c in range(columns):
+                place = (*item, r // high, c // wide)
+                if found.values.dtype == torch.uint8:
+                    number = float(int(found.values[(*item, r, c // 2)]) >> 4 * (c % 2) & 15)
+                    zero = 8.0
+                else:
+                    number, zero = float(found.values[(*item, r, c)]), 0.0
+                if found.zeros is not None:
+                    zero = float(found.zeros[place])
+                weight[(*item, r, c)] = (number - zero) * float(found.scales[place])
+    return weight
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "zeros"), [("fp8", False), ("int8", False), ("int8", True), ("int4", False), ("int4", True)]
+)
+def test_a_weight_is_stored_to_half_a_step(kind: str, zeros: bool, block: tuple[int, int] | None) -> None:
+    weight = torch.randn((2, 9, 22), generator=torch.Generator().manual_seed(1))
+    weight[0, 0] = 0.0
+    found = quantise(weight, Format(kind, block, zeros))
+    assert found.shape == weight.shape
+    assert found.values.dtype == KINDS[kind].dtype
+    back = found.dequantised(torch.float32)
+    torch.testing.assert_close(back, plain(found))
+    assert (back[0, 0] == 0).all()
+    step = torch.maximum(weight.abs() / 16, torch.tensor(2.0**-9)) if kind == "fp8" else torch.ones(())
+    scales = torch.ones_like(weight)
+    for r in range(9):
+        for c in range(22):
+            high, wide = (s if n == WHOLE else n for n, s in zip(found.block, (9, 22), strict=True))
+            scales[:, r, c] = found.scales[:, r // high, c // wide]
+    bound = step * 1.001 if kind == "fp8" else scales * (1.001 if zeros else 0.501)
+    assert ((back - weight).abs() <= torch.maximum(bound, scales * 2.0**-9)).all()
+
+
+def test_what_the_numbers_are_can_be_read() -> None:
+    weight = torch.tensor([[-7.5, -1.0, 0.0, 3.0]])
+    found = quantise(weight, Format("int4"))
+    assert found.scales.tolist() == [[1.0]]
+    assert found.values.tolist() == [[0 + 16 * 7, 8 + 16 * 11]]  # -7.5 is rounded to -8, stored as 0
+    found = quantise(torch.tensor([[0.0, 1.0, 15.0, 3.0]]), Format("int4", zeros=True))
+    assert (found.scales.tolist(), found.zeros.tolist()) == ([[1.0]], [[0.0]])  # type: ignore[union-attr]
+    assert found.values.tolist() == [[16 * 1, 15 + 16 * 3]]
+    found = quantise(torch.tensor([[-127.0, 5.0]]), Format("int8"))
+    assert (found.values.tolist(), found.scales.tolist()) == ([[-127, 5]], [[1.0]])
+    assert found.nbytes == 2 + 4
+
+
+def test_large_weights_are_rounded_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn((14, 24), generator=torch.Generator().manual_seed(2))
+    for format in (Format("int4", (1, 8)), Format("fp8", (4, 8)), Format("int8")):
+        whole = quantise(weight, format)
+        monkeypatch.setattr("dgraph.quantised._AT_A_TIME", 50)
+        parts = quantise(weight, format)
+        monkeypatch.undo()
+        assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
+        assert torch.equal(whole.scales, parts.scales)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Format("int4", (0, 4)), "at least 1 each"),
+        (lambda: Format("fp8", zeros=True), "zero of their own"),
+        (lambda: quantise(torch.ones(4), Format("int8")), r"got torch.float32 \[4\]"),
+        (lambda: quantise(torch.ones((4, 4), dtype=torch.int8), Format("int8")), "got torch.int8"),
+        (lambda: quantise(torch.ones((4, 3)), Format("int4")), "even number of columns"),
+        (lambda: quantise(torch.tensor([[1.0, torch.inf]]), Format("int8")), "not finite"),
+        (lambda: quantise(torch.tensor([[1.0, torch.nan]]), Format("fp8")), "not finite"),
+        (
+            lambda: QuantisedWeight(torch.ones((4, 4)), torch.ones((4, 2)), None, (1, WHOLE)).dequantised(
+                torch.float32
+            ),
+            r"has scales \[4, 1\], got \[4, 2\]",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UnknownName, match="int8"):
+        Format("int7")

@@ -1,0 +1,137 @@
+"""Checkpoints that are written with quantised weights: what is read from them is what `QuantizeWeights` makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dgraph
+from dgraph.errors import CheckpointError, InputError, UnknownName
+from dgraph.graph import Graph
+from dgraph.models.checkpoint import INDEX
+from dgraph.passes import QuantizeWeights
+from dgraph.passes.manager import run_passes
+from dgraph.quantised import WHOLE
+from dgraph.saving import save_quantised
+from dgraph.stored import formats_of
+from tests.models import test_sdar_moe as mixture
+from tests.models.test_quantised import CONFIG, tokens_of, weights
+from tests.remote import write
+
+FORMATS = {
+    "fp8": QuantizeWeights("fp8"),
+    "fp8 by tensor": QuantizeWeights("fp8", (WHOLE, WHOLE)),
+    "fp8 by block": QuantizeWeights("fp8", (24, 16)),
+    "int8": QuantizeWeights("int8"),
+    "int8 with zeros": QuantizeWeights("int8", zeros=True),
+    "int4": QuantizeWeights("int4", (1, 8)),
+    "int4 with zeros, all but some": QuantizeWeights("int4", (1, 16), zeros=True, lm_head=True, but=("*.k_proj.*",)),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "original", CONFIG, weights(), 2)
+
+
+def same(saved: Path, original: Path, step: QuantizeWeights) -> Graph:
+    """The graph of a checkpoint that was written, which is that of the original one after `QuantizeWeights`."""
+    expected, found = dgraph.capture(original).copy(), dgraph.capture(saved)
+    run_passes(expected, [step])
+    assert formats_of(expected).keys() == formats_of(found).keys()
+    assert expected.tensors.keys() == found.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(*torch.broadcast_tensors(found.tensors[name], tensor)), name
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_read_again_is_what_was_quantised(name: str, folder: Path, tmp_path: Path) -> None:
+    saved = save_quantised(folder, tmp_path / "saved", FORMATS[name])
+    graph = same(saved.folder, folder, FORMATS[name])
+    assert saved.quantised == len(formats_of(graph)) > 20
+    assert saved.after < saved.before / 2
+    assert saved.before == sum(weight.nbytes for weight in weights().values())
+    assert {file.name for file in tmp_path.iterdir()} == {"original", "saved"}
+
+
+def test_it_decodes_as_the_original_with_quantised_weights(folder: Path, tmp_path: Path) -> None:
+    step = QuantizeWeights("int4", (1, 8))
+    saved = save_quantised(folder, tmp_path / "q", step).folder
+    assert tokens_of(saved) == tokens_of(folder, weights=step)
+
+
+def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
+    folder, step = write(tmp_path / "m", mixture.KEYS, mixture.WEIGHTS), QuantizeWeights("int4", (1, 8))
+    same(save_quantised(folder, tmp_path / "q", step).folder, folder, step)
+
+
+def test_the_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "notes.txt").write_text("kept")
+    told: list[tuple[int, int]] = []
+    saved = save_quantised(
+        folder,
+        tmp_path / "q",
+        QuantizeWeights("int4", (1, 8)),
+        shard_bytes=8000,
+        progress=lambda *now: told.append(now),
+    )
+    assert told[-1] == (saved.before, saved.before)
+    assert len(told) == len(weights())
+    index = json.loads((saved.folder / INDEX).read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    stored = {name: file for file in shards for name in load_file(saved.folder / file)}
+    assert stored == index["weight_map"]
+    assert index["metadata"]["total_size"] == saved.after
+    assert (saved.folder / "notes.txt").read_text() == "kept"
+    config = json.loads((saved.folder / "config.json").read_text())
+    assert config.pop("quantization_config")["ignore"] == ["model.embed_tokens", "lm_head"]
+    assert config == CONFIG
+    same(saved.folder, folder, QuantizeWeights("int4", (1, 8)))
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_an_interrupted_writing_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        save_quantised(folder, tmp_path / "q", "int8", progress=stop)
+    assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+@pytest.mark.parametrize(
+    ("out", "how", "kind", "message"),
+    [
+        ("original", "int8", InputError, "original exists already; give a folder that does not"),
+        ("a/b", "int8", InputError, "cannot be written: there is no folder .*a"),
+        ("q", "int5", UnknownName, "unknown format of weights 'int5'"),
+        ("q", QuantizeWeights("fp8", (WHOLE, 8)), InputError, "compressed-tensors has no word for blocks of -1 x 8"),
+    ],
+)
+def test_what_cannot_be_written(
+    out: str, how: Any, kind: type[Exception], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        save_quantised(folder, tmp_path / out, how)
+    assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+def test_a_quantised_checkpoint_is_not_written_again(folder: Path, tmp_path: Path) -> None:
+    saved = save_quantised(folder, tmp_path / "q", "int8")
+    with pytest.raises(InputError, match="the weights of q are quantised already"):
+        save_quantised(saved.folder, tmp_path / "again", "int8")
+    (saved.folder / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no "):
+        save_quantised(saved.folder, tmp_path / "again", "int8")
