@@ -16,7 +16,7 @@ from torch.fx import Node
 from dgraph.graph import Graph
 from dgraph.linears import Linear, Projection, linear_of, linears_of, projections_of
 from dgraph.nodes import ancestors, args_of, viewed
-from dgraph.ops import OPS
+from dgraph.ops import OPS, op_of
 
 aten = torch.ops.aten
 
@@ -270,6 +270,13 @@ class Layer:
 def layers_of(graph: Graph) -> list[Layer]:
     """The layers of a graph, in order: one for each call that attends."""
     return [Layer(graph, n) for n in sorted(n for op in ATTENTIONS for n in graph.find(op))]
+
+
+def windowed(attention: Node) -> str:
+    """Why a pass leaves an attention alone that thinks its rows see all keys before a limit; "" if they do."""
+    op = op_of(attention.target)
+    window = op.values("window", args_of(attention)) if op is not None and "window" in op.arguments else []
+    return f"rows see a window of {window[0]} positions, not all keys before them" if any(window) else ""
 
 
 def of_weights(node: Node) -> bool:

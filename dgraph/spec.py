@@ -11,6 +11,7 @@ from dgraph.errors import InputError
 
 ATTENTION_KINDS = ("block_causal", "bidirectional")
 ENCODINGS = ("block", "causal")
+NOISES = ("mask", "uniform")
 FACTS = (
     "mask_id",
     "eos_ids",
@@ -19,6 +20,7 @@ FACTS = (
     "attention",
     "encoding",
     "next_token",
+    "noise",
     "logit_shift",
     "max_positions",
     "layer_importance",
@@ -37,8 +39,9 @@ class ModelSpec:
 
     Attributes:
         family: name under which the model registered, e.g. "sdar".
-        layers, hidden, heads, kv_heads, head_dim, vocab: sizes of the transformer.
-        mask_id: id of the mask token. Required: without one there is nothing to denoise.
+        layers, hidden, heads, kv_heads, head_dim, vocab: sizes of the transformer; of most layers, where they
+            differ.
+        mask_id: id of the mask token; -1 of a model that has none (see noise).
         eos_ids: ids that end a response (may be empty).
         pad_id: id that fills unused positions.
         block_length: rows denoised together, in tokens; the length the model was trained for.
@@ -49,6 +52,8 @@ class ModelSpec:
             wherever what is known ends, and tokens can be decoded one by one).
         next_token: whether the forward that writes the keys of a finished block also predicts the token after it, with
             which the next block begins. Such a model works in two modes: it denoises a block, then encodes it.
+        noise: what stands where nothing is decoded: "mask", the mask token, or "uniform", tokens drawn from the whole
+            vocabulary. Then a step draws a block anew, and the block is decoded when it does not change any more.
         max_positions: the model's window in tokens, prompt and response together.
         dtype: dtype of the weights.
         layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
@@ -73,9 +78,14 @@ class ModelSpec:
     layer_importance: tuple[float, ...] = ()
     encoding: str = "block"
     next_token: bool = False
+    noise: str = "mask"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
+        if self.noise not in NOISES:
+            raise InputError(f"{self.family}: noise must be one of {NOISES}, got {self.noise!r}.")
+        if self.noise == "uniform":
+            self._check_uniform()
+        elif not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab:
             raise InputError(
                 f"{self.family}: a diffusion model needs a mask token; got mask_id={self.mask_id!r} with a vocabulary "
                 f"of {self.vocab}. Set `mask_token_id` in config.json, or give {given_as('mask_id')}."
@@ -89,7 +99,7 @@ class ModelSpec:
                 f"{self.family}: next_token says what the keys of a finished block come with, but its attention is "
                 f"{self.attention}, whose keys are never final; leave it out."
             )
-        if self.encoding == "causal" and not self.next_token:
+        if self.encoding == "causal" and not self.next_token and self.noise == "mask":
             raise InputError(
                 f"{self.family}: a model with encoding='causal' predicts the token after a block where it encodes it; "
                 f"give {given_as('next_token', True)}, too."
@@ -105,6 +115,21 @@ class ModelSpec:
             )
         if not self.dtype.is_floating_point:
             raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
+
+    def _check_uniform(self) -> None:
+        """A model of random tokens denoises a block that follows what is known, and decides no position twice."""
+        wanted = {
+            "mask_id": -1,
+            "attention": "block_causal",
+            "encoding": "causal",
+            "next_token": False,
+            "logit_shift": 0,
+        }
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise InputError(
+                    f"{self.family}: a model with noise='uniform' has {name}={value!r}, got {getattr(self, name)!r}."
+                )
 
     @property
     def aligned(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def match(
     """Which of the tensors each one of a model consists of: its name -> theirs, for those that are there.
 
     Args:
-        model: with an attribute `config`; what it ties may be missing.
+        model: with an attribute `config`; what it ties may be missing, and there may be more by the names that it
+            says it ignores, as classes of transformers do (`_keys_to_ignore_on_load_unexpected`).
         layout: its names -> the names of what each consists of; of a stack [items, rows, columns] the blocks of each
             item one after the other, all with the same number of rows.
         tensors: what there is.
@@ -173,6 +175,7 @@ def match(
         CheckpointError: a name is missing or unexpected, or a tensor is not of the shape or kind expected.
     """
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()) or "(?!)")
     found = {name: list(blocks) for name, blocks in layout.items() if all(block in tensors for block in blocks)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict().items():
@@ -182,7 +185,7 @@ def match(
     asked = {block for name, blocks in layout.items() if name in found or name not in tied for block in blocks}
     problems = {
         "missing": sorted(asked - set(tensors)),
-        "unexpected": sorted(set(tensors) - set(shapes)),
+        "unexpected": sorted(name for name in set(tensors) - set(shapes) if not ignored.fullmatch(name)),
         "wrong shape": [
             f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
             for name, shape in shapes.items()

@@ -92,14 +92,15 @@ def identity_of(forward: str) -> str:
 class RoutedExperts(nn.Module):
     """The experts of a layer, stacked."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int):
+    def __init__(self, experts: int, hidden: int, intermediate: int, activation: str = "silu"):
         super().__init__()
+        self.activation = () if activation == "silu" else (activation,)
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
     def forward(self, rows: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]: the weighted sum of each row's experts."""
-        return torch.ops.dgraph.experts(rows, choice, weight, self.gate_up_proj, self.down_proj)
+        return torch.ops.dgraph.experts(rows, choice, weight, self.gate_up_proj, self.down_proj, *self.activation)
 
 
 class MoE(nn.Module):

@@ -153,7 +153,10 @@ def native_spec(
         "pad_id": pad,
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
-        **{name: getattr(config, name, None) for name in ("attention", "encoding", "next_token", "logit_shift")},
+        **{
+            name: getattr(config, name, None)
+            for name in ("attention", "encoding", "next_token", "noise", "logit_shift")
+        },
     }
     known = {name: value for name, value in said.items() if value is not None} | facts
     assumed = {name: value for name, value in {**UNSAID, **(published or {})}.items() if name not in known}

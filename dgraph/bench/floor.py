@@ -115,7 +115,7 @@ def work_of(graph: Graph) -> Work:
         shape: Shape = _mixture(node) if node in mixed else linears[node].shape
         found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
-        _spare(spared, shape, args_of(node)[3:] if node in mixed else [linears[node].weight])
+        _spare(spared, shape, args_of(node)[3:5] if node in mixed else [linears[node].weight])
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
     last = head_of(graph)

@@ -1,6 +1,7 @@
 """Capture: a module's forward as a graph, through `torch.export`.
 
-The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]. Its attention is either one
+The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]; what else it takes of each
+token it says itself, in an attribute `inputs`. Its attention is either one
 `dgraph::attention` call (what the families in `dgraph.models` arrange) or `scaled_dot_product_attention`; both become
 the anchor of every later pass. Weights and buffers become inputs of the graph, by name.
 """
@@ -36,12 +37,14 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     """Capture a module's forward in canonical form.
 
     Args:
-        module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`; in eval mode.
+        module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`; in eval mode. With an
+            attribute `inputs`, a tuple of `InputSpec` of shapes ("b", "t", ...), it takes these, too, in that order.
         spec: the model's facts.
         prefix: dotted path before every weight's name, to be left out of the graph.
 
     Returns:
-        A graph over symbols b and t with inputs `input_ids`, `positions` and output `logits`, canonicalised.
+        A graph over symbols b and t with inputs `input_ids`, `positions`, the module's own, and output `logits`,
+        canonicalised.
 
     Raises:
         CaptureError: the forward cannot be traced, or does something a diffusion model's forward may not (attention
@@ -57,7 +60,7 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
         **signature.inputs_to_lifted_tensor_constants,
     }
     tensors = {**program.state_dict, **program.constants}
-    inputs = iter((INPUT_IDS, POSITIONS))
+    inputs = iter((INPUT_IDS, POSITIONS, *inputs_of(module)))
     for node in program.graph.nodes:
         if node.op == "call_function":
             _check_callable(node)
@@ -85,15 +88,34 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     return graph
 
 
+def inputs_of(module: nn.Module) -> tuple[InputSpec, ...]:
+    """What a module's forward takes of each token beside its id and position.
+
+    Raises:
+        CaptureError: an input that is not declared per token.
+    """
+    specs: tuple[InputSpec, ...] = getattr(module, "inputs", ())
+    for spec in specs:
+        if spec.shape[:2] != ("b", "t") or not all(isinstance(size, int) for size in spec.shape[2:]):
+            raise CaptureError(
+                f"input {spec.name!r} of {type(module).__name__} has the shape {spec.shape}, expected ('b', 't', ...) "
+                f"with numbers after these: one value per token."
+            )
+    return specs
+
+
 def _export(module: nn.Module, spec: ModelSpec) -> torch.export.ExportedProgram:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     ids = torch.zeros(3, 7, dtype=torch.int64, device=device)
     positions = torch.arange(7, device=device).expand(3, 7).contiguous()
     dims = {0: torch.export.Dim("b", min=2), 1: torch.export.Dim("t", min=2)}
+    given = inputs_of(module)
+    more = [torch.zeros((3, 7, *map(int, spec.shape[2:])), dtype=spec.dtype, device=device) for spec in given]
+    shapes = (dims,) * (2 + len(more))
     running: list[str] = []
     try:
         with torch.no_grad(), _module_stack(module, running):
-            return torch.export.export(module, (ids, positions), dynamic_shapes=(dims, dims), strict=False)
+            return torch.export.export(module, (ids, positions, *more), dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
     except Exception as error:

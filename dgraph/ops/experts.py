@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.stored import multiply
 
 CONTRACT = """\
 x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
-down [E, d, f] -> [N, d], contiguous, in the dtype of x.
-Row i gives the sum over its k slots of weight[i, s] * down[e] @ (silu(gate[e] @ x[i]) * (up[e] @ x[i])), where
-e = choice[i, s]. The products are in the dtype of x; silu, its product with up and the sum are in fp32
+down [E, d, f]; activation "silu" or "gelu_tanh" -> [N, d], contiguous, in the dtype of x.
+Row i gives the sum over its k slots of weight[i, s] * down[e] @ (act(gate[e] @ x[i]) * (up[e] @ x[i])), where
+e = choice[i, s]. The products are in the dtype of x; the activation, its product with up and the sum are in fp32
 (float64 for float64); the sum runs over the slots in ascending order, whatever the order of experts.
 A choice outside of [0, E) adds nothing, and its weight may be anything: a row of such choices gives zeros,
 and may hold anything itself. An expert may have no row, all rows, or a row more than once.
@@ -26,13 +27,21 @@ Row by row: a padding row influences no other row. Deterministic; the number of 
 the last bits of its products, as it does for any matrix product."""
 
 
-def reference(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    check(x, choice, weight, gate_up, down)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+def reference(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
+    check(x, choice, weight, gate_up, down, activation)
     each = x.new_zeros((*choice.shape, x.shape[1]))
     live = chosen(choice, gate_up.shape[0])
     for expert in choice[live].unique().tolist():
         rows, slots = (choice == expert).nonzero(as_tuple=True)
-        each[rows, slots] = multiply(gated(multiply(x[rows], gate_up[expert])), down[expert])
+        each[rows, slots] = multiply(gated(multiply(x[rows], gate_up[expert]), activation), down[expert])
     return combine(each, weight, live)
 
 
@@ -41,10 +50,10 @@ def chosen(choice: Tensor, experts: int) -> Tensor:
     return (choice >= 0) & (choice < experts)
 
 
-def gated(both: Tensor) -> Tensor:
-    """silu(gate) * up of [n, 2f] -> [n, f]."""
+def gated(both: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of [n, 2f] -> [n, f]."""
     gate, up = both.to(numeric(both.dtype)).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(both.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(both.dtype)
 
 
 def combine(each: Tensor, weight: Tensor, live: Tensor) -> Tensor:
@@ -67,8 +76,10 @@ def can_group(x: Tensor, gate_up: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def check(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    """Raise InputError if the shapes do not fit each other."""
+def check(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
+    """Raise InputError if the shapes do not fit each other, UnknownName for an unknown activation."""
+    if activation not in ACTIVATIONS:
+        raise UnknownName("activation of dgraph::experts", activation, ACTIVATIONS)
     experts, both, width = gate_up.shape
     fits = x.dim() == 2 and choice.dim() == 2 and choice.shape == weight.shape and choice.shape[0] == x.shape[0]
     if not fits or x.shape[1] != width or both % 2 or tuple(down.shape) != (experts, width, both // 2):
@@ -83,7 +94,9 @@ def fake(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def workspace(device: torch.device, x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> int:
+def workspace(
+    device: torch.device, x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
+) -> int:
     """Bytes of each slot's row before and after the products, and of what lies between them; on a CPU, where one expert
     follows the other, of what lies there for one of evenly loaded experts, or of two sums at the end.
     """
@@ -107,6 +120,10 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     ):
         choice = torch.rand((n, experts), generator=generator).argsort(-1)[:, :k]
         yield _sample(name, draw(n, d), choice, torch.rand((n, k), generator=generator), experts, f, generator)
+    choice = torch.rand((5, 4), generator=generator).argsort(-1)[:, :2]
+    sample = _sample("gelu", draw(5, 16), choice, torch.rand((5, 2), generator=generator), 4, 8, generator)
+    assert sample.padded is not None
+    yield Sample(sample.name, (*sample.args, "gelu_tanh"), (*sample.padded, "gelu_tanh"))
     for name, rows in (
         ("all rows to one expert", [[2]] * 7),
         ("choices that name no expert", [[0, -1], [4, 1], [-1, 4], [3, 3]]),

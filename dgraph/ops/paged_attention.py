@@ -13,14 +13,15 @@ from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define, numeric
-from dgraph.ops.rows import attend, check_heads, mask_of, padded_length
+from dgraph.ops.rows import attend, check_heads, check_window, hidden_keys, mask_of, padded_length
 from dgraph.ops.scales import FLOAT8, check_scale, scaled, unscaled
 
 CONTRACT = """\
-Row i sees the cache positions [0, limit[i]) of its sequence; position p of sequence s lives at
+Row i sees the cache positions [0, limit[i]) of its sequence, and of these, where there is a window, those after
+origin[i] - window: the row itself or its block begins at origin. Position p of sequence s lives at
 cache[page_table[s, p // page], p % page].
-q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N]
--> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
+q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N];
+origin i32[N], or None with window 0 -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
 Scores q.k * scale and sums in fp32 at least.
 Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], contiguous: a key stands for
 k_scale times what is stored, a value for v_scale times that, multiplied in fp32 into score and weight.
@@ -40,8 +41,11 @@ def reference(
     scale: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    origin: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    check_window("paged_attention", origin, window)
     for cache, by in ((k_cache, k_scale), (v_cache, v_scale)):
         check_scale("paged_attention", cache, by)
     out = q.new_zeros(q.shape)
@@ -49,9 +53,11 @@ def reference(
     for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], wide.dtype):
         keys, values = (s.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
         mask, blind = s.mask, None
-        if mask is None:
+        if mask is None or origin is not None:
             end = _filled_up(limit[s.rows])[None]
-            mask, blind = mask_of(s.slots >= end[:, :, None], wide.dtype), end <= 0
+            since = None if origin is None else _filled_up(origin[s.rows])[None]
+            hidden = hidden_keys(s.slots[None], end, since, window)
+            mask, blind = mask_of(hidden, wide.dtype), end <= 0 if origin is None else hidden.all(dim=2)
         found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
         out[s.rows] = found[0, : s.count].to(q.dtype)
     return out
@@ -160,6 +166,9 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     mixed = torch.tensor([8, 8, 12, 12, 0, 3, 5]).int()
     two = _sample("two limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, generator)
     yield two
+    origin = torch.tensor([7, 7, 9, 9, 0, 2, 4]).int()
+    assert two.padded is not None
+    yield Sample("windows", (*two.args, None, None, origin, 3), (*two.padded, None, None, pad_rows(origin, 5), 3))
     for sample in (two, _sample("one row", (1,), torch.tensor([70]).int(), 16, 6, 2, 20, generator)):
         assert sample.padded is not None
         yield Sample(f"{sample.name}, float8", in_float8(sample.args), in_float8(sample.padded))

@@ -173,6 +173,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blind: Tensor | None, 
     return out if blind is None or not bool(blind.any()) else out.masked_fill(blind[:, :, None, None], 0)
 
 
+def check_window(op: str, origin: Tensor | None, window: int, dense: bool = False) -> None:
+    """A window has a length, and packed rows that say from where it counts."""
+    if window < 0 or (not dense and (origin is None) != (window == 0)):
+        raise InputError(
+            f"dgraph::{op}: a window is a number of positions, at least 1, that counts back from origin i32[N]; give "
+            f"both or neither (window=0), got window={window} and {'no origin' if origin is None else 'an origin'}."
+        )
+
+
+def hidden_keys(at: Tensor, limit: Tensor, origin: Tensor | None, window: int) -> Tensor:
+    """bool[..., R, K]: keys at positions [..., K] that rows do not see, of limit and origin [..., R]."""
+    hidden = at[..., None, :] >= limit[..., :, None]
+    return hidden if origin is None else hidden | (at[..., None, :] <= origin[..., :, None] - window)
+
+
 def check_heads(op: str, q: Tensor, k: Tensor, dim: int) -> None:
     """Query heads must be a multiple of KV heads (dimension `dim` of q and k)."""
     if q.shape[dim] % k.shape[dim]:

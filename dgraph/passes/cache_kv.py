@@ -69,7 +69,7 @@ class CacheKV(Pass):
                 continue
             if f"k_cache_{layer}" in graph.inputs:
                 raise PassError(f"{where(node)}: a second attention in the layer; it cannot share the other's cache.")
-            q, k, v, positions, cu_rows, limit, scale = args_of(node)
+            q, k, v, positions, cu_rows, limit, scale, *window = args_of(node)
             heads, dim = (int(s) for s in k.meta["val"].shape[1:])
             shape = ("pages", "page", heads, dim)
             table = graph.add_input(PAGE_TABLE)
@@ -80,6 +80,6 @@ class CacheKV(Pass):
             ]
             write = (k, v, k_cache, v_cache, positions, table, cu_rows, *scales)
             graph.call(OPS["kv_write"], write, before=node, by=report.name)
-            read = (q, k_cache, v_cache, table, cu_rows, limit, scale, *scales)
+            read = (q, k_cache, v_cache, table, cu_rows, limit, scale, *(scales or (None,) * len(window)), *window)
             graph.replace(node, graph.call(OPS["paged_attention"], read, before=node, by=report.name))
             report.did("packed_attention -> kv_write, paged_attention", layer)

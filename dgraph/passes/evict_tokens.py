@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
+from dgraph.layers import windowed
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
@@ -112,6 +113,11 @@ class EvictTokens(Pass):
                 "stays; it sees the keys of all rows before it, and evicted ones have none. Use a recipe that evicts "
                 "no rows, such as 'dense' or 'dyllm'"
             )
+        if spec.noise == "uniform":
+            return (
+                "no row is decoded before its whole canvas is: what each of them predicts is a part of what the next "
+                "step reads, and of when the canvas is done. Use a recipe that evicts no rows, such as 'dense'"
+            )
         return ""
 
     def run(self, graph: Graph, report: Report) -> None:
@@ -128,7 +134,7 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
-        if reason := self.obstacle(graph.spec):
+        if reason := self.obstacle(graph.spec) or windowed(anchor):
             report.skip(reason, anchor)
             return
         if graph.row_set(anchor) != graph.row_set(args_of(write)[0]):

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.layers import Layer
+from dgraph.layers import Layer, windowed
 from dgraph.linears import heads_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
@@ -114,6 +114,8 @@ def _attends(node: Node) -> bool:
 
 def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
     """Why the last layer cannot run on masked rows alone, or None."""
+    if reason := windowed(attention):
+        return reason
     hidden, *_ = args_of(head)
     rows = graph.row_set(attention)
     if args_of(head)[8:9] == (True,):

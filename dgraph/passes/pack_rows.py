@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 CU_ROWS = InputSpec("cu_rows", torch.int32, ("b+1",))
 LIMIT = InputSpec("limit", torch.int32, ("N",))
-PACKED = {"input_ids": ("N",), "positions": ("N",)}
+ORIGIN = InputSpec("origin", torch.int32, ("N",))
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class PackRows(Pass):
     Every value is brought into one layout: rows first, then its other dimensions in their order. A transpose between
     tokens and heads therefore vanishes, and so does every read of a batch or sequence size. Attention becomes
     `packed_attention`, which takes the sequence boundaries `cu_rows` i32[b+1] and, for each row, the `limit` i32[N]
-    of key positions that it sees.
+    of key positions that it sees. An attention with a window also takes the `origin` i32[N] from which it counts back:
+    where the row stands, or where its block begins.
 
         before  %4 = linear(%3, self_attn.q_proj.weight)    f32[b, t, 256]
                 %5 = reshape(%4, [%b, %t, -1, 32])          f32[b, t, 8, 32]
@@ -47,7 +48,7 @@ class PackRows(Pass):
 
     effect: ClassVar[Effect] = Effect.EXACT
     summary: ClassVar[str] = "packs all tokens of a step as rows [N, ...]"
-    signature: ClassVar[frozenset[str]] = frozenset({"input_ids", "positions", "cu_rows", "limit"})
+    signature: ClassVar[frozenset[str]] = frozenset({"*"})  # what a model takes per token, it takes per row
 
     def run(self, graph: Graph, report: Report) -> None:
         if not graph.find("attention"):
@@ -66,13 +67,12 @@ class _Packer:
 
     def run(self) -> None:
         graph = self.graph
-        for name, shape in PACKED.items():
-            spec = InputSpec(name, torch.int64, shape)
-            if name not in graph.inputs:  # a model without rotary embedding reads no positions, but attention does
-                graph.add_input(spec)
-                continue
-            graph.inputs[name] = spec
-            graph.input(name).meta["val"] = graph.symbols.shared(spec.shape, spec.dtype, graph.device)
+        if "positions" not in graph.inputs:  # a model without rotary embedding reads none, but attention does
+            graph.add_input(InputSpec("positions", torch.int64, ("N",)))
+        for name, old in list(graph.inputs.items()):
+            if old.shape[:2] == ("b", "t"):
+                graph.inputs[name] = spec = InputSpec(name, old.dtype, ("N", *old.shape[2:]))
+                graph.input(name).meta["val"] = graph.symbols.shared(spec.shape, spec.dtype, graph.device)
         self.cu_rows, self.limit = graph.add_input(CU_ROWS), graph.add_input(LIMIT)
         for node in graph.calls:
             if isinstance(self.old[node], (int, torch.SymInt)):
@@ -299,9 +299,10 @@ class _Packer:
         return self._call(node, node.target, (self._of(positions), self.cu_rows, block))
 
     def _attention(self, node: Node) -> Node:
-        q, k, v, scale = args_of(node)
+        q, k, v, scale, *window = args_of(node)
         positions = self.graph.input("positions")
-        args = (*(self._of(x) for x in (q, k, v)), positions, self.cu_rows, self.limit, scale)
+        more = (self.graph.add_input(ORIGIN), *window) if any(window) else ()
+        args = (*(self._of(x) for x in (q, k, v)), positions, self.cu_rows, self.limit, scale, *more)
         new = self._call(node, OPS["packed_attention"], args)
         self.report.did("attention -> packed_attention", node.meta["layer"])
         return new

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.layers import Layer, of_weights
+from dgraph.layers import Layer, of_weights, windowed
 from dgraph.linears import linears_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
@@ -144,6 +144,8 @@ class PartialAttention(Pass):
 def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
     """Why an attention cannot be updated, or made to read what salient rows have written, or None."""
     layer = attention.meta["layer"]
+    if reason := windowed(attention):
+        return reason
     writes = graph.find("kv_write", layer) if layer is not None else []
     if len(writes) != 1:
         return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"

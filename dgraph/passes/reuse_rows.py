@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.layers import FeedForward, Layer, of_weights
+from dgraph.layers import FeedForward, Layer, of_weights, windowed
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
@@ -177,6 +177,8 @@ class _Layer:
 
 def _layer(graph: Graph, attention: Node) -> _Layer | str:
     """The layer of an attention, or why it cannot run on some of its rows."""
+    if seen := windowed(attention):
+        return seen
     layer = Layer(graph, attention)
     ffn, write = layer.feed_forward, layer.write
     if isinstance(ffn, str):

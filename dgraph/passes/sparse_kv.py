@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
+from dgraph.layers import windowed
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes import salience
@@ -137,6 +138,9 @@ class SparseKV(Pass):
             )
         for node in graph.find("paged_attention"):
             layer = node.meta["layer"]
+            if reason := windowed(node):
+                report.skip(reason, node)
+                continue
             writes = graph.find("kv_write", layer)
             if len(writes) != 1:
                 report.skip(f"{len(writes)} writes of keys and values in the layer of this attention; expected 1", node)

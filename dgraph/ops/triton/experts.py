@@ -23,17 +23,21 @@ TILE = 8192
 """Values that one program moves."""
 
 
-def kernel(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def kernel(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
     """dgraph::experts; see its contract."""
-    check(x, choice, weight, gate_up, down)
+    check(x, choice, weight, gate_up, down, activation)
     if not choice.numel():
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if all(isinstance(each, QuantisedWeight) for each in (gate_up, down)) or can_group(x, gate_up):
-        return by_grouping(x, choice, weight, gate_up, down)
-    return by_masking(x, choice, weight, gate_up, down)
+        return by_grouping(x, choice, weight, gate_up, down, activation)
+    return by_masking(x, choice, weight, gate_up, down, activation)
 
 
-def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_grouping(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
     """Each slot's row is copied after the rows of lower experts; rows after the last bound are never written."""
     (n, d), (experts, _, f), slots = x.shape, down.shape, choice.shape[1]
     x, choice, weight = dense_rows(x), choice.contiguous(), weight.contiguous()
@@ -51,7 +55,7 @@ def by_grouping(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down
     some = TILE // 4 // block
     inner = torch.empty((n * slots, f), dtype=x.dtype, device=x.device)
     _gate_rows[(triton.cdiv(n * slots, some), triton.cdiv(f, block))](
-        both, inner, ends, experts - 1, both.stride(0), f, some, block, num_warps=4
+        both, inner, ends, experts - 1, both.stride(0), f, some, block, activation == "silu", num_warps=4
     )
     each = _products(inner, down, ends)
 
@@ -78,11 +82,13 @@ def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return ends, rank
 
 
-def by_masking(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_masking(
+    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
     """Every expert over every row, for what cannot be grouped: E / k times the work, but still without a host read."""
     each = x.new_zeros((*choice.shape, x.shape[1]))
     for expert in range(gate_up.shape[0]):
-        result = multiply(gated(multiply(x, gate_up[expert])), down[expert])
+        result = multiply(gated(multiply(x, gate_up[expert]), activation), down[expert])
         each = torch.where((choice == expert)[:, :, None], result[:, None], each)
     return combine(each, weight, chosen(choice, gate_up.shape[0]))
 
@@ -129,9 +135,10 @@ def _spread_rows(
 
 @triton.jit(do_not_specialize=["last"])
 def _gate_rows(
-    both_ptr, out_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    both_ptr, out_ptr, ends_ptr, last, both_row,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of the rows before the last bound."""
+    """act(gate) * up of the rows before the last bound."""
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return
@@ -142,7 +149,10 @@ def _gate_rows(
     at = both_ptr + wide * both_row + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
-    found = gate * tl.sigmoid(gate) * up
+    if SILU:
+        found = gate * tl.sigmoid(gate) * up
+    else:  # gelu by tanh: 1 + tanh(z) = 2 sigmoid(2 z)
+        found = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     tl.store(out_ptr + wide * SIZE + column[None, :], found.to(out_ptr.dtype.element_ty), mask=mask)
 
 

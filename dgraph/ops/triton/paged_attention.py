@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgraph.ops.rows import check_heads
+from dgraph.ops.rows import check_heads, check_window
 from dgraph.ops.triton import attention_roles
 from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
@@ -51,6 +51,8 @@ def kernel(
     scale: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    origin: Tensor | None = None,
+    window: int = 0,
     *,
     tiling: Tiling | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
@@ -63,6 +65,7 @@ def kernel(
             where it is loaded, in fp32, and rounded to its dtype.
     """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    check_window("paged_attention", origin, window)
     check_scales("paged_attention", k_cache=(k_cache, k_scale), v_cache=(v_cache, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -78,7 +81,7 @@ def kernel(
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     rotation = (dense_rows(rotation[0]), dense_rows(rotation[1])) if rotation is not None else None
-    if tiling.roles and attention_roles.fits(q, k_cache):
+    if tiling.roles and origin is None and attention_roles.fits(q, k_cache):
         wide = blocks_of(k_cache, v_cache, attention_roles.KEYS)
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
@@ -91,7 +94,7 @@ def kernel(
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
     _attend[(kv_heads, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin, out, part, mass,
-        k_scale, v_scale, n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
+        k_scale, v_scale, origin, window, n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
         page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, offsets_block(b),
@@ -142,8 +145,8 @@ def load_keys(
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, cos_ptr, sin_ptr,
-    out_ptr, part_ptr, mass_ptr, k_scale_ptr, v_scale_ptr, n, b, keys, q_row, table_row, cos_row, sin_row,
-    k_page, k_slot, k_head, v_page, v_slot, v_head,
+    out_ptr, part_ptr, mass_ptr, k_scale_ptr, v_scale_ptr, origin_ptr, window,
+    n, b, keys, q_row, table_row, cos_row, sin_row, k_page, k_slot, k_head, v_page, v_slot, v_head,
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
@@ -163,12 +166,24 @@ def _attend(
     live = (m // GROUP < ROWS) & (row < end)
     limit = tl.load(limit_ptr + row, mask=live & (s < b), other=0)  # padding rows see nothing
     longest = tl.minimum(tl.max(limit), keys)
-    share = tl.cdiv(tl.cdiv(longest, BLOCK_N), SPLITS) * BLOCK_N
-    first, last = split * share, tl.minimum(split * share + share, longest)
+    begin, since = 0, tl.zeros([BLOCK_M], tl.int32)
+    if origin_ptr is not None:  # the first key that a row sees, and that any row of the tile does
+        since = tl.load(origin_ptr + row, mask=live & (s < b), other=0) - window + 1
+        begin = tl.min(tl.where(live & (s < b), since, longest))
+        begin = tl.minimum(tl.maximum(begin, 0), longest) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(longest - begin, BLOCK_N), SPLITS) * BLOCK_N
+    first = begin + split * share
+    last = tl.minimum(first + share, longest)
 
-    # Keys that every row of the tile sees need no mask.
+    # Keys that every row of the tile sees need no mask: those in [lead, plain).
     shortest = tl.min(tl.where(live, limit, longest))
     plain = tl.maximum(tl.minimum(shortest // BLOCK_N * BLOCK_N, last), first)
+    lead = first
+    if origin_ptr is not None:
+        latest = tl.max(tl.where(live & (s < b), since, 0))
+        lead = tl.maximum(tl.cdiv(tl.maximum(latest, 0), BLOCK_N) * BLOCK_N, first)
+        nothing = lead >= plain
+        lead, plain = tl.where(nothing, first, lead), tl.where(nothing, first, plain)
 
     d = tl.arange(0, WIDTH)
     value = (row.to(tl.int64) * HEADS + head * GROUP + m % GROUP)[:, None]
@@ -191,7 +206,7 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for key in range(first, plain, BLOCK_N):
+    for key in range(lead, plain, BLOCK_N):
         if BULK:
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
@@ -216,7 +231,9 @@ def _attend(
             p = p * v_by[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
-    for key in tl.range(plain, last, BLOCK_N, num_stages=1):
+    # The others: after the plain keys, and first those before them.
+    for at in tl.range(plain - (lead - first), last, BLOCK_N, num_stages=1):
+        key = tl.where(at < plain, at - plain + lead, at) if origin_ptr is not None else at
         k, v = load_keys(
             k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
         )
@@ -229,7 +246,10 @@ def _attend(
         else:
             score = tl.dot(q, k, input_precision=PRECISION)
         position = key + tl.arange(0, BLOCK_N)
-        score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
+        seen = position[None, :] < limit[:, None]
+        if origin_ptr is not None:
+            seen = seen & (position[None, :] >= since[:, None])
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
         p = tl.exp2(score * scale - base[:, None])

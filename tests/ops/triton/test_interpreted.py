@@ -67,6 +67,19 @@ def test_importing_the_ops_does_not_import_triton() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@every_pair(("block_n", (16, 32)), ("splits", (1, 3)), ("window", (1, 20, 200)))
+def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, splits: int, window: int) -> None:
+    """Keys before and after those that all rows of a tile see, shares of what is in the window, none in it at all."""
+    from dgraph.ops.triton.attention_tiling import Tiling
+
+    args = attention((9, 0, 5, 2), (150, 0, 12, 33), page=8, d=16)
+    limit = args[5]
+    for origin in (limit - 1, limit // 3, torch.full_like(limit, 4), limit + 300):
+        call = (*args, None, None, origin.int(), window)
+        tiling = Tiling(16, block_n, splits, 4, 1)
+        compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
+
+
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_samples(interpreted: Interpreter, name: str, sample: Sample) -> None:
     for args in (sample.args, sample.padded):

@@ -1,0 +1,269 @@
+"""DiffusionGemma against the class of transformers: both modes, folders, model objects."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgraph
+from dgraph.errors import CheckpointError, InputError
+from dgraph.frontend.capture import capture_module
+from dgraph.graph import Graph
+from dgraph.models.diffusion_gemma import CLASS, FACTS, build, family
+from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows, PartialAttention, ReuseRows, SparseKV
+from dgraph.verify import verify
+from dgraph.weights import read_all, weights_of
+from tests.models.gemma import (
+    CANVAS,
+    EOS,
+    HIDDEN,
+    TEXT,
+    VOCAB,
+    WINDOW,
+    adopted,
+    caches_of,
+    draw,
+    published,
+    rows_of,
+    run,
+)
+from tests.remote import change_tensors, write
+from tests.tiny import ops_of, read_cache, report_of, rewritten
+
+PROMPT = draw(11, 1)
+"""Longer than the window, and no multiple of a canvas."""
+CONFIG: dict[str, Any] = {
+    "architectures": [CLASS],
+    "model_type": "diffusion_gemma",
+    "canvas_length": CANVAS,
+    "eos_token_id": [1, EOS],
+    "tie_word_embeddings": True,
+    "text_config": {**TEXT, "model_type": "diffusion_gemma_text", "use_bidirectional_attention": "vision"},
+}
+OF_VISION = re.compile(r"model\.encoder\.(?!language_model\.layers\.\d+\.layer_scalar)")
+
+
+@pytest.fixture(scope="module")
+def model() -> dgraph.Model:
+    return adopted(published())
+
+
+@pytest.fixture(scope="module")
+def captured(model: dgraph.Model) -> Graph:
+    graph = capture_module(model.module, model.spec, model.prefix)
+    verify(graph)
+    return graph
+
+
+@pytest.fixture(scope="module")
+def cached(captured: Graph) -> Graph:
+    return rewritten(captured, PackRows(), FuseProjections(), CacheKV())
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def projected(hidden: Tensor) -> Tensor:
+    """Logits of last hidden states [t, hidden], as transformers makes them."""
+    return 30 * torch.tanh(published().lm_head(hidden).float() / 30)
+
+
+@torch.no_grad()
+def both_modes(prompt: list[int], canvas: list[int], soft_logits: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    """Logits of an encoded prompt and of a canvas after it, and the cache, by transformers."""
+    found = published()(
+        input_ids=torch.tensor([prompt]),
+        decoder_input_ids=torch.tensor([canvas]),
+        self_conditioning_logits=None if soft_logits is None else soft_logits[None],
+    )
+    return projected(found.encoder_last_hidden_state[0]), found.logits[0], found.past_key_values
+
+
+def soft_of(logits: Tensor) -> Tensor:
+    """The mean embedding that logits predict."""
+    return logits.softmax(-1) @ published().model.decoder.embed_tokens.weight.detach()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_both_modes_equal_the_class_of_transformers(cached: Graph) -> None:
+    canvas, before = draw(CANVAS, 2), 5 * torch.randn(CANVAS, VOCAB, generator=torch.Generator().manual_seed(3))
+    for given in (None, before):
+        encoded, denoised, cache = both_modes(PROMPT, canvas, given)
+        caches = caches_of(cached, [len(PROMPT) + CANVAS])
+        close(run(cached, rows_of([PROMPT], [0], [True]), caches), encoded)
+        for layer in (1, 3):  # the sliding ones of transformers drop what is behind their window
+            for kind, wanted in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):
+                found = read_cache(caches, f"{kind}_cache_{layer}", 0, len(PROMPT))
+                close(found, wanted[0].transpose(0, 1)[: len(PROMPT)])
+        soft = None if given is None else soft_of(given)
+        close(run(cached, rows_of([canvas], [len(PROMPT)], [False]), caches, soft), denoised)
+    assert denoised.std() > 0.1
+
+
+def test_one_step_holds_rows_of_both_modes(cached: Graph) -> None:
+    """Rows of a sequence are what they are alone, whatever mode those of the others are in."""
+    first, second, canvas = PROMPT, draw(3, 5), draw(CANVAS, 6)
+    caches = caches_of(cached, [len(first) + CANVAS, len(second) + CANVAS])
+    run(cached, rows_of([[], second], [0, 0], [True, True]), caches)
+    found = run(cached, rows_of([first, canvas], [0, len(second)], [True, False]), caches)
+    close(found[: len(first)], both_modes(first, canvas, None)[0])
+    close(found[len(first) :], both_modes(second, canvas, None)[1])
+
+
+def test_prompts_are_encoded_in_parts(cached: Graph) -> None:
+    wanted, _, _ = both_modes(PROMPT, draw(CANVAS, 2), None)
+    caches = caches_of(cached, [len(PROMPT)])
+    spans = itertools.pairwise([0, 4, 5, len(PROMPT)])
+    parts = [run(cached, rows_of([PROMPT[a:b]], [a], [True]), caches) for a, b in spans]
+    close(torch.cat(parts), wanted)
+
+
+def test_every_row_of_a_canvas_sees_the_same_window(cached: Graph) -> None:
+    """The last WINDOW - 1 cached keys and the whole canvas, whatever the row: seen by gradients of the logits."""
+    model = adopted(published())
+    graph = rewritten(capture_module(model.module, model.spec), PackRows())
+    tokens = draw(WINDOW + CANVAS, 7)
+    mode = torch.tensor([True] * WINDOW + [False] * CANVAS)
+    at = torch.arange(len(tokens))
+    rows = {
+        **rows_of([tokens], [0], [True]),
+        "encoded": mode,
+        "limit": torch.where(mode, at + 1, len(tokens)).int(),
+        "origin": torch.where(mode, at, WINDOW).int(),
+    }
+    (first,) = graph.find("packed_attention", 0)
+    graph.set_outputs({"logits": first})
+    base = run(graph, rows, {})
+    for key in range(len(tokens)):
+        changed = run(graph, {**rows, "input_ids": rows["input_ids"].index_fill(0, torch.tensor([key]), 3)}, {})
+        reached = ((base - changed).abs().flatten(1).amax(1) > 1e-6)[WINDOW:]
+        assert reached.tolist() == [key > 0] * CANVAS
+
+
+def test_every_layer_has_its_own_window_heads_and_rotation(model: dgraph.Model, captured: Graph, cached: Graph) -> None:
+    assert [args[4] if len(args) > 4 else 0 for n in captured.find("attention") for args in [n.args]] == [6, 0, 6, 0]
+    assert [tuple(cached.inputs[f"k_cache_{layer}"].shape[2:]) for layer in range(4)] == [(2, 8), (1, 16)] * 2
+    assert ops_of(cached, 1).count("linear") == ops_of(cached, 0).count("linear")  # one product for q|k, or q|k|v
+    for other in ({"sliding_window": 5}, {"num_global_key_value_heads": 2}, {"global_head_dim": 8}):
+        with pytest.raises(AssertionError):
+            assert build({**TEXT, **other}, "").config == model.module.config
+
+
+def test_the_scalars_of_both_modes_count(cached: Graph) -> None:
+    """A checkpoint has 60 of them: neither mode reads the other's."""
+    layers = published().model.encoder.language_model.layers
+    assert not torch.equal(layers[0].layer_scalar, published().model.decoder.layers[0].layer_scalar)
+    rows, canvas = rows_of([PROMPT], [0], [True]), rows_of([PROMPT], [0], [False])
+    names = [name for name in cached.tensors if name.endswith("layer_scalar")]
+    assert len(names) == 2 * len(layers)
+    for read, left in ((rows, "decoder"), (canvas, "encoder")):
+        other = cached.copy()
+        for name in names:
+            if left in name:
+                other.tensors[name] = torch.full((1,), torch.nan)
+        assert torch.equal(
+            run(other, read, caches_of(other, [len(PROMPT)])), run(cached, read, caches_of(cached, [len(PROMPT)]))
+        )
+
+
+def test_passes_that_think_all_keys_are_seen_leave_windows_alone(cached: Graph) -> None:
+    for step in (SparseKV(), PartialAttention(), ReuseRows(), EvictTokens()):
+        report = report_of(cached, step)
+        assert {found.layer for found in report.applied} <= {None, 1, 3}, step
+        expected = "no row is decoded before" if isinstance(step, EvictTokens) else "a window of 6 positions"
+        assert any(expected in skip.reason for skip in report.skipped), step
+
+
+# -- loading and adopting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_official_folder(tmp_path: Path, shards: int, captured: Graph) -> None:
+    """Its vision tower is not read, nor is what is tied."""
+    weights = {n: w.contiguous() for n, w in published().state_dict().items() if n != "lm_head.weight"}
+    stored = {n: w for n, w in weights.items() if not OF_VISION.match(n) or "vision" in n}
+    assert any("vision_tower" in name for name in stored)
+    folder = write(tmp_path / "diffusiongemma", CONFIG, stored, shards)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 94, 50], "pad_token_id": 0}')
+    loaded = family.open(folder, torch.float32, torch.device("cpu"))
+    assert loaded is not None
+    assert loaded.weights is not None
+    read_all(weights_of(loaded.module, loaded.prefix), loaded.weights)
+    for name, tensor in weights_of(loaded.module, loaded.prefix).items():
+        if name in stored:
+            assert torch.equal(tensor, stored[name]), name
+    spec = loaded.spec
+    assert (spec.family, spec.noise, spec.mask_id, spec.encoding) == ("diffusion_gemma", "uniform", -1, "causal")
+    assert (spec.block_length, spec.eos_ids, spec.pad_id, spec.max_positions) == (CANVAS, (1, 94, 50), 0, 256)
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == (4, 2, 8)
+
+
+def test_a_model_object_is_adopted_without_a_copy(model: dgraph.Model) -> None:
+    theirs = dict(published().named_parameters(remove_duplicate=False))
+    for name, parameter in model.module.named_parameters():
+        assert parameter is theirs[name]
+    assert family.adopt(torch.nn.Linear(1, 1)) is None
+
+
+def test_the_published_facts() -> None:
+    assert (FACTS["block_length"], FACTS["eos_ids"], FACTS["noise"]) == (256, (1, 106, 50), "uniform")
+
+
+def test_a_missing_scalar(tmp_path: Path) -> None:
+    stored = {n: w.contiguous() for n, w in published().state_dict().items() if not OF_VISION.match(n)}
+    folder = write(tmp_path / "m", CONFIG, {n: w for n, w in stored.items() if n != "lm_head.weight"})
+    name = "model.encoder.language_model.layers.2.layer_scalar"
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf"missing: {re.escape(name)}\. Its"):
+        family.open(folder, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": None}, "missing num_experts"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all', expected 'vision'"),
+        ({"attention_bias": True}, "attention_bias is True, expected False"),
+        ({"top_k_experts": 9}, "topk must be between 1 and the 4 experts"),
+        ({"layer_types": ["chunked_attention", *TEXT["layer_types"][1:]]}, "chunked_attention"),
+    ],
+)
+def test_what_the_forward_does_not_do_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"here does not describe a DiffusionGemma model: .*{message}"):
+        build({**CONFIG, "text_config": {**CONFIG["text_config"], **change}}, "here")
+
+
+def test_untied_weights_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is False, expected True"):
+        build({**CONFIG, "tie_word_embeddings": False}, "here")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"mask_id": 4}, r"noise='uniform' has mask_id=-1, got 4"),
+        ({"logit_shift": 1}, r"noise='uniform' has logit_shift=0, got 1"),
+        ({"next_token": True}, r"noise='uniform' has next_token=False, got True"),
+        ({"noise": "normal"}, r"noise must be one of \('mask', 'uniform'\), got 'normal'"),
+        ({"noise": "mask"}, "a diffusion model needs a mask token"),
+    ],
+)
+def test_facts_that_do_not_fit(model: dgraph.Model, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(model.spec, **facts)
+
+
+def test_a_soft_embedding_has_the_width_of_the_stream(captured: Graph) -> None:
+    assert captured.inputs["soft"].shape == ("b", "t", HIDDEN)
+    assert captured.inputs["encoded"].dtype == torch.bool
