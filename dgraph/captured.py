@@ -67,6 +67,20 @@ def graph_of_model(
 
     Raises what `capture_or_load`, `run_passes` and `dgraph.parallel.divide` do.
     """
+    graph = _without_adapter(model, store, weights, mesh, facts)
+    if model.adapter is not None:
+        graph = graph.copy()  # which others of the same module may share
+        graph.adapter = model.adapter
+    return graph
+
+
+def _without_adapter(
+    model: Model,
+    store: Store | None,
+    weights: QuantizeWeights | None,
+    mesh: DeviceMesh | None,
+    facts: Mapping[str, object] | None,
+) -> Graph:
     if mesh is None and (weights is not None or model.weights is not None):
         known = _QUANTISED.setdefault(model.module, weakref.WeakValueDictionary())
         graph = known.get((weights, model.spec))

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dgraph.adapters import Adapter
 from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points
@@ -90,6 +91,7 @@ class Model:
             graph; see `dgraph.passes.ShardTensorParallel`.
         weights: where parameters of `module` are to be read that only stand for these: all of them, see `Family.open`;
             or those that a checkpoint stores quantised, which a captured graph reads as they are.
+        adapter: by which it drafts, see `ModelSpec.adapter`; None: by its own weights.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Model:
     prefix: str = ""
     hints: Mapping[str, str] = field(default_factory=dict)
     weights: WeightSource | None = None
+    adapter: Adapter | None = None
 
 
 class Family(Protocol):
@@ -221,13 +224,14 @@ def resolve(
                 f"model is divided over ranks or its weights are quantised: give mesh or weights to dgraph.optimize, "
                 f"or load it without."
             )
-        return replace(model, spec=replace(model.spec, **facts)) if facts else model
+        found = replace(model, spec=replace(model.spec, **facts)) if facts else model
+        return _adapted(found) if "adapter" in facts else found
     if isinstance(model, (str, Path)):
         return load(model, dtype, device, opened=opened, **facts)
     for family in families().values():
         adopted = family.adopt(model, **facts)
         if adopted is not None:
-            return adopted
+            return _adapted(adopted)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise CaptureError(
         f"no family adopts {kind}; known: {', '.join(families())}. Wrap a module with forward(input_ids, position_ids) "
@@ -260,6 +264,7 @@ def load(
         if found.weights is not None and not opened:
             read_all(weights_of(found.module, found.prefix), found.weights)
             found = replace(found, weights=found.weights.quantised())
+        found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
 
@@ -283,6 +288,22 @@ def folder_of(name: str | Path) -> Path:
             f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer."
         )
     return folder
+
+
+def _adapted(model: Model, folder: Path | None = None) -> Model:
+    """The model with the adapter that its spec names, in that folder or anywhere.
+
+    Raises:
+        CheckpointError: no family of the model that reads adapters, or what that raises.
+    """
+    name = model.spec.adapter
+    if not name:
+        return replace(model, adapter=None)
+    read = getattr(families().get(model.spec.family), "read_adapter", None)
+    if read is None:
+        raise CheckpointError(f"adapter={name!r}: the family {model.spec.family} reads no adapters; leave it out.")
+    inside = None if folder is None else folder / name
+    return replace(model, adapter=read(model, inside if inside is not None and inside.is_dir() else Path(name)))
 
 
 def _calibrated(model: Model, folder: Path) -> Model:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.adapters import Adapter
 from dgraph.errors import UnknownName, VerifyError
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
@@ -66,6 +67,7 @@ class Graph:
         divided: by name, what a rank has of each weight that is divided.
         whole: the facts of the whole model, where `spec` counts the heads that a rank has; None for a whole graph.
         own: numbers that differ between ranks, by name, i64[1] each; see `own_number`.
+        adapter: what the model drafts by, besides these weights; whole, on every rank. None: by these alone.
     """
 
     def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
@@ -80,6 +82,7 @@ class Graph:
         self.divided: dict[str, Part] = {}
         self.whole: ModelSpec | None = None
         self.own: dict[str, Tensor] = {}
+        self.adapter: Adapter | None = None
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -447,7 +450,7 @@ class Graph:
         other.tensors, other.inputs = dict(self.tensors), dict(self.inputs)
         other.outputs, other.history = self.outputs, self.history
         other.sharding, other.divided = self.sharding, dict(self.divided)
-        other.whole, other.own = self.whole, dict(self.own)
+        other.whole, other.own, other.adapter = self.whole, dict(self.own), self.adapter
         return other
 
     def _placeholder(self, name: str, before: Node | None) -> Node:

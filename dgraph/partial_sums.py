@@ -77,6 +77,8 @@ def _is_linear(node: Node, read: list[Node], made: dict[Node, str]) -> bool:
         return True
     if node.target is aten.add.Tensor:
         return not node.kwargs and len(read) == len(node.all_input_nodes) and len(args_of(node)) == 2
+    if node.target is OPS["low_rank"].overload:  # what is added to a share is made of the same inputs: a share, too
+        return read == node.all_input_nodes[:1]
     return node.target in _SCALED and read == node.all_input_nodes[:1] and not isinstance(args_of(node)[1], Node)
 
 

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from dgraph.errors import PassError, UnknownName
 from dgraph.graph import Graph
 from dgraph.linears import head_of
+from dgraph.passes.adapt_drafts import AdaptDrafts
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
 from dgraph.recipes import Phase, Recipe
+
+DRAFTING = ("step", "select")
+"""Phases whose rows may be drafts."""
 
 # The passes that made a graph, in order, and whether each might apply nowhere: phases may differ in the latter.
 Steps = tuple[tuple[Pass, bool], ...]
@@ -53,13 +57,16 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
     Phases that begin with the same passes share their work (and the weights that these stack), and so do recipes of one
     graph. So neither that graph nor one that it gave may be changed after: change a copy.
 
+    Steps of a model that drafts by an adapter run `AdaptDrafts` after PackRows, whatever the recipe.
+
     Raises:
         PassError, VerifyError: a pass applied nowhere, or broke a rule.
     """
     done = _DERIVED.setdefault(graph, {})
     phases = {}
     for phase in recipe.phases:
-        steps = tuple((step, step.name in phase.optional) for step in phase.passes)
+        passes = _adapted(phase) if graph.adapter is not None else phase.passes
+        steps = tuple((step, step.name in phase.optional) for step in passes)
         keys = [steps[: i + 1] for i in range(len(steps))]
         for key in keys:
             if key not in done:
@@ -69,6 +76,13 @@ def rewrite(graph: Graph, recipe: Recipe) -> dict[str, Rewritten]:
         snapshots = tuple(done[key][0] for key in keys)
         phases[phase.name] = Rewritten(snapshots[-1] if snapshots else graph, reports, snapshots)
     return phases
+
+
+def _adapted(phase: Phase) -> tuple[Pass, ...]:
+    """The passes of a phase, and of one that drafts what its rows read of an adapter."""
+    if phase.name not in DRAFTING:
+        return phase.passes
+    return tuple(p for step in phase.passes for p in ((step, AdaptDrafts()) if isinstance(step, PackRows) else (step,)))
 
 
 def scoring(captured: Graph) -> Graph:

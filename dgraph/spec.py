@@ -24,6 +24,7 @@ FACTS = (
     "logit_shift",
     "max_positions",
     "layer_importance",
+    "adapter",
 )
 """Fields of `ModelSpec` that a caller may give: what no shape of a weight says."""
 
@@ -58,6 +59,8 @@ class ModelSpec:
         dtype: dtype of the weights.
         layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
             it, MaskKV, section 3.3); empty if it was not measured.
+        adapter: the folder of a low-rank adapter by which the model drafts, and does not verify; in the checkpoint's
+            folder or anywhere. Empty: it drafts by its own weights.
     """
 
     family: str
@@ -79,6 +82,7 @@ class ModelSpec:
     encoding: str = "block"
     next_token: bool = False
     noise: str = "mask"
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.noise not in NOISES:
@@ -103,6 +107,11 @@ class ModelSpec:
             raise InputError(
                 f"{self.family}: a model with encoding='causal' predicts the token after a block where it encodes it; "
                 f"give {given_as('next_token', True)}, too."
+            )
+        if self.adapter and self.encoding != "causal":
+            raise InputError(
+                f"{self.family}: adapter={self.adapter!r} is for drafts, which a model verifies by rows that see what "
+                f"comes before them, but this one encodes each {self.encoding} as a whole; leave it out."
             )
         if self.heads % self.kv_heads:
             raise InputError(f"{self.family}: {self.heads} heads are not a multiple of {self.kv_heads} KV heads.")

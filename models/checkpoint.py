@@ -35,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, not JSON, or not an object.
     """
-    return _read_object(folder / "config.json", "the model's settings")
+    return read_object(folder / "config.json", "the model's settings")
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
@@ -51,7 +51,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
     if tokenizer is None and (folder / DIFFERENCE).is_file():
         tokenizer = difference.tokenizer_of(folder)
     if (folder / GENERATION).is_file():
-        config = with_ids(config, _read_object(folder / GENERATION, "the settings of a generation"))
+        config = with_ids(config, read_object(folder / GENERATION, "the settings of a generation"))
     if config.get("mask_token_id") is None and tokenizer is not None and tokenizer.mask_id is not None:
         config = {**config, "mask_token_id": tokenizer.mask_id}
     return config, tokenizer
@@ -255,7 +255,7 @@ def _shards(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} has no *.safetensors file.")
     if not (folder / INDEX).is_file():
         return there
-    places = _read_object(folder / INDEX, "the shard of each tensor").get("weight_map")
+    places = read_object(folder / INDEX, "the shard of each tensor").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from names to shards; fetch it again.")
     named = sorted(set(places.values()))
@@ -267,7 +267,12 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in named]
 
 
-def _read_object(path: Path, what: str) -> dict[str, Any]:
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        CheckpointError: missing, not JSON, or not an object with `what`.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

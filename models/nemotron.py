@@ -6,7 +6,9 @@ not the embedding. A prompt and a finished block are forwarded with causal atten
 block is denoised with attention to all of it, and begins with that token. So the causal rows alone are an
 autoregressive model, which the policies "autoregressive" and "self_speculation" decode by.
 
-An adapter for drafts alone (`linear_spec_lora`) is no part of these folders, and is not read.
+A checkpoint's folder may hold an adapter by which self-speculation drafts, in PEFT's format (`linear_spec_lora`, of
+rank 128 beside o_proj): `dgraph.load(folder, adapter="linear_spec_lora")`. Drafts alone read it; what verifies them,
+and every other policy, reads the model's own weights.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dgraph.adapters import Adapter
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
+from dgraph.models.adapters import read_adapter
 from dgraph.models.checkpoint import (
     WithOwnKeys,
     build_native,
@@ -28,6 +30,7 @@ from dgraph.models.checkpoint import (
 from dgraph.models.native import PREFIX, Forward, config_of, native_spec
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
+from dgraph.weights import weights_of
 
 
 def as_it_is(config: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -107,6 +110,12 @@ class RemoteCodeFamily:
         native = self.build(config, source)
         weights, dtype = open_weights(native, folder, dtype, device, self._stored)
         return replace(self.model(folder.name, native, config, dtype, **facts), tokenizer=tokenizer, weights=weights)
+
+    def read_adapter(self, model: Model, folder: Path) -> Adapter:
+        """A low-rank adapter for the linear layers of a model of this family; see `dgraph.models.adapters`."""
+        parameters = weights_of(model.module, model.prefix)
+        layers = {name: p for name, p in parameters.items() if ".layers." in name and p.dim() == 2}
+        return read_adapter(folder, {self.stored(name): (name, p) for name, p in layers.items()})
 
     def _stored(self, native: nn.Module, there: Container[str]) -> dict[str, list[str]]:
         return {name: [self.stored(name)] for name in native.state_dict()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dgraph.passes.adapt_drafts import AdaptDrafts
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
@@ -34,6 +35,7 @@ _OWN: dict[str, type[Pass]] = {
         QuantizeWeights,
         ShardTensorParallel,
         PackRows,
+        AdaptDrafts,
         FuseProjections,
         CacheKV,
         SlotKV,
@@ -55,6 +57,7 @@ PASSES: Mapping[str, type[Pass]] = Table(_OWN, GROUP, check_class(Pass))
 
 __all__ = [
     "PASSES",
+    "AdaptDrafts",
     "BoundRows",
     "CacheKV",
     "ChunkLMHead",

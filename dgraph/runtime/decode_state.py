@@ -213,6 +213,10 @@ class DecodeState(ABC):
         decoded rows that may be replaced get a candidate like masked ones.
         """
 
+    def drafted(self, policy: Policy) -> Tensor:
+        """bool[b]: what the next step predicts of the sequence is a draft, which a later step verifies."""
+        return torch.zeros_like(self.active)
+
     @abstractmethod
     def _own_rows(self) -> Tensor:
         """i64[b]: rows of the step that are forwarded for their keys alone."""
@@ -464,13 +468,12 @@ class DecodeState(ABC):
 
     def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
         """End sequences that are done; bool[b]: those of the others whose block is done."""
-        block = self.block
         complete = ~self.block_masked.any(dim=1) if settled is None else settled
         stopped = self._stopped()
         if settled is not None:
             edited = per_sequence("edits", policy, self.kind)
             stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
-        self.active = self.active & ~(stopped | (complete & (self.start + block > self.last)))
+        self.active = self.active & ~(stopped | (complete & (self.start + self.block > self.last)))
         return complete & self.active
 
     def _stopped(self) -> Tensor:

@@ -87,6 +87,10 @@ def _adapt(at: Moment) -> Tensor:
     return _given(at.state.action)[at.rows.sequence] == REUSE
 
 
+def _drafted(at: Moment) -> Tensor:
+    return at.state.drafted(at.rule.policy)[at.rows.sequence] & at.rows.live
+
+
 def _key_positions(at: Moment) -> Tensor:
     seen = at.state.seen_keys()
     index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
@@ -101,6 +105,8 @@ OFFERS: dict[str, Offer] = {
     "masked": Offer(torch.bool, "row", lambda at: at.rows.masked),
     "candidate": Offer(torch.bool, "row", lambda at: at.rows.candidate),
     "cu_rows": Offer(torch.int32, "offsets", lambda at: at.rows.cu_rows),
+    # What the row predicts is a draft, which a later step verifies.
+    "drafted": Offer(torch.bool, "row", _drafted),
     # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
     "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
     "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),

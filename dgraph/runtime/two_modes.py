@@ -169,6 +169,10 @@ class TwoModeState(DecodeState):
             changed=changed,
         )
 
+    def drafted(self, policy: Policy) -> Tensor:
+        drafts = per_sequence("drafts", policy, self.kind)
+        return choose(drafts, ~self.encodes, torch.zeros_like(self.encodes))
+
     @property
     def _after_is_free(self) -> Tensor:
         """bool[b]: the next step is to decide the position after the block."""

@@ -9,9 +9,9 @@ import torch
 
 from dgraph.api import Optimized
 from dgraph.cache.store import open_store
+from dgraph.captured import graph_of_model
 from dgraph.errors import UnknownName
 from dgraph.families import Model, families
-from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -42,8 +42,7 @@ class TinyModel:
         Captured when it is first asked for, so that tests can be collected, with models as their parameters, without
         a capture, and the artifact cache is the one that a test's fixtures have set.
         """
-        model = self.model
-        return capture_or_load(model.module, model.spec, model.prefix, open_store(), model.weights)[0]
+        return graph_of_model(self.model, open_store())
 
     def quantised(self, step: QuantizeWeights) -> TinyModel:
         """The same model with quantised weights."""

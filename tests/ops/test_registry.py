@@ -45,6 +45,7 @@ def test_every_module_of_an_op_is_imported() -> None:
         "embedding_part",
         "feature_take",
         "lm_head_combine",
+        "low_rank",
         "rms_norm",
         "rope",
         "row_slots",

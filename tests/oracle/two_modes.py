@@ -92,12 +92,22 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return found
 
 
+Adapter = Mapping[str, tuple[Tensor, Tensor, float]]
+"""By the name of a weight: (down [r, inputs], up [outputs, r], scale) of what is added to it."""
+
+
 def forward(
-    weights: Mapping[str, Tensor], config: Config, tokens: Sequence[int], sees: Tensor | None = None
+    weights: Mapping[str, Tensor],
+    config: Config,
+    tokens: Sequence[int],
+    sees: Tensor | None = None,
+    adapter: Adapter | None = None,
+    adapted: Tensor | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Logits [t, vocab] of a sequence of t tokens, and per layer its keys, after RoPE, and values [t, Hkv, D].
 
-    sees bool[t, t]: which positions each row sees; all by default.
+    sees bool[t, t]: which positions each row sees; all by default. adapted bool[t]: the rows whose weights are those
+    of the adapter, too.
     """
     count, size = len(tokens), config.head_dim
     sees = torch.ones(count, count, dtype=torch.bool) if sees is None else sees
@@ -117,7 +127,11 @@ def forward(
         name = f"{config.body}.layers.{layer}."
 
         def part(x: Tensor, which: str, name: str = name) -> Tensor:
-            return linear(x, weights[f"{name}{which}.weight"], weights.get(f"{name}{which}.bias"))
+            y = linear(x, weights[f"{name}{which}.weight"], weights.get(f"{name}{which}.bias"))
+            if adapter is None or adapted is None or f"{name}{which}.weight" not in adapter:
+                return y
+            down, up, scale = adapter[f"{name}{which}.weight"]
+            return y + adapted[:, None] * (x @ (scale * up @ down).T)
 
         x = rms_norm(h, (config.hidden,), weights[f"{name}input_layernorm.weight"], config.eps)
         q, k, v = (part(x, f"self_attn.{n}_proj").view(count, -1, size) for n in "qkv")
@@ -148,7 +162,7 @@ class Trace:
 @dataclass(frozen=True)
 class Model:
     """Weights with what their loops must know; causal: final rows see only what comes before them; shift: 1 if a row
-    of a block that is denoised predicts the next position.
+    of a block that is denoised predicts the next position; adapter: of drafts.
     """
 
     weights: Mapping[str, Tensor]
@@ -158,6 +172,7 @@ class Model:
     stop: int
     causal: bool
     shift: int
+    adapter: Adapter | None = None
 
     def settled(self, count: int) -> Tensor:
         """bool[count, count]: who sees whom once all is final."""
@@ -165,14 +180,17 @@ class Model:
         own = at if self.causal else at // self.block
         return own[None] <= own[:, None]
 
-    def run(self, final: Sequence[int], open_block: Sequence[int] = ()) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def run(
+        self, final: Sequence[int], open_block: Sequence[int] = (), drafted: bool = False
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Probabilities of every row without the mask's, and keys and values: of final tokens, and after them of a
-        block whose rows all see it.
+        block whose rows all see it, and are drafted or not.
         """
         count = len(final) + len(open_block)
         sees = self.settled(count)
         sees[len(final) :] = True
-        logits, caches = forward(self.weights, self.config, [*final, *open_block], sees)
+        adapted = (torch.arange(count) >= len(final)) & drafted
+        logits, caches = forward(self.weights, self.config, [*final, *open_block], sees, self.adapter, adapted)
         logits[:, self.mask] = -torch.inf
         return logits.softmax(-1), caches
 
@@ -242,7 +260,8 @@ def self_speculation(model: Model, prompt: Sequence[int], new: int) -> Trace:
     while len(canvas) < end and model.stop not in canvas[len(prompt) :]:
         start = len(canvas) - 1
         masks = [model.mask] * (model.block - 1)
-        draft = [canvas[-1], *model.run(canvas[:start], [canvas[-1], *masks])[0][start + 1 :].argmax(-1).tolist()]
+        drafted = model.run(canvas[:start], [canvas[-1], *masks], drafted=True)[0][start + 1 :]
+        draft = [canvas[-1], *drafted.argmax(-1).tolist()]
         trace.steps.append([])
         ar = model.run([*canvas[:start], *draft])[0][start:].argmax(-1).tolist()
         kept = 0

@@ -220,6 +220,7 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "QuantizeWeights": Effect.APPROXIMATE,
         "ShardTensorParallel": Effect.REASSOCIATES,
         "PackRows": Effect.EXACT,
+        "AdaptDrafts": Effect.APPROXIMATE,
         "FuseProjections": Effect.REASSOCIATES,
         "CacheKV": Effect.REASSOCIATES,
         "SlotKV": Effect.EXACT,
