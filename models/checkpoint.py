@@ -6,14 +6,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from dgraph.causal import Causal
 from dgraph.errors import CheckpointError
-from dgraph.families import DIFFERENCE
 from dgraph.models import difference
 from dgraph.models.layouts import Quantised
 from dgraph.models.native import with_ids
@@ -38,23 +39,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json", "the model's settings")
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], FileTokenizer | None]:
-    """All that the files of a folder say of a model but its weights: its config, and its tokenizer if it has one; that
-    of its base if it is a difference (see `dgraph.models.difference`).
+@dataclass(frozen=True, eq=False)
+class Described:
+    """All that the files of a folder say of a model but its weights.
 
-    The config has the ids of generation_config.json, and the tokenizer's mask token where both name none.
+    Attributes:
+        config: with the ids of generation_config.json, and the tokenizer's mask token where both name none.
+        tokenizer: its own or, if it has none, that of its base.
+        base: what its weights are a difference from (see `dgraph.models.difference`).
+    """
+
+    config: dict[str, Any]
+    tokenizer: FileTokenizer | None
+    base: Causal | None
+
+
+def read_folder(folder: Path) -> Described:
+    """What the files of a folder say of a model; the base of a difference is read whole.
 
     Raises:
+        InputError: what the base needs is not installed.
         CheckpointError: a damaged file.
     """
-    config, tokenizer = read_config(folder), read_tokenizer(folder)
-    if tokenizer is None and (folder / DIFFERENCE).is_file():
-        tokenizer = difference.tokenizer_of(folder)
+    config, tokenizer, base = read_config(folder), read_tokenizer(folder), difference.base_of(folder)
+    if tokenizer is None and base is not None:
+        tokenizer = cast(FileTokenizer, base.tokenizer)
     if (folder / GENERATION).is_file():
         config = with_ids(config, read_object(folder / GENERATION, "the settings of a generation"))
     if config.get("mask_token_id") is None and tokenizer is not None and tokenizer.mask_id is not None:
         config = {**config, "mask_token_id": tokenizer.mask_id}
-    return config, tokenizer
+    return Described(config, tokenizer, base)
 
 
 # The names in a checkpoint of what each tensor of a model consists of, given the model and the names that are there.
@@ -67,13 +81,19 @@ def as_named(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
 
 
 def open_weights(
-    model: Any, folder: Path, dtype: torch.dtype | None, device: torch.device, layout: Layout = as_named
+    model: Any,
+    folder: Path,
+    base: Causal | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    layout: Layout = as_named,
 ) -> tuple[WeightSource, torch.dtype]:
     """Let a model on the meta device have hollow parameters, and find in a folder's shards what they stand for.
 
     Args:
         model: with an attribute `config` and a method `tie_weights`.
         folder: with *.safetensors.
+        base: as `read_folder` gave it.
         dtype: of the weights in memory; None for the checkpoint's own.
         device: where they go.
         layout: where each tensor of the model is.
@@ -86,7 +106,7 @@ def open_weights(
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
             of the shards. Weights that are quantised in a way that is not known, see `dgraph.models.quantised`.
     """
-    tensors: Mapping[str, Tensor | Quantised] = read_tensors(folder)
+    tensors: Mapping[str, Tensor | Quantised] = read_tensors(folder, base)
     if settings := settings_of(read_config(folder)):
         tensors = find_quantised(tensors, settings, f"checkpoint {folder}")
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
@@ -215,19 +235,21 @@ class WithOwnKeys:
         return self._own.get(name) if value is None else value
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path, base: Causal | None = None) -> dict[str, Tensor]:
     """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one; or of
     its base and the difference from it (see `dgraph.models.difference`).
 
+    Args:
+        base: what `difference.base_of` gives of the folder.
+
     Raises:
-        InputError: what the base needs is not installed.
         CheckpointError: no shard, a missing or damaged shard, a damaged index, or a name in two shards.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if (folder / DIFFERENCE).is_file():
-        return difference.read(folder)
+    if base is not None:
+        return difference.read(folder, base)
     tensors: dict[str, Tensor] = {}
     for shard in _shards(folder):
         try:

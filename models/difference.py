@@ -19,7 +19,6 @@ from torch import Tensor
 from dgraph.causal import Causal, load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE
-from dgraph.models.tokenizer import FileTokenizer
 
 FEW_ROWS = 16
 """Most changed rows of a matrix that are stored as they are."""
@@ -95,26 +94,28 @@ def _factor(name: str, values: Tensor, axis: int, bits: int) -> Parts:
     return {name: (values / scale.unsqueeze(axis)).round().to(torch.int8), f"{name}_scale": scale}
 
 
-def restore(base: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
-    """The weights, by name in fp32, from the base's and what `compress` gave.
+def restore(base: Mapping[str, Tensor], parts: Parts, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The weights, by name, from the base's in fp32 and what `compress` gave: the sum in fp32, then in `dtype`.
 
     Raises:
         KeyError: parts of a tensor that the base has not.
     """
-    made = {name: tensor.float() for name, tensor in base.items()}
-    for part, value in parts.items():
-        name, _, kind = part.rpartition("/")
-        if kind == "whole":
-            made[name] = value
-        elif kind == "at":
-            made[name] = made[name].index_copy(0, value, parts[f"{name}/rows"])
-        elif kind == "left":
-            right = parts[f"{name}/right"].float()
-            if f"{part}_scale" in parts:
-                right = right * parts[f"{name}/right_scale"][:, None]
-                value = value * parts[f"{part}_scale"]
-            made[name] = made[name] + value.float() @ right
-    return made
+    changed = {part.rpartition("/")[0] for part in parts}
+    if other := sorted(changed - set(base)):
+        raise KeyError(other[0])
+    return {name: (_changed(name, t, parts) if name in changed else t).to(dtype) for name, t in base.items()}
+
+
+def _changed(name: str, before: Tensor, parts: Parts) -> Tensor:
+    """A tensor of which there are parts, f32."""
+    if f"{name}/whole" in parts:
+        return parts[f"{name}/whole"]
+    if f"{name}/at" in parts:
+        return before.float().index_copy(0, parts[f"{name}/at"], parts[f"{name}/rows"])
+    left, right = parts[f"{name}/left"].float(), parts[f"{name}/right"].float()
+    if f"{name}/left_scale" in parts:
+        left, right = left * parts[f"{name}/left_scale"], right * parts[f"{name}/right_scale"][:, None]
+    return before.float() + left @ right
 
 
 def digest_of(base: Mapping[str, Tensor]) -> str:
@@ -148,47 +149,46 @@ def write(folder: Path, parts: Parts, base: str, tensors: Mapping[str, Tensor], 
     (folder / f"{DIFFERENCE}.part").replace(folder / DIFFERENCE)
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
     """The weights of a folder with a difference.
 
+    Args:
+        loaded: what `base_of` gives.
+
     Raises:
-        InputError: what the base needs is not installed.
         CheckpointError: a damaged file, or another base than it was made from.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = folder / DIFFERENCE
-    header, loaded = _header(folder), base_of(folder)
-    base = tensors_of(loaded.module.model)
+    header, base = _header(folder), tensors_of(loaded.module.model)
     if digest_of(base) != header["digest"]:
         raise CheckpointError(
             f"{path} is a difference from another {header['base']} than the one that is here; install the version "
             f"that it was made from, or make the difference again."
         )
     try:
-        made = restore(base, load_file(path))
+        return restore(base, load_file(path), getattr(torch, header["dtype"]))
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-    dtype = getattr(torch, header["dtype"])
-    return {name: tensor.to(dtype) for name, tensor in made.items()}
 
 
-def base_of(folder: Path) -> Causal:
-    """The model that a folder is a difference from, in fp32; errors as of `read`."""
+def base_of(folder: Path) -> Causal | None:
+    """The model that a folder is a difference from, in fp32; None if it is none.
+
+    Raises:
+        InputError: what the base needs is not installed.
+        CheckpointError: a damaged file.
+    """
+    if not (folder / DIFFERENCE).is_file():
+        return None
     name = _header(folder)["base"]
     beside = folder / name
     try:
         return load_causal(str(beside) if (beside / "config.json").is_file() else name, torch.float32)
     except InputError as error:
         raise InputError(f"{folder.name} is stored as a difference from {name!r}: {error}") from None
-
-
-def tokenizer_of(folder: Path) -> FileTokenizer:
-    """The tokenizer of the base; errors as of `read`."""
-    tokenizer = base_of(folder).tokenizer
-    assert isinstance(tokenizer, FileTokenizer)
-    return tokenizer
 
 
 def _header(folder: Path) -> dict[str, str]:

@@ -228,11 +228,12 @@ class MoEFamily:
         """See `Family.open`."""
         if not set(self.classes) & set(read_config(folder).get("architectures") or []):
             return None
-        config, tokenizer = read_folder(folder)
-        config = self.translate(config, str(folder))
+        found = read_folder(folder)
+        config = self.translate(found.config, str(folder))
         built = self.build(config, f"{folder}/config.json")
-        weights, dtype = open_weights(built, folder, dtype, device, layout)
-        return replace(self.model(folder.name, built, config, dtype, **facts), tokenizer=tokenizer, weights=weights)
+        weights, dtype = open_weights(built, folder, found.base, dtype, device, layout)
+        model = self.model(folder.name, built, config, dtype, **facts)
+        return replace(model, tokenizer=found.tokenizer, weights=weights)
 
     def model(self, name: str, built: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A built and filled model with its facts."""

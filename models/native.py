@@ -206,11 +206,11 @@ class NativeFamily:
         architecture = (read_config(folder).get("architectures") or [""])[0]
         if architecture not in NATIVE:
             return None
-        config, tokenizer = read_folder(folder)
-        model = build_native(architecture, config, f"{folder}/config.json")
-        weights, dtype = open_weights(model, folder, dtype, device)
-        spec = native_spec(WithOwnKeys(model.config, config), self.name, dtype, **facts)
-        return Model(folder.name, Forward(model.eval()), spec, tokenizer, PREFIX, weights=weights)
+        found = read_folder(folder)
+        model = build_native(architecture, found.config, f"{folder}/config.json")
+        weights, dtype = open_weights(model, folder, found.base, dtype, device)
+        spec = native_spec(WithOwnKeys(model.config, found.config), self.name, dtype, **facts)
+        return Model(folder.name, Forward(model.eval()), spec, found.tokenizer, PREFIX, weights=weights)
 
 
 family = NativeFamily()

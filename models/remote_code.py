@@ -104,12 +104,12 @@ class RemoteCodeFamily:
         """See `Family.open`."""
         if self.remote not in (read_config(folder).get("architectures") or []):
             return None
-        config, tokenizer = read_folder(folder)
-        source = f"{folder}/config.json"
-        config = self._translated(config, str(folder), source)
+        found, source = read_folder(folder), f"{folder}/config.json"
+        config = self._translated(found.config, str(folder), source)
         native = self.build(config, source)
-        weights, dtype = open_weights(native, folder, dtype, device, self._stored)
-        return replace(self.model(folder.name, native, config, dtype, **facts), tokenizer=tokenizer, weights=weights)
+        weights, dtype = open_weights(native, folder, found.base, dtype, device, self._stored)
+        model = self.model(folder.name, native, config, dtype, **facts)
+        return replace(model, tokenizer=found.tokenizer, weights=weights)
 
     def read_adapter(self, model: Model, folder: Path) -> Adapter:
         """A low-rank adapter for the linear layers of a model of this family; see `dgraph.models.adapters`."""

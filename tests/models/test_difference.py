@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import dgraph
@@ -104,6 +105,23 @@ def test_a_run_becomes_a_folder_that_loads_beside_its_base(run: Path, tmp_path: 
     assert len(result.texts) == 1
     with pytest.raises(InputError, match=r"is no run of models\.training\.convert"):
         compress(tmp_path, tmp_path, 1)
+
+
+def test_the_base_is_read_once_and_weights_are_made_in_the_dtype_they_are_stored_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress(run, tmp_path, megabytes=0.03)
+    read: list[str] = []
+    monkeypatch.setattr(difference, "load_causal", lambda name, dtype: read.append(name) or load_causal(name, dtype))
+    model = dgraph.load(tmp_path, torch.bfloat16)
+    assert read == [str(run / "base")]
+    base = difference.tensors_of(load_causal(read[0]).module.model)
+    parts = load_file(tmp_path / DIFFERENCE)
+    state = model.module.model.state_dict()  # type: ignore[union-attr]
+    for name, value in difference.restore(base, parts).items():
+        assert torch.equal(state[name], value.bfloat16()), name
+    with pytest.raises(KeyError, match="other"):
+        difference.restore(base, {"other/whole": torch.ones(1)})
 
 
 def test_another_base_and_a_damaged_file_are_told(run: Path, tmp_path: Path) -> None:
