@@ -18,6 +18,7 @@ from dgraph.errors import CheckpointError
 from dgraph.models import difference
 from dgraph.models.layouts import Quantised
 from dgraph.models.native import with_ids
+from dgraph.models.packed import unpack
 from dgraph.models.quantised import find_quantised, settings_of, stack_parts
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 from dgraph.quantised import PARTS, Format
@@ -237,7 +238,8 @@ class WithOwnKeys:
 
 def read_tensors(folder: Path, base: Causal | None = None) -> dict[str, Tensor]:
     """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one; or of
-    its base and the difference from it (see `dgraph.models.difference`).
+    its base and the difference from it (see `dgraph.models.difference`). Packed ones (see `dgraph.models.packed`) are
+    in memory, the others stay in their mapped file until they are read.
 
     Args:
         base: what `difference.base_of` gives of the folder.
@@ -253,8 +255,8 @@ def read_tensors(folder: Path, base: Causal | None = None) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for shard in _shards(folder):
         try:
-            loaded = load_file(shard)
-        except (SafetensorError, OSError) as error:
+            loaded = unpack(load_file(shard))
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{shard} is damaged or not a safetensors file: {error}.") from error
         if twice := sorted(set(loaded) & set(tensors)):
             raise CheckpointError(

@@ -1,25 +1,37 @@
-"""Checkpoint folders in a family's own format: config.json and sharded bf16 safetensors.
+"""Checkpoint folders in a family's own format: config.json and sharded bf16 safetensors; packed ones where they shall
+be small (see `dgraph.models.packed`).
+
+    python -m models.training.checkpoint FOLDER --out PLAIN           bf16 as every reader of safetensors knows it
+    python -m models.training.checkpoint FOLDER --out SMALL --pack
 
 SDAR's parameters carry Qwen3's names, which are those of `TinyModel`; LLaDA's carry OLMo's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+
+from dgraph.errors import DgraphError, InputError
+from dgraph.models.checkpoint import INDEX, read_tensors
+from dgraph.models.checkpoint import read_config as read_object
+from dgraph.models.packed import pack
 
 from .data import BLOCK
 from .model import TinyConfig, TinyModel
 from .tokenizer import EOS_ID, MASK_ID, PAD_ID
 
-INDEX = "model.safetensors.index.json"
+SMALL_SHARD = 12 * 2**20
+"""Bytes of a shard of an embedded model."""
 
 LLADA_NAMES = {
     "model.embed_tokens": "model.transformer.wte",
@@ -134,12 +146,12 @@ def stored_name(name: str, config: TinyConfig) -> str:
     return name
 
 
-def write(model: TinyModel, folder: Path, shard_bytes: int = 12 * 2**20) -> None:
-    """Write weights (bf16) and configs into `folder`; each file appears whole, the index last."""
+def write(model: TinyModel, folder: Path, shard_bytes: int = SMALL_SHARD) -> None:
+    """Write weights (bf16, packed) and configs into `folder`; each file appears whole, the index last."""
     tensors = {stored_name(name, model.config): value for name, value in model.state_dict().items()}
     config_of = llada_config if model.config.family == "llada" else sdar_config
     generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
-    write_folder(folder, tensors, config_of(model.config), generation, shard_bytes)
+    write_folder(folder, tensors, config_of(model.config), generation, shard_bytes, packed=True)
 
 
 def write_folder(
@@ -149,23 +161,29 @@ def write_folder(
     generation: dict[str, Any] | None = None,
     shard_bytes: int = 2**30,
     dtype: torch.dtype = torch.bfloat16,
+    packed: bool = False,
 ) -> None:
     """Write a checkpoint: tensors in shards of up to so many bytes, and configs. Each file appears whole, the index
     last.
+
+    packed: as `dgraph.models.packed` does, which dgraph alone reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, dict[str, Tensor]]] = [{}]
     sizes = [0]
     for name, value in tensors.items():
         tensor = value.detach().to("cpu", dtype).contiguous()
-        if sizes[-1] + tensor.nbytes > shard_bytes and shards[-1]:
+        parts = pack(name, tensor) if packed else {name: tensor}
+        size = sum(part.nbytes for part in parts.values())
+        if sizes[-1] + size > shard_bytes and shards[-1]:
             shards.append({})
             sizes.append(0)
-        shards[-1][name] = tensor
-        sizes[-1] += tensor.nbytes
+        shards[-1][name] = parts
+        sizes[-1] += size
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
+        stored = {part: tensor for parts in shard.values() for part, tensor in parts.items()}
+        save_file(stored, folder / f"{name}.part", metadata={"format": "pt"})
         (folder / f"{name}.part").rename(folder / name)
     write_json(folder / "config.json", config)
     if generation is not None:
@@ -180,10 +198,7 @@ def write_folder(
 def read(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> TinyModel:
     """The model of a folder made by `write`. Raises RuntimeError if a parameter is missing or unknown."""
     model = TinyModel(read_config(folder))
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    stored: dict[str, Tensor] = {}
-    for name in sorted(set(weight_map.values())):
-        stored |= load_file(folder / name)
+    stored = read_tensors(folder)
     names = {stored_name(name, model.config): name for name in model.state_dict()}
     model.load_state_dict({names.get(name, name): value for name, value in stored.items()})
     return model.to(device, dtype)
@@ -194,3 +209,35 @@ def write_json(path: Path, value: Any) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(value, indent=1) + "\n")
     part.rename(path)
+
+
+def rewrite(folder: Path, out: Path, packed: bool) -> None:
+    """Write a bf16 checkpoint again, packed or plain, with the files beside its weights.
+
+    Raises:
+        InputError: `out` is there, or the weights are not in bf16.
+        CheckpointError: a damaged folder.
+    """
+    if out.exists():
+        raise InputError(f"{out} is there already; give a folder that is not.")
+    config, tensors = read_object(folder), read_tensors(folder)
+    if other := {str(tensor.dtype) for tensor in tensors.values()} - {"torch.bfloat16"}:
+        raise InputError(f"{folder} has weights of {', '.join(sorted(other))}, expected torch.bfloat16 alone.")
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors", INDEX, "__pycache__"))
+    write_folder(out, tensors, config, shard_bytes=SMALL_SHARD, packed=packed)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write a bf16 checkpoint again, packed or plain.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--pack", action="store_true", help="in two thirds of the bytes, for dgraph alone")
+    args = parser.parse_args(argv)
+    try:
+        rewrite(args.folder, args.out, args.pack)
+    except DgraphError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

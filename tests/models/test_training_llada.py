@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dgraph.models
+from dgraph.models.checkpoint import read_tensors
 from models.training import checkpoint, tokenizer
 from models.training.data import (
     EOS_PADDING,
@@ -245,9 +246,7 @@ def test_an_interrupted_phase_is_saved() -> None:
 def test_a_checkpoint_is_a_llada_and_survives_reading(tmp_path: Path) -> None:
     model = TinyModel(SMALL).bfloat16()
     checkpoint.write(model, tmp_path, shard_bytes=20_000)
-    stored: dict[str, Tensor] = {}
-    for shard in tmp_path.glob("*.safetensors"):
-        stored |= checkpoint.load_file(shard)
+    stored = read_tensors(tmp_path)
     block = ("attn_norm", "ff_norm", "q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
     names = [f"blocks.{layer}.{part}" for layer in range(2) for part in block]
     assert set(stored) == {f"model.transformer.{name}.weight" for name in ["wte", *names, "ln_f", "ff_out"]}
