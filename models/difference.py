@@ -26,17 +26,21 @@ DIGEST_STEP = 4099
 """The digest of a base reads one number in so many: a prime, so that no layout hides another base."""
 BITS = {8: torch.int8, 16: torch.float16}
 """How the numbers of a factor can be stored."""
+HEADER, ENTRY = 1024, 96
+"""Bytes of a file beside its tensors, at most: what is said of all, and of each besides its name."""
 
 Parts = dict[str, Tensor]
 """What a file holds: NAME/whole; NAME/at and NAME/rows; NAME/left [out, r] and NAME/right [r, in], and their scales."""
 
 
 def compress(base: Mapping[str, Tensor], made: Mapping[str, Tensor], limit: int, bits: int = 8) -> Parts:
-    """What `made` has other than `base`, both by name in fp32, in about `limit` bytes.
+    """What `made` has other than `base`, by name, in a file of at most `limit` bytes.
 
-    Components of all matrices are chosen together, by what they hold of the squared difference per byte.
+    A number of the base that was only rounded to the dtype of `made` has not changed. Components of all matrices are
+    chosen together, by what they hold of the squared difference per byte.
 
     Args:
+        base: f32.
         bits: of a factor's numbers: 8, each component with a scale of its own, or 16.
 
     Raises:
@@ -51,17 +55,17 @@ def compress(base: Mapping[str, Tensor], made: Mapping[str, Tensor], limit: int,
     parts: Parts = {}
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, before in base.items():
-        difference = made[name].float() - before.float()
-        if not difference.any():
+        changed = made[name] != before.to(made[name].dtype)
+        if not changed.any():
             continue
-        changed = difference.any(1).nonzero().flatten() if difference.dim() == 2 else difference.new_zeros(0).long()
-        if difference.dim() != 2:
+        rows = changed.any(1).nonzero().flatten() if changed.dim() == 2 else None
+        if rows is None:
             parts[f"{name}/whole"] = made[name].float()
-        elif len(changed) <= FEW_ROWS:
-            parts |= {f"{name}/at": changed, f"{name}/rows": made[name][changed].float()}
+        elif len(rows) <= FEW_ROWS:
+            parts |= {f"{name}/at": rows, f"{name}/rows": made[name][rows].float()}
         else:
-            found[name] = torch.linalg.svd(difference, full_matrices=False)
-    left = limit - sum(t.nbytes for t in parts.values())
+            found[name] = torch.linalg.svd(made[name].float() - before, full_matrices=False)
+    left = limit - HEADER - sum(t.nbytes + ENTRY + len(part) for part, t in parts.items())
     if left < 0:
         raise InputError(f"vectors and single rows take {limit - left:,} bytes, and the limit is {limit:,}; raise it.")
     for name, count in _counts(found, left, bits).items():
@@ -80,11 +84,19 @@ def _counts(found: Mapping[str, tuple[Tensor, Tensor, Tensor]], limit: int, bits
         worth += [(float(value) ** 2 / size, size, name) for value in s]
     counts: dict[str, int] = {}
     for value, size, name in sorted(worth, reverse=True):
+        if name not in counts:
+            size += sum(ENTRY + len(part) for part in _factor_parts(name, bits))
         if size > limit or value == 0:
             break
         limit -= size
         counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def _factor_parts(name: str, bits: int) -> list[str]:
+    """What a file has of a matrix that is stored as two factors."""
+    factors = [f"{name}/left", f"{name}/right"]
+    return [*factors, *(f"{factor}_scale" for factor in factors)] if bits == 8 else factors
 
 
 def _factor(name: str, values: Tensor, axis: int, bits: int) -> Parts:

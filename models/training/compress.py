@@ -3,7 +3,8 @@
     python -m models.training.compress OUT --megabytes 10 --folder models/NAME
 
 OUT is a run of `models.training.convert`. The folder is one that `dgraph.load` takes wherever the base is installed;
-compression.json in it says how much of the squared difference was kept, and the held-out loss before and after.
+compression.json in it says how much of the squared difference was kept, and the held-out loss before and after. Its
+difference.safetensors takes at most so many megabytes of 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
     base = load_base(name, mask, device)
     documents = documents_of(base, [pair for path in data for pair in read_pairs(Path(path))], settings)
     before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
-    made = {key: value.float() for key, value in read_tensors(out / MODEL).items()}
+    made = read_tensors(out / MODEL)
     parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits)
     base_name = str(Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
-    difference.write(folder, parts, base_name, before, torch.bfloat16)
+    dtype = next(iter(made.values())).dtype
+    difference.write(folder, parts, base_name, before, dtype)
     write_json(folder / "config.json", read_config(out / MODEL))
-    restored = difference.restore(before, parts)
+    restored, plain = difference.restore(before, parts, dtype), difference.restore(before, {}, dtype)
     losses: dict[str, float | None] = {}
     autocast = torch.bfloat16 if base.model.device.type == "cuda" else torch.float32
     conversion = Conversion(base, replace(settings, rank=0), documents, autocast=autocast)
-    for key, weights in (("base", before), ("converted", made), ("restored", restored)):
+    for key, weights in (("base", plain), ("converted", made), ("restored", restored)):
         base.model.load_state_dict(weights, strict=False)  # what is tied is not named
         losses[key] = conversion.held_out_loss()
     report = {
         "bytes": (folder / DIFFERENCE).stat().st_size,
         "bits": bits,
-        "squared_difference_kept": round(1 - _squares(restored, made) / _squares(before, made), 4),
+        "squared_difference_kept": round(1 - _squares(restored, made) / _squares(plain, made), 4),
         "held_out_loss": losses,
     }
     write_json(folder / "compression.json", report)

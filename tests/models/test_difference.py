@@ -43,12 +43,18 @@ def error(one: Tensor, other: Tensor, base: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (16, 1e-3)])
-def test_what_is_low_is_kept_first_and_the_rest_as_far_as_there_is_room(bits: int, tolerance: float) -> None:
+def test_what_is_low_is_kept_first_and_the_rest_as_far_as_there_is_room(
+    bits: int, tolerance: float, tmp_path: Path
+) -> None:
     base, made = tensors()
-    exact = sum(2 * 8 * 4 + 2 * 8 for _ in "r") + 30 * 4
-    low = 3 * (70 * bits // 8 + (8 if bits == 8 else 0))
+    exact = difference.HEADER + 3 * difference.ENTRY + len("rows/at" + "rows/rows" + "vector/whole")
+    exact += 2 * 8 * 4 + 2 * 8 + 30 * 4
+    names = ("low/left", "low/right", "low/left_scale", "low/right_scale")[: 4 if bits == 8 else 2]
+    low = 3 * (70 * bits // 8 + (8 if bits == 8 else 0)) + len(names) * difference.ENTRY + len("".join(names))
     parts = difference.compress(base, made, exact + low, bits)
-    assert sum(t.nbytes for t in parts.values()) == exact + low
+    difference.write(tmp_path, parts, "base", base, torch.bfloat16)
+    assert sum(t.nbytes for t in parts.values()) < (tmp_path / DIFFERENCE).stat().st_size <= exact + low
+    assert difference.compress(base, made, exact + low - 1, bits)["low/left"].shape == (40, 2)
     assert parts["low/left"].shape == (40, 3)
     assert not any(name.startswith(("full", "same")) for name in parts)
     restored = difference.restore(base, parts)
@@ -58,18 +64,29 @@ def test_what_is_low_is_kept_first_and_the_rest_as_far_as_there_is_room(bits: in
     assert error(restored["low"], made["low"], base["low"]) < tolerance
     whole = difference.restore(base, difference.compress(base, made, 10**6, bits))
     assert error(whole["full"], made["full"], base["full"]) < tolerance
-    half = difference.restore(base, difference.compress(base, made, exact + low + 20 * 90 * bits // 8, bits))
+    half = difference.restore(base, difference.compress(base, made, exact + low + 500 + 20 * 90 * bits // 8, bits))
     assert tolerance < error(half["full"], made["full"], base["full"]) < 0.7
 
 
 def test_what_cannot_be_compressed_is_refused() -> None:
     base, made = tensors()
-    with pytest.raises(InputError, match="vectors and single rows take 200 bytes, and the limit is 100"):
-        difference.compress(base, made, 100)
+    with pytest.raises(InputError, match=r"vectors and single rows take 1,5\d\d bytes, and the limit is 1,500"):
+        difference.compress(base, made, 1500)
     with pytest.raises(InputError, match=r"low is \(40, 30\) in the base and \(5, 30\) in the model"):
         difference.compress(base, {**made, "low": made["low"][:5]}, 10**6)
     with pytest.raises(InputError, match="bits must be one of 8, 16, got 4"):
         difference.compress(base, made, 10**6, 4)
+
+
+def test_a_number_that_was_only_rounded_has_not_changed() -> None:
+    base, made = tensors()
+    rounded = {name: value.bfloat16() for name, value in made.items()}
+    parts = difference.compress(base, rounded, 10**6)
+    assert {name.partition("/")[0] for name in parts} == {"low", "full", "rows", "vector"}
+    assert parts["rows/at"].tolist() == [4, 7]
+    restored = difference.restore(base, parts, torch.bfloat16)
+    for name in ("rows", "vector", "same"):
+        assert torch.equal(restored[name], rounded[name])
 
 
 @pytest.fixture(scope="module")
