@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from dgraph.errors import RankLost, RanksDiffer
 from dgraph.parallel.choice import Kind, choose
 from dgraph.parallel.star import Star
 from dgraph.parallel.symmetric import DTYPES, Symmetric
+from dgraph.private.torch import held
 
 GRACE = 10.0
 """Seconds after the death of a rank in which the others may end by themselves: fail their requests, print, exit."""
@@ -57,7 +59,8 @@ class ProcessGroup:
     ):
         self.rank, self.world, self.checks = star.rank, star.world, checks
         self.device, self.capability = device, capability
-        self.recordable = device.type != "cuda" or dist.get_backend(process_group) != "gloo"
+        self._threads, self._given = dist.get_backend(process_group) == "gloo", list[Tensor]()
+        self.recordable = device.type != "cuda" or not self._threads
         self.process_group, self.symmetric = process_group, symmetric
         self._star, self._forced = star, forced
         self._calls = 0
@@ -76,7 +79,9 @@ class ProcessGroup:
                 assert self.symmetric is not None
                 return self.symmetric.all_reduce(x, kind)
             total = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.process_group)
+            given = total.detach()
+            dist.all_reduce(given, group=self.process_group)
+            self._give(given)
             return total
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -84,8 +89,19 @@ class ProcessGroup:
         every = x.new_empty((self.world, *x.shape))
         if x.numel():
             with self._called("all_gather", x):
-                _gather(every.view(-1), x.contiguous().view(-1), group=self.process_group)
+                out, own = every.view(-1), x.contiguous().view(-1)
+                _gather(out, own, group=self.process_group)
+                self._give(out, own)
         return every
+
+    def _give(self, *given: Tensor) -> None:
+        """Keep what a thread of gloo did a collective on, while it holds it.
+
+        It does for a moment after the collective is done, and needs the interpreter's lock to let go. Where the
+        interpreter has ended by then, that aborts the process; so `close` waits for it.
+        """
+        if self._threads:
+            self._given = [*held(self._given), *given]
 
     def kind(self, x: Tensor) -> Kind:
         """The kernel that sums a tensor like this one ("nccl" for whatever torch.distributed was given)."""
@@ -151,6 +167,9 @@ class ProcessGroup:
         self._closed.set()
         self._star.forget(self._abort)
         self._star.close()
+        end = time.monotonic() + NOTICE
+        while held(self._given) and time.monotonic() < end:
+            time.sleep(0.001)
 
     def _abort(self, lost: RankLost) -> None:
         """End what waits for a rank that is gone."""

@@ -34,6 +34,7 @@ __all__ = [
     "compile_region",
     "copy_all",
     "fake_mode",
+    "held",
     "inductor_config",
     "inductor_settings",
     "launched_by_triton",
@@ -46,6 +47,17 @@ __all__ = [
     "tracing",
     "typing",
 ]
+
+
+def held(tensors: list[Tensor]) -> list[Tensor]:
+    """Those of tensors, which are in this list only, that C++ holds, too: for an op that has not ended in its thread.
+
+    C++ has one reference to the object of Python for all of its own, and gives it back after the last of those. Nothing
+    public counts those of C++. Checked on 2.11 and 2.13.
+    """
+    (alone,) = (sys.getrefcount(each) for each in [object()])
+    counts = ((tensor._use_count(), sys.getrefcount(tensor)) for tensor in tensors)  # type: ignore[attr-defined]
+    return [tensor for tensor, count in zip(tensors, [*counts], strict=True) if count > (1, alone)]
 
 
 def let_written_be_left_out(custom: Any) -> None:

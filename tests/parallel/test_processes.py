@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
+from dgraph.private.torch import held
 from tests.parallel.processes import started
 
 COLLECTIVES = """
@@ -53,6 +55,17 @@ def test_collectives_and_messages_whoever_comes_first() -> None:
         for rank in range(2):
             code, out, err = ranks.ends(rank)
             assert (code, out) == (0, "well\n"), err
+
+
+def test_what_only_python_holds_is_not_held() -> None:
+    x = torch.ones(2, requires_grad=True)
+    square = x * x  # its backward holds x
+    tensors = [x, torch.ones(2)]
+    del x
+    (still,) = held(tensors)
+    assert still is tensors[0]
+    del square, still
+    assert held(tensors) == []
 
 
 @pytest.mark.release
