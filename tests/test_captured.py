@@ -20,7 +20,7 @@ from dgraph.weights import Quantising, Shapes
 from tests.cli.folders import write_checkpoint
 from tests.tiny import rewritten
 
-PROMPT = "Sort these words: river stone cloud maple"
+PROMPT = "w3 w4 w5 w6"
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
 
 
-def test_a_name_and_an_object_give_the_same() -> None:
-    by_name = dgraph.optimize("tiny_sdar", "focus", weights="int8", backend="eager", artifacts=False)
+def test_a_name_and_an_object_give_the_same(folder: Path) -> None:
+    by_name = dgraph.optimize(folder, "focus", weights="int8", backend="eager", artifacts=False)
     by_object = dgraph.optimize(
-        dgraph.load("tiny_sdar"), "focus", weights=QuantizeWeights("int8"), backend="eager", artifacts=False
+        dgraph.load(folder), "focus", weights=QuantizeWeights("int8"), backend="eager", artifacts=False
     )
     assert len(formats_of(by_name.captured)) == 7 * by_name.spec.layers
     for name, tensor in by_object.captured.tensors.items():
         assert torch.equal(by_name.captured.tensors[name], tensor), name
-    want = by_object.generate(PROMPT, max_new_tokens=32)
-    assert by_name.generate(PROMPT, max_new_tokens=32).token_ids == want.token_ids
+    want = by_object.generate(PROMPT, max_new_tokens=8)
+    assert by_name.generate(PROMPT, max_new_tokens=8).token_ids == want.token_ids
     assert by_name.model.weights is not None, "the weights were left where they are stored"
 
 
