@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dgraph.cache.store import Store
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
 from dgraph.families import Model
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.passes.manager import run_passes
-from dgraph.passes.quantize_weights import QuantizeWeights
+from dgraph.passes.quantize_weights import SPELLINGS, QuantizeWeights
 from dgraph.spec import ModelSpec
 from dgraph.stored import formats_of
 from dgraph.weights import Quantising, Shapes, Source
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Weights = str | QuantizeWeights | None
-"""How weights are stored: the name of a format ("fp8", "int8", "int4"), the pass with its settings, or as they are."""
+"""How weights are stored: by name ("fp8", "int8", "int4"; "w8a8-fp8", "w8a8-int8" with the rows that they meet), the
+pass with its settings, or as they are."""
 
 # Of a model, its graphs with quantised weights, as long as both live: recipes of one model share these weights.
 _QUANTISED: weakref.WeakKeyDictionary[
@@ -43,7 +44,9 @@ def quantising(weights: Weights) -> QuantizeWeights | None:
         return weights
     if not isinstance(weights, str):
         raise InputError(f"weights must be the name of a format, or a QuantizeWeights, got {weights!r}.")
-    return QuantizeWeights(weights)
+    if weights not in SPELLINGS:
+        raise UnknownName("format of weights", weights, SPELLINGS)
+    return SPELLINGS[weights]
 
 
 def graph_of_model(

@@ -389,6 +389,7 @@ _RULES: dict[str, Callable[[Divided, Node], Any]] = {
     "linear": Divided._linear,
     "dgraph.embedding_part": Divided._embedding,
     "dgraph.dequantise": Divided._dequantise,
+    "dgraph.round_rows": Divided._same,  # a rank scales what it has of a row
     "layer_norm": Divided._norm,
     "dgraph.rms_norm": Divided._norm,
     "dgraph.rope": Divided._rope,

@@ -173,7 +173,7 @@ class Layer:
         found = projections_of([self.queries, *keys_values])
         if isinstance(found, str):
             return found
-        outputs = [linear for linear in self.linears if viewed(linear.x) is self.attention]
+        outputs = [linear for linear in self.linears if viewed(linear.source) is self.attention]
         if len(outputs) != 1:
             return f"{len(outputs)} linear layers read the attention; expected one"
         q, k, v = found
@@ -286,7 +286,7 @@ def of_weights(node: Node) -> bool:
 
 def _unit_before(down: Linear) -> GatedUnit | str:
     """The projections that a down projection reads, or why they are not found."""
-    unit = viewed(down.x)
+    unit = viewed(down.source)
     if (linear := linear_of(unit)) is not None and linear.kind == "gated":
         outputs = linear.shape[0]
         return GatedUnit(Projection(linear, 0, outputs // 2), Projection(linear, outputs // 2, outputs), down)

@@ -53,6 +53,13 @@ class Linear:
         return int(rows), int(columns)
 
     @property
+    def source(self) -> Node:
+        """What it reads, before that is rounded to 8 bits."""
+        is_rounded = self.x.target is OPS["round_rows"].overload
+        source: Node = args_of(self.x)[0] if is_rounded else self.x
+        return source
+
+    @property
     def by_vectors(self) -> bool:
         """Whether it reads one vector per row."""
         return bool(self.x.meta["val"].dim() == 2)

@@ -50,6 +50,10 @@ KINDS = {
 }
 
 
+ROW_KINDS = tuple(name for name, kind in KINDS.items() if kind.bits == 8)
+"""Kinds that rows are rounded to as well, where the weight that they meet is stored in the same."""
+
+
 @dataclass(frozen=True)
 class Format:
     """How weights are quantised.
@@ -153,6 +157,78 @@ def sizes_of(shape: tuple[int, ...] | torch.Size, format: Format) -> list[tuple[
     scales = blocks_of(shape, format.block), torch.float32
     values = (*shape[:-1], shape[-1] * kind.bits // 8), kind.dtype
     return [values, scales, scales] if format.zeros else [values, scales]
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Rows as a product of 8-bit numbers takes them: each has a scale of its own, found where the row is computed.
+
+    Attributes:
+        values: [..., columns] of float8_e4m3fn or int8.
+        scales: f32 [..., 1].
+        dtype: of what they stand for, and of what is computed from it.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows, [..., columns]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.values.device
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self.values.dim()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, item: slice) -> QuantisedRows:
+        """Some of the rows."""
+        return QuantisedRows(self.values[item], self.scales[item], self.dtype)
+
+    def element_size(self) -> int:
+        """Bytes of an element of what they stand for."""
+        return self.dtype.itemsize
+
+    def dequantised(self) -> Tensor:
+        """What they stand for."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return (self.values.to(wide) * self.scales.to(wide)).to(self.dtype)
+
+
+def quantised_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Rows [..., columns] rounded to the nearest 8-bit numbers, the largest absolute value of each to the kind's reach.
+
+    A row of zeros, or whose scale would be one, has the scale 1; one that is not finite has the scale NaN, and zeros.
+
+    Args:
+        x: floating.
+        kind: of `KINDS`, of 8 bits.
+
+    Returns:
+        Values [..., columns] of the kind's dtype and scales [..., 1] in fp32 (float64 of float64).
+
+    Raises:
+        UnknownName: another kind.
+    """
+    if kind not in ROW_KINDS:
+        raise UnknownName("format of rows", kind, ROW_KINDS)
+    of, wide = KINDS[kind], x.to(torch.promote_types(x.dtype, torch.float32))
+    most = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.new_zeros((*x.shape[:-1], 1))
+    scales = most / of.reach
+    scales = torch.where(scales == 0, 1.0, torch.where(most.isfinite(), scales, torch.nan))
+    numbers = torch.where(scales.isnan(), 0.0, wide / scales)
+    if not of.dtype.is_floating_point:
+        numbers = numbers.round()
+    return numbers.clamp(-of.reach, of.reach).to(of.dtype), scales
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
-from dgraph.quantised import KINDS, PARTS, WHOLE, Format, sizes_of
+from dgraph.quantised import KINDS, PARTS, ROW_KINDS, WHOLE, Format, sizes_of
 from dgraph.sharding import Part
 from dgraph.weights import Source, WeightSource, hollow
 
@@ -56,6 +56,15 @@ class Stored:
             return (1, 1)
         high, wide = args_of(self.node)[3]
         return high, wide
+
+    @property
+    def row_kind(self) -> str | None:
+        """What rows can be rounded to so that its numbers multiply theirs: what it is stored in, if that has 8 bits and
+        each of its rows one scale and no zeros; else None.
+        """
+        if len(self.parts) != 2 or _length(self.parts[1], -1) != 1:
+            return None
+        return next((k for k in ROW_KINDS if KINDS[k].dtype == self.parts[0].meta["val"].dtype), None)
 
     @property
     def kind(self) -> tuple[object, ...]:

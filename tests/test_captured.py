@@ -75,9 +75,16 @@ def test_what_is_not_asked_for_stays_as_it_is(folder: Path) -> None:
     assert formats_of(graph_of_model(resolve(folder), None)) == {}
 
 
+def test_names_of_what_is_quantised() -> None:
+    assert quantising("fp8") == QuantizeWeights("fp8")
+    assert quantising("w8a8-fp8") == QuantizeWeights("fp8", activations=True)
+    assert quantising("w8a8-int8") == QuantizeWeights("int8", activations=True)
+
+
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
+        ("w8a8-int4", UnknownName, "w8a8-int8"),
         ("int7", UnknownName, "int8"),
         (8, InputError, "the name of a format"),
         (torch.int8, InputError, "got torch.int8"),

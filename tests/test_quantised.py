@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.quantised import KINDS, WHOLE, Format, QuantisedWeight, quantise
+from dgraph.ops import OPS
+from dgraph.quantised import (
+    KINDS,
+    ROW_KINDS,
+    WHOLE,
+    Format,
+    QuantisedRows,
+    QuantisedWeight,
+    quantise,
+    quantised_rows,
+)
 
 BLOCKS = (None, (1, 16), (4, 8), (WHOLE, WHOLE))
 
@@ -105,3 +115,46 @@ def test_what_cannot_be_is_refused(make: object, message: str) -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(UnknownName, match="int8"):
         Format("int7")
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_on_the_grid_of_their_scale_lose_nothing(kind: str) -> None:
+    numbers = torch.tensor([[448.0, -1.75, 0.0, 2.0**-9], [-448.0, 3.5, 60.0, 1.0]])
+    if kind == "int8":
+        numbers = torch.tensor([[127.0, -3.0, 0.0, 1.0], [-127.0, 126.0, 64.0, -1.0]])
+    x = numbers * torch.tensor([[2.0**-7], [4.0]])
+    values, scales = quantised_rows(x, kind)
+    assert torch.equal(values.float(), numbers)
+    assert scales.flatten().tolist() == [2.0**-7, 4.0]
+    assert torch.equal(OPS["round_rows"].overload(x, kind), x)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_are_near_what_they_were(kind: str) -> None:
+    x = torch.randn((50, 64), generator=torch.Generator().manual_seed(0))
+    found = OPS["round_rows"].overload(x, kind)
+    most = x.abs().amax(-1, keepdim=True)
+    step = most / 127 / 2 if kind == "int8" else torch.maximum(x.abs() / 16, most / 448 * 2.0**-10)
+    assert ((found - x).abs() <= step * 1.0001).all()
+    assert not torch.equal(found, x)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_of_zeros_and_rows_that_are_not_finite(kind: str) -> None:
+    x = torch.ones(5, 4)
+    x[0], x[1, 2], x[2, 0], x[3] = 0.0, torch.inf, torch.nan, 1e-44
+    values, scales = quantised_rows(x, kind)
+    assert (values[:4].float() == 0).all()
+    assert scales[[0, 3], 0].tolist() == [1.0, 1.0]
+    assert scales[[1, 2], 0].isnan().all()
+    found = QuantisedRows(values, scales, torch.float32).dequantised()
+    assert found[[1, 2]].isnan().all()
+    assert torch.equal(found[4], x[4])
+
+
+def test_rows_in_a_format_that_is_none_of_theirs() -> None:
+    with pytest.raises(UnknownName, match="unknown format of rows 'int4'"):
+        quantised_rows(torch.ones(2, 4), "int4")

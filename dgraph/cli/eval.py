@@ -55,7 +55,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="FORMAT",
-            help="Store weights as fp8, int8 or int4; may be repeated. What --against names keeps them as they are.",
+            help="Store weights as fp8, int8, int4, w8a8-fp8 or w8a8-int8; may be repeated. "
+            "What --against names keeps them as they are.",
             show_default="as they are",
         ),
     ] = None,

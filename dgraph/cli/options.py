@@ -52,7 +52,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="Store the weights of linear layers and experts as fp8, int8 or int4.",
+        help="Store the weights of linear layers and experts as fp8, int8 or int4; "
+        "w8a8-fp8 and w8a8-int8 also round the rows that they meet.",
         show_default="as they are",
     ),
 ]

@@ -24,6 +24,7 @@ from dgraph.lowering.steps import (
     AnyStep,
     Observer,
     RowChunks,
+    RowSlots,
     Slot,
     Slots,
     Step,
@@ -34,7 +35,7 @@ from dgraph.lowering.steps import (
     read_by,
     written_by,
 )
-from dgraph.lowering.taken import arguments_of, is_taken
+from dgraph.lowering.taken import arguments_of, is_taken, with_rounded_rows
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -71,6 +72,7 @@ class LoweredProgram:
     ):
         if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
             raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
+        graph = with_rounded_rows(graph)
         self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
         self.backend = compiler.backend
         if tuning is not None:
@@ -311,6 +313,8 @@ def _bridge_length(stage: Stage) -> int:
 
 
 def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
+    if is_taken(arg) and arg.target is OPS["dequantise_rows"].overload:
+        return RowSlots([_numbered(a, numbers) for a in args_of(arg)])
     if is_taken(arg):
         values, scales, zeros, block, _ = args_of(arg)
         return StoredSlots([*(_numbered(a, numbers) for a in (values, scales, zeros)), tuple(block)])

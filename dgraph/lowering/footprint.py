@@ -27,7 +27,7 @@ from dgraph.lowering.steps import Step, instead, single
 from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import OPS, Op, op_of
 from dgraph.private.torch import StorageWatch, fake_mode
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 from dgraph.shapes import InputSpec
 
 HEAD = "LM head"
@@ -194,8 +194,9 @@ class _Run:
 
 
 def _dense(arg: Any, args: Sequence[Any]) -> Any:
-    """A quantised weight as the schema of an op has it, in the dtype of what it multiplies; all else as it is."""
-    return args[0].new_empty(arg.shape) if isinstance(arg, QuantisedWeight) else arg
+    """Quantised weights and rows as the schema of an op has them, in the dtype of the rows; all else as it is."""
+    quantised = isinstance(arg, (QuantisedWeight, QuantisedRows))
+    return arg.values.new_empty(arg.shape, dtype=args[0].dtype) if quantised else arg
 
 
 def groups_of(graph: Graph) -> dict[Node, str]:

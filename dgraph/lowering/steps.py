@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dgraph.ops import Op
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 if TYPE_CHECKING:
     from dgraph.lowering.fused import Fused
@@ -25,6 +25,10 @@ class Slot(int):
 
 class StoredSlots(list[Any]):
     """As an argument: values, scales, zeros and block of a weight, of which a `QuantisedWeight` is made."""
+
+
+class RowSlots(list[Any]):
+    """As an argument: values, scales and dtype of rows, of which a `QuantisedRows` is made."""
 
 
 class Slots(list[Any]):
@@ -207,6 +211,9 @@ def _fill(arg: Any, slots: list[Any]) -> Any:
     if isinstance(arg, StoredSlots):
         values, scales, zeros, block = (_fill(a, slots) for a in arg)
         return QuantisedWeight(values, scales, zeros, block)
+    if isinstance(arg, RowSlots):
+        values, scales, dtype = (_fill(a, slots) for a in arg)
+        return QuantisedRows(values, scales, dtype)
     return [_fill(a, slots) for a in arg] if isinstance(arg, list) else arg
 
 

@@ -1,9 +1,14 @@
-"""Weights that products take as they are stored.
+"""Weights that products take as they are stored, and rows that they take in 8 bits.
 
 A product by `dgraph::dequantise` of a weight reads what that reads: values, scales and zeros, as one
 `dgraph.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call of
 `dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where anything else reads
 the dequantised weight, it is computed, like any other value.
+
+Rows that a product reads rounded (`dgraph::round_rows`) it takes as numbers and scales, as one
+`dgraph.quantised.QuantisedRows`, where its weight is stored in numbers of the same kind with a scale for each of its
+rows (`Op.rounded`). `with_rounded_rows` writes so: rounding makes numbers and scales, which fuse into what makes the
+rows, and what they stand for never lies in memory.
 """
 
 from __future__ import annotations
@@ -13,26 +18,84 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Node
 
+from dgraph.graph import Graph
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
+from dgraph.stored import stored_of
 
 LINEAR = torch.ops.aten.linear.default
+_WEIGHTS, _ROWS = OPS["dequantise"].overload, OPS["dequantise_rows"].overload
 
 
 def is_taken(node: object) -> bool:
-    """Whether it dequantises a weight for products alone, each of which takes what is stored."""
-    if not isinstance(node, Node) or node.target is not OPS["dequantise"].overload:
+    """Whether it dequantises a weight, or rows, for products alone, each of which takes what is stored."""
+    if not isinstance(node, Node) or node.target not in (_WEIGHTS, _ROWS):
         return False
     return bool(node.users) and all(_takes(user, node) for user in node.users)
 
 
-def _takes(user: Node, weight: Node) -> bool:
-    """Whether a call multiplies by a weight, and reads it in no other place."""
+def _takes(user: Node, value: Node) -> bool:
+    """Whether a call multiplies by a weight, or rounded rows, and reads them in no other place."""
     args = args_of(user)
     op = OPS["linear"] if user.target is LINEAR else op_of(user.target)
     if op is None or user.kwargs:
         return False
-    return sum(arg is weight for arg in op.values(op.stored, args)) == sum(arg is weight for arg in args) > 0
+    names = op.stored if value.target is _WEIGHTS else op.rounded
+    return sum(arg is value for arg in op.values(names, args)) == sum(arg is value for arg in args) > 0
+
+
+def with_rounded_rows(graph: Graph) -> Graph:
+    """A graph whose products take rounded rows as they are rounded; the graph itself if no rows are rounded.
+
+        before  %6 = dgraph.round_rows(%5, 'int8')                                       f32[N, 64]
+                %7 = linear(%6, %4)                                                      f32[N, 32]
+        after   %6, %7 = dgraph.quantise_rows(%5, 'int8')                                (i8[N, 64], f32[N, 1])
+                %8 = dgraph.dequantise_rows(%6, %7, torch.float32)                       f32[N, 64]
+                %9 = linear(%8, %4)                                                      f32[N, 32]
+
+    Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
+    """
+    if not graph.find("round_rows"):
+        return graph
+    graph = graph.copy()
+    for node in graph.find("round_rows"):
+        for gather in [user for user in node.users if user.target is OPS["compact"].overload]:
+            _round_after(graph, node, gather)
+    for node in graph.find("round_rows"):
+        if _can_be_taken(node):
+            by = node.meta["by"]
+            made = graph.call(OPS["quantise_rows"], args_of(node), before=node, by=by)
+            args = (*graph.parts(made, 2, by), node.meta["val"].dtype)
+            graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
+    graph.sweep()
+    return graph
+
+
+def _round_after(graph: Graph, rounded: Node, gather: Node) -> None:
+    """Gather what is rounded in place of rounded rows, and round what is gathered."""
+    (values, index), (x, kind) = args_of(gather), args_of(rounded)
+    for part in list(gather.users):
+        if values[args_of(part)[1]] is rounded:
+            again = graph.call(OPS["round_rows"], (part, kind), before=part.next, by=rounded.meta["by"])
+            graph.redirect(part, again, after=again)
+    gather.args = ([x if value is rounded else value for value in values], index)
+
+
+def _can_be_taken(rounded: Node) -> bool:
+    """Whether all that read rounded rows are products that take them, by weights that they take, too."""
+    kind = args_of(rounded)[1]
+    for user in rounded.users:
+        args = args_of(user)
+        op = OPS["linear"] if user.target is LINEAR else op_of(user.target)
+        if op is None or user.kwargs or rounded not in op.values(op.rounded, args):
+            return False
+        if sum(arg is rounded for arg in args) > 1:
+            return False
+        for weight in op.values(op.stored, args):
+            stored = stored_of(weight)
+            if not is_taken(weight) or stored is None or stored.row_kind != kind:
+                return False
+    return bool(rounded.users)
 
 
 def run_by(node: Node) -> Op | None:

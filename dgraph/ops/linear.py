@@ -49,4 +49,5 @@ OP = define(
     padding=(None,),
     kernel="dgraph.ops.triton.linear:kernel",
     stored=("weight",),
+    rounded=("x",),
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from dgraph.errors import InputError, UnknownName
 from dgraph.plugins import load_ops
 from dgraph.private.torch import let_written_be_left_out
+from dgraph.quantised import QuantisedRows
 
 NAMESPACE = "dgraph"
 """Of the ops of this package; an op from outside has its own."""
@@ -79,6 +80,9 @@ class Op:
         stored: the arguments that are weights, or stacks of them, by which it multiplies. In place of a quantised one a
             program gives reference, kernel and `workspace` a `dgraph.quantised.QuantisedWeight`; in a graph, and called
             through torch, the op reads the weight dequantised.
+        rounded: the arguments whose rows it multiplies by its weight. In place of such rows that dgraph::round_rows
+            rounded to numbers of the kind that the weight is stored in, a program gives reference, kernel and
+            `workspace` a `dgraph.quantised.QuantisedRows`.
         workspace: takes a device and a call's arguments, of which only sizes and dtypes are looked at, and gives the
             bytes that the call there allocates beside its results and frees again: the most at a time, of what grows
             with the rows. None: next to nothing.
@@ -105,6 +109,7 @@ class Op:
     kernel: str | None = None
     tuning: str | None = None
     stored: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     workspace: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +118,7 @@ class Op:
         Raises:
             InputError: naming the op, what is said, and the arguments that there are.
         """
-        for fact in ("mutates", "reads", "by_row", "own_rows", "stored", "count", "copies", "scales"):
+        for fact in ("mutates", "reads", "by_row", "own_rows", "stored", "rounded", "count", "copies", "scales"):
             value = getattr(self, fact)
             said = (value,) if isinstance(value, str) else value or ()
             said = (*value, *value.values()) if isinstance(value, Mapping) else said
@@ -252,7 +257,7 @@ def register(op: Op) -> Op:
 def _cuda_call(op: Op) -> Callable[..., Any]:
     def on_cuda(*args: Any) -> Any:
         values = args[0] if isinstance(args[0], (list, tuple)) else args
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = [value for value in values if isinstance(value, (Tensor, QuantisedRows))]
         if not tensors or any(t.dtype == torch.float64 for t in tensors):
             return op.reference(*args)
         kernel = op.on_gpu

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.ops import rows_linear
 from dgraph.ops.registry import Sample, define
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 CONTRACT = """\
 silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias) for the live rows: the first cu_rows[b] of the N rows of x. The
@@ -24,7 +24,7 @@ Products accumulate in fp32. The reference rounds both to the dtype of x, and so
 does; a kernel keeps fp32 and rounds the result once. Deterministic for a given number of live rows."""
 
 
-def check_sizes(x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None) -> None:
+def check_sizes(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Tensor | None) -> None:
     """The inner sizes must agree, and the weight must have two halves."""
     rows_linear.check_sizes(x, weight, bias, "rows_glu", "[2F, d_in] (gate rows, then up rows)", parts=2)
 
@@ -60,5 +60,6 @@ OP = define(
     padding=(None,),
     kernel="dgraph.ops.triton.rows_glu:kernel",
     stored=("weight",),
+    rounded=("x",),
     workspace=workspace,
 )

@@ -11,7 +11,7 @@ from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
 from dgraph.ops.registry import Sample, define
 from dgraph.ops.stored import multiply
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 CONTRACT = """\
 x @ weight.T + bias for the live rows: the first cu_rows[b] of the N rows of x. The number is read on the
@@ -25,7 +25,7 @@ Products accumulate in fp32 and are rounded once. Deterministic for a given numb
 
 
 def check_sizes(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     op: str = "rows_linear",
@@ -44,8 +44,9 @@ def check_sizes(
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
     check_sizes(x, weight, bias)
     live = min(int(cu_rows[-1]), x.shape[0])
-    out = x.new_full((x.shape[0], weight.shape[0]), torch.nan)
-    out[:live] = multiply(x[:live], weight, bias)
+    made = multiply(x[:live], weight, bias)
+    out = made.new_full((x.shape[0], weight.shape[0]), torch.nan)
+    out[:live] = made
     return out
 
 
@@ -89,5 +90,6 @@ OP = define(
     kernel="dgraph.ops.triton.rows_linear:kernel",
     tuning="dgraph.ops.triton.candidates:PRODUCTS",
     stored=("weight",),
+    rounded=("x",),
     workspace=workspace,
 )

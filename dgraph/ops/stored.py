@@ -1,4 +1,4 @@
-"""Products by weights as they are stored, in plain torch."""
+"""Products by weights as they are stored, of rows as they are or in 8 bits, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.private.torch import product_by_int8
-from dgraph.quantised import KINDS, WHOLE, QuantisedWeight, spread, unpacked
+from dgraph.private.torch import product_by_int8, product_of_int8
+from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight, spread, unpacked
 
 AT_A_TIME = 2**18
 """Elements of a weight that are dequantised at a time: what a core's cache holds."""
@@ -19,12 +19,21 @@ _BYTE = 2.0**8
 """A float8 whose bits are those of a float16 is so many times as large: the exponents count from 7 and from 15."""
 
 
-def multiply(x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """x [..., columns] @ weight.T + bias, by a weight [rows, columns] as it is, or as it is stored.
 
     Of one that is stored some rows are taken at a time, so that numbers go from memory to the product once. Where a
     scale is of a whole row, it is the sum that is scaled.
+
+    Args:
+        x: as it is; or in the numbers that the weight is stored in, which then has a scale for each row. Sums are of
+            int32 for int8, else in fp32, and scaled by the row's scale, then by the weight's.
     """
+    if isinstance(x, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        return _of_numbers(x, weight, bias)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     rows, columns = weight.shape
@@ -36,6 +45,21 @@ def multiply(x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None = 
     parts = [_product(x, weight.rows(at, min(at + some, rows))) for at in range(0, rows, some)]
     made = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else x.new_empty((*x.shape[:-1], 0))
     return made if bias is None else made.add_(bias)
+
+
+def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """Rows and weight in numbers of one kind, each with a scale for each row."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.values.dtype == torch.int8 and x.device.type == "cpu":
+        sums = product_of_int8(x.values, weight.values).to(wide)
+    else:
+        rows, more = _numbers(x.values, wide)
+        each = max(1, AT_A_TIME // max(1, weight.shape[1]))
+        parts = [F.linear(rows, _numbers(values, wide)[0]) for values in weight.values.split(each)]
+        sums = torch.cat(parts, -1) * (more * more)
+    scales = spread(weight.scales, weight.block, weight.shape)[:, 0].to(wide)
+    made = sums * x.scales.to(wide) * scales
+    return (made if bias is None else made + bias).to(x.dtype)
 
 
 def _has_kernel(x: Tensor, weight: QuantisedWeight) -> bool:

@@ -1,8 +1,8 @@
-"""QuantizeWeights: the weights of a captured graph in 8 or 4 bits."""
+"""QuantizeWeights: the weights of a captured graph in 8 or 4 bits, and the rows that they meet in 8."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -13,8 +13,9 @@ from dgraph.errors import InputError
 from dgraph.graph import Graph
 from dgraph.linears import head_of, linears_of
 from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.quantised import KINDS, Format
+from dgraph.quantised import KINDS, ROW_KINDS, WHOLE, Format
 from dgraph.stored import formats_of, quantised_as, take_weights
 from dgraph.weights import Quantising, Shapes, WeightSource
 
@@ -43,12 +44,16 @@ class QuantizeWeights(Pass):
         but: patterns of names of which none may match.
         lm_head: whether the LM head is among them.
         router: whether the projections that decide which experts run are.
+        activations: whether linear layers by these weights also read their rows in the format's numbers, which then
+            has 8 bits and one scale for each row of a weight. Without a format: those by weights that a checkpoint
+            stores so. Experts read their rows as they are.
         weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
             `Shapes`: the tensors stay stand-ins, since whoever divides the graph reads them.
 
     Raises:
         UnknownName: another format.
-        InputError: a block that is none, or a pattern that no weight matches.
+        InputError: a block that is none, a pattern that no weight matches, or activations in a format that products
+            cannot take.
     """
 
     format: str | None = "fp8"
@@ -58,6 +63,7 @@ class QuantizeWeights(Pass):
     but: tuple[str, ...] = ()
     lm_head: bool = False
     router: bool = False
+    activations: bool = False
     weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
@@ -72,7 +78,15 @@ class QuantizeWeights(Pass):
             object.__setattr__(self, name, tuple(map(str, given)))
         if self.block is not None:
             object.__setattr__(self, "block", tuple(self.block))
-        self._format()
+        format = self._format()
+        if not self.activations or format is None:
+            return
+        assert format.block is not None  # filled in by the format
+        if format.kind not in ROW_KINDS or format.block[1] != WHOLE or format.zeros:
+            raise InputError(
+                f"activations are rounded to {' or '.join(ROW_KINDS)}, for weights with one scale for each row and no "
+                f"zeros; got {format}. Leave activations, block and zeros out, or choose another format."
+            )
 
     def _format(self) -> Format | None:
         return None if self.format is None else Format(self.format, self.block, self.zeros)
@@ -81,16 +95,22 @@ class QuantizeWeights(Pass):
         if graph.history:
             report.skip("it is no graph as captured; quantise it before any other pass", graph.output)
             return
-        if graph.find("dequantise"):
+        format = self._format()
+        if format is not None and graph.find("dequantise"):
             raise InputError(
                 "the weights of this model are quantised already, and what is rounded twice is worse: leave weights= "
                 "(--weights) out, or load the checkpoint that it was made from."
             )
-        format = self._format()
-        whole = dict(graph.tensors)
         if format is None:
             report.did("weights stay as they are")
-            return
+        else:
+            self._store(graph, format, report)
+        if self.activations:
+            self._round(graph, report)
+
+    def _store(self, graph: Graph, format: Format, report: Report) -> None:
+        """Weights in the format."""
+        whole = dict(graph.tensors)
         for weight, layer in self._chosen(graph).items():
             if (reason := _obstacle(weight, format)) is not None:
                 report.skip(f"{weight.meta['weight']}: {reason}", min(weight.users))
@@ -100,6 +120,30 @@ class QuantizeWeights(Pass):
             report.did(f"{name} as {self.format}", layer)
         if not isinstance(self.weights, Shapes):
             take_weights(graph, Quantising(self.weights, whole, formats_of(graph)), {})
+
+    def _round(self, graph: Graph, report: Report) -> None:
+        """Rows in the numbers of the weights that they meet."""
+        rounded: dict[tuple[Node, str], Node] = {}
+        for linear in linears_of(graph.calls, "plain"):
+            stored = linear.stored
+            if stored is None or not stored.quantised or not self._matches(stored.name):
+                continue
+            node, kind = linear.node, stored.row_kind
+            if kind is None:
+                why = f"rows meet numbers of {' or '.join(ROW_KINDS)}, with one scale for each row of a weight"
+                report.skip(f"{stored.name} in blocks of {list(stored.block)}: {why}", node)
+                continue
+            if (linear.x, kind) not in rounded:
+                made = graph.call(OPS["round_rows"], (linear.x, kind), before=node, by=report.name)
+                rounded[linear.x, kind] = made
+            node.args = (rounded[linear.x, kind], *args_of(node)[1:])
+            report.did(f"rows of {stored.name} as {kind}", node.meta["layer"])
+        for node in graph.find("experts"):
+            report.skip("experts read their rows as they are", node)
+
+    def _matches(self, name: str) -> bool:
+        """Whether the name of a weight is one of those chosen."""
+        return any(fnmatchcase(name, p) for p in self.which) and not any(fnmatchcase(name, p) for p in self.but)
 
     def _chosen(self, graph: Graph) -> dict[Node, int | None]:
         """The weights that are chosen, in order, and the layer of each.
@@ -115,12 +159,7 @@ class QuantizeWeights(Pass):
                     f"no weight of a linear layer or of experts is called {pattern!r}; names are those of the captured "
                     f"graph, such as {', '.join(names[:3])}."
                 )
-        return {
-            node: layer
-            for node, layer in found.items()
-            if any(fnmatchcase(node.meta["weight"], pattern) for pattern in self.which)
-            and not any(fnmatchcase(node.meta["weight"], pattern) for pattern in self.but)
-        }
+        return {node: layer for node, layer in found.items() if self._matches(node.meta["weight"])}
 
     def _known(self, graph: Graph) -> Iterator[tuple[Node, int | None]]:
         """The weights of layers, and those of LM head and routers if they are wanted."""
@@ -136,6 +175,13 @@ class QuantizeWeights(Pass):
             for weight in weights:
                 if "weight" in weight.meta:
                     yield weight, layer
+
+
+SPELLINGS: Mapping[str, QuantizeWeights] = {
+    **{kind: QuantizeWeights(kind) for kind in KINDS},
+    **{f"w8a8-{kind}": QuantizeWeights(kind, activations=True) for kind in ROW_KINDS},
+}
+"""The pass by name: a format for weights alone, or for the rows that meet them as well."""
 
 
 def _obstacle(weight: Node, format: Format) -> str | None:

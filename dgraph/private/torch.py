@@ -458,6 +458,14 @@ def symmetric(size: int, device: torch.device, group: Any) -> tuple[Tensor, bool
     return buffer, handle.multicast_ptr != 0
 
 
+def product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 [..., columns] @ int8 [rows, columns].T in int32, on a CPU, of any sizes: torch's public products of int8
+    sum in int8. Checked on 2.13.
+    """
+    made: Tensor = torch._int_mm(x.reshape(-1, x.shape[-1]), weight.t())
+    return made.view(*x.shape[:-1], len(weight))
+
+
 def product_by_int8(x: Tensor, values: Tensor) -> Tensor:
     """x [..., columns] in bfloat16 by int8 [rows, columns], on a CPU: what torch has for weights alone in int8, with
     scales of 1. `torch.ops.aten` has no public product of the two. Checked on 2.13.

@@ -14,12 +14,12 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Call, schedule
-from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by
+from dgraph.lowering.schedule import Call, Region, schedule
+from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by, with_rounded_rows
 from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.passes import QuantizeWeights
-from dgraph.quantised import Format, QuantisedWeight, quantise
+from dgraph.quantised import Format, QuantisedRows, QuantisedWeight, quantise
 from dgraph.testing import models
 from tests.tiny import Hand, interpret
 
@@ -121,3 +121,77 @@ def test_no_dequantised_weight_lies_in_memory() -> None:
         assert not [node for step in steps for node in getattr(step, "nodes", ()) if op_name(node.target) == DEQUANTISE]
     largest = max(tensor.nbytes for tensor in tiny.graph.tensors.values())
     assert peaks[1] < peaks[0] + largest / 2
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def by_rows(read: str) -> Graph:
+    """silu(x), rounded, by a weight in int8; and what else of it may be read."""
+    hand = Hand()
+    x = hand.input("x", "N", 8)
+    weight = stored(hand, 6, 8)
+    rows = hand.call(OPS["round_rows"].overload, hand.call(aten.silu.default, x), "fp8" if read == "fp8" else "int8")
+    made = hand.call(aten.linear.default, rows, hand.weight("w", 6, 8) if read == "plain" else weight)
+    if read == "a sum":
+        made = hand.call(aten.add.Tensor, made, hand.call(aten.sum.dim_IntList, rows, [1], True))
+    return hand.returns(logits=made)
+
+
+@pytest.mark.parametrize("read", ["alone", "a sum", "plain", "fp8"])
+def test_rows_are_taken_by_products_of_their_kind_alone(read: str) -> None:
+    graph = by_rows(read)
+    made = with_rounded_rows(graph)
+    assert len(graph.find("round_rows")) == 1, "the graph itself stays"
+    assert len(made.find("round_rows")) == (read != "alone")
+    assert [is_taken(node) for node in made.find("dequantise_rows")] == [True] * (read == "alone")
+
+
+def test_rows_are_rounded_where_they_are_gathered() -> None:
+    hand = Hand()
+    x, index = hand.input("x", "N", 8), hand.input("index", "K", dtype=torch.int64)
+    rows = hand.call(OPS["round_rows"].overload, x, "int8")
+    (some,) = hand.graph.parts(hand.call(OPS["compact"].overload, [rows], index), 1, "")
+    weights = stored(hand, 6, 8), stored(hand, 4, 8)
+    results = (hand.call(aten.linear.default, value, w) for value, w in zip((rows, some), weights, strict=True))
+    graph = hand.returns(**dict(zip(("all", "some"), results, strict=True)))
+    made = with_rounded_rows(graph)
+    assert [is_taken(node) for node in made.find("dequantise_rows")] == [True, True]
+    given = {"x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)), "index": torch.tensor([3, 0])}
+    for name, value in interpret(graph, given).items():
+        torch.testing.assert_close(interpret(made, given)[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_rounding_fuses_into_what_makes_the_rows(backend: str) -> None:
+    graph = by_rows("alone")
+    program = LoweredProgram(graph, RegionCompiler(backend), Buckets())
+    (stage,) = program.stages
+    assert [[op_name(n.target) for n in step.nodes] for step in stage.steps if isinstance(step, Region)] == [
+        ["silu", "dgraph.quantise_rows", "getitem", "getitem"]
+    ]
+    seen: list[Any] = []
+    x = torch.randn((5, 8), generator=torch.Generator().manual_seed(1))
+    with program.observed(lambda op, args, _: seen.append((op.name, type(args[0]), type(args[1])))):
+        got = program({"x": x}, 5).outputs["logits"]
+    assert seen == [("linear", QuantisedRows, QuantisedWeight)]
+    torch.testing.assert_close(got, interpret(graph, {"x": x})["logits"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["focus", "dyllm", "dllm_serve", "maskkv"])
+def test_every_product_of_a_recipe_takes_rounded_rows(recipe: str) -> None:
+    (tiny,) = models(None, "sdar")
+    made = tiny.quantised(QuantizeWeights("int8", activations=True)).optimized(recipe)
+    for phase, program in made.programs.items():
+        rounded = program.graph.find("dequantise_rows")
+        assert rounded, phase
+        assert all(map(is_taken, rounded))
+        assert program.graph.find("round_rows") == []
+
+
+def test_less_lies_in_memory_by_rounded_rows() -> None:
+    (tiny,) = models(None, "sdar")
+    sizes = {"N": 64, "b": 8, "P": 4, "pages": 32, "page": tiny.optimized("dense").page_size}
+    steps = QuantizeWeights("int8"), QuantizeWeights("int8", activations=True)
+    peaks = [footprint(tiny.quantised(step).optimized("dense").programs["step"], sizes).peak for step in steps]
+    assert peaks[1] <= peaks[0]

@@ -7,7 +7,7 @@ import torch
 
 from dgraph.ops import stored
 from dgraph.ops.stored import multiply
-from dgraph.quantised import KINDS, WHOLE, Format, quantise
+from dgraph.quantised import KINDS, ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
 from tests.amounts import every_pair
 
 FORMATS = (
@@ -62,3 +62,24 @@ def test_every_float8_is_read_as_what_it_is() -> None:
 
 def test_a_weight_of_no_rows_gives_nothing() -> None:
     assert multiply(torch.ones(3, 8), quantise(torch.ones(0, 8), Format("int8"))).shape == (3, 0)
+
+
+@every_pair(("kind", ROW_KINDS), ("dtype", list(TOLERANCE)), ("rows", [0, 1, 40]), ("biased", [False, True]))
+def test_numbers_by_numbers_are_what_they_stand_for(kind: str, dtype: torch.dtype, rows: int, biased: bool) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    weight = quantise(torch.randn((24, 48), generator=draw), Format(kind))
+    x = QuantisedRows(*quantised_rows(torch.randn((2, rows, 48), generator=draw).to(dtype), kind), dtype)
+    bias = torch.randn(24, generator=draw).to(dtype) if biased else None
+    got = multiply(x, weight, bias)
+    want = torch.nn.functional.linear(x.values.double() * x.scales.double(), weight.dequantised(torch.float64))
+    want = want if bias is None else want + bias
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    assert (got.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+
+
+def test_sums_of_int8_are_exact() -> None:
+    x = QuantisedRows(
+        torch.full((1, 70000), 127, dtype=torch.int8), torch.ones(1, 1, dtype=torch.float64), torch.float64
+    )
+    weight = quantise(torch.full((1, 70000), 127.0), Format("int8"))
+    assert float(multiply(x, weight)) == 70000 * 127 * 127  # more than fp32 says

@@ -68,9 +68,14 @@ class Cache:
         return self.k[layer][:end], self.v[layer][:end]
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of statistics: fp32, or float64 for a model in float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Qwen3's order: normalise in fp32, cast back, then scale."""
-    xf = x.float()
+    xf = x.to(wide(x))
     return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -78,7 +83,7 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary embedding of x [n, H, D], half-split as in Hugging Face: column i pairs with column i + D/2."""
     dim = x.shape[-1]
     inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, device=x.device).float() / dim))
-    angle = positions.float()[:, None] * inverse
+    angle = positions.to(wide(x))[:, None] * inverse
     angle = torch.cat((angle, angle), dim=-1)[:, None]
     rotated = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1)
     return x * angle.cos().to(x.dtype) + rotated * angle.sin().to(x.dtype)
@@ -88,7 +93,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, limit: Tensor) -> Tensor:
     """q [n, Hq, D] over k, v [L, Hkv, D] -> [n, Hq, D]: row i sees the keys [0, limit[i])."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("nhd,lhd->hnl", q, k).float() * q.shape[-1] ** -0.5
+    scores = torch.einsum("nhd,lhd->hnl", q, k).to(wide(q)) * q.shape[-1] ** -0.5
     hidden = torch.arange(k.shape[0], device=q.device)[None, :] >= limit[:, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
     return torch.einsum("hnl,lhd->nhd", weights, v)

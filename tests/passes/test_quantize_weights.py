@@ -12,16 +12,20 @@ from torch import Tensor
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
-from dgraph.quantised import WHOLE, QuantisedWeight, quantise
+from dgraph.quantised import KINDS, WHOLE, QuantisedWeight, quantise
 from dgraph.recipes import RECIPES
 from dgraph.stored import formats_of, stored_of, tensors_of
-from dgraph.testing import TinyModel, models
+from dgraph.testing import TinyModel, models, prompts, ranks
 from dgraph.verify import verify
 from dgraph.weights import Quantising, Shapes, WeightSource
 from tests.amounts import every_value
 from tests.golden_files import check_golden
+from tests.oracle.eight_bits import linear_in
 from tests.parallel.divided import check_equal, run_of
 from tests.tiny import MASK, Hand, interpret, ops_of, report_of, rewritten
 
@@ -121,9 +125,122 @@ def test_patterns_say_which() -> None:
 
 
 def test_it_is_written_as_json_and_read_again() -> None:
-    for step in FORMATS:
+    for step in (*FORMATS, *ROUNDING):
         assert pass_from_json(step.to_json(), dgraph.passes.PASSES) == step
         assert pass_from_json({**step.to_json(), "which": ["*"]}, dgraph.passes.PASSES) == step
+
+
+# -- rows in 8 bits --------------------------------------------------------------------------------------------------
+
+ROUNDING = (QuantizeWeights("fp8", activations=True), QuantizeWeights("int8", activations=True))
+
+
+def test_rows_are_rounded_once_for_all_that_read_them() -> None:
+    (tiny,) = models(None, "sdar")
+    report = report_of(tiny.graph, ROUNDING[1])
+    assert [a.what for a in report.applied if a.layer == 1 and a.what.startswith("rows")] == [
+        f"rows of model.layers.1.{path}_proj.weight as int8"
+        for path in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    ]
+    assert len(report.applied) == 2 * 7 * tiny.model.spec.layers
+    assert report.skipped == []
+    graph = tiny.quantised(ROUNDING[1]).graph
+    readers = [len(node.users) for node in graph.find("round_rows", 1)]
+    assert readers == [3, 1, 2, 1]  # qkv, out, gate and up, down
+    assert len(graph.find("round_rows")) == 4 * tiny.model.spec.layers
+
+
+def test_a_layer_of_rounded_rows_in_the_dump() -> None:
+    (tiny,) = models(None, "llada")
+    check_golden("llada_rounded_rows.txt", dgraph.dump(tiny.quantised(ROUNDING[0]).graph))
+
+
+@every_value(("tiny", models(None, "dream", "sdar")), ("step", ROUNDING))
+def test_it_computes_what_linear_layers_over_rounded_rows_do(tiny: TinyModel, step: QuantizeWeights) -> None:
+    graph, names, kind = tiny.graph.copy(), formats_of(tiny.quantised(step).graph), str(step.format)
+    layer = linear_in(kind, but=lambda weight: not any(weight is graph.tensors[name] for name in names))
+    for node in graph.calls:
+        if node.target is aten.linear.default:
+            node.target = layer  # type: ignore[assignment]
+    got = interpret(tiny.quantised(step).graph, inputs())["logits"]
+    torch.testing.assert_close(got, interpret(graph, inputs())["logits"], rtol=1e-4, atol=1e-4)
+    weights_alone = interpret(tiny.quantised(replace(step, activations=False)).graph, inputs())["logits"]
+    assert not torch.allclose(got, weights_alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", ROUNDING, ids=lambda step: step.format)
+def test_rows_and_weights_on_their_grids_lose_nothing(step: QuantizeWeights) -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 4)
+    hand.layer = 0
+    weight = hand.weight("w.weight", 3, 4)
+    graph = hand.returns(logits=hand.call(aten.linear.default, x, weight))
+    reach = KINDS[str(step.format)].reach
+    graph.tensors["w.weight"] = torch.tensor([[reach, 1, 2, 3], [-reach, 0, 1, 0], [reach, -4, 5, 6]]) / 64
+    rows = torch.tensor([[reach, 3, 2, 1], [0, 0, 0, 0], [5, -4, -reach, 6]]) * 4
+    want = interpret(graph, {"x": rows})["logits"]
+    made = rewritten(graph, replace(step, lm_head=True))
+    assert len(made.find("round_rows")) == 1
+    assert torch.equal(interpret(made, {"x": rows})["logits"], want)
+    (got,) = LoweredProgram(made, RegionCompiler("eager"), Buckets())({"x": rows}, 3).outputs.values()
+    assert torch.equal(got, want)
+
+
+def as_loaded(tiny: TinyModel, step: QuantizeWeights) -> Graph:
+    """A graph as it is captured of a checkpoint that came quantised."""
+    graph = tiny.quantised(step).graph.copy()
+    graph.history = ()
+    return graph
+
+
+def test_without_a_format_rows_meet_weights_that_are_stored_so() -> None:
+    (tiny,) = models(None, "sdar")
+    only_rows = QuantizeWeights(None, activations=True, which=("*.layers.1.*",))
+    made = rewritten(as_loaded(tiny, QuantizeWeights("int8")), only_rows)
+    assert {node.meta["layer"] for node in made.find("round_rows")} == {1}
+    assert report_of(tiny.graph, only_rows).applied[0].what == "weights stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "reason"),
+    [
+        (
+            "sdar",
+            QuantizeWeights("int4", (1, 8)),
+            "q_proj.weight in blocks of [1, 8]: rows meet numbers of fp8 or int8",
+        ),
+        ("sdar", QuantizeWeights("fp8", (8, 8)), "q_proj.weight in blocks of [8, 8]: rows meet numbers of fp8 or int8"),
+        ("sdar", QuantizeWeights("int8", (1, WHOLE), zeros=True), "with one scale for each row of a weight"),
+        ("sdar_moe", QuantizeWeights("int8"), "experts read their rows as they are"),
+    ],
+    ids=str,
+)
+def test_every_reason_to_leave_rows(name: str, stored: QuantizeWeights, reason: str) -> None:
+    (tiny,) = models(None, name)
+    report = report_of(as_loaded(tiny, stored), QuantizeWeights(None, activations=True))
+    assert any(reason in skipped.reason for skipped in report.skipped)
+    assert (len(report.applied) > 1) == (name == "sdar_moe")
+
+
+def test_a_rank_scales_what_it_has_of_a_row() -> None:
+    (tiny,) = models(None, "llada")
+    graph = tiny.quantised(ROUNDING[1]).graph
+    part = rewritten(graph, ShardTensorParallel(2, rank=1))
+    widths = [int(node.meta["val"].shape[-1]) for node in part.find("round_rows", 0)]
+    whole = [int(node.meta["val"].shape[-1]) for node in graph.find("round_rows", 0)]
+    assert widths == [whole[0], whole[1] // 2, whole[2], whole[3] // 2]
+
+
+def test_ranks_decode_by_rounded_rows() -> None:
+    (tiny,) = models(None, "dream")
+    made, ids = tiny.quantised(ROUNDING[1]), prompts(tiny)
+
+    def run(rank: int) -> list[list[int]]:
+        return made.on_rank(rank, 2, "focus").generate(input_ids=ids, threshold=0.3, max_new_tokens=12).token_ids
+
+    first, second = ranks(2, run)
+    assert first == second
+    assert all(first)
 
 
 # -- what it refuses -------------------------------------------------------------------------------------------------
@@ -134,6 +251,9 @@ def test_it_is_written_as_json_and_read_again() -> None:
     [
         ({"format": "fp7"}, UnknownName, "fp8"),
         ({"format": "int8", "block": (0, 3)}, InputError, "at least 1 each"),
+        ({"format": "int4", "activations": True}, InputError, "activations are rounded to fp8 or int8"),
+        ({"block": (128, 128), "activations": True}, InputError, "one scale for each row and no zeros"),
+        ({"format": "int8", "zeros": True, "activations": True}, InputError, "one scale for each row and no zeros"),
         ({"which": "*.mlp.*"}, InputError, r"\('\*\.mlp\.\*',\)"),
     ],
 )

@@ -154,7 +154,9 @@ def check(
             assert got["average"] == pytest.approx(want.average, rel=1e-6)
             if expected.get("evict", True):
                 assert got["reached"] == want.reached
-                torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(
+                    got["score"], torch.tensor(want.score, dtype=got["score"].dtype), rtol=1e-3, atol=1e-3
+                )
             compared += 1
         assert result.kv is not None
         assert result.kv[i].committed == trace.committed_end

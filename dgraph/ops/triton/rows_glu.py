@@ -7,11 +7,11 @@ from torch import Tensor
 from dgraph.ops.rows_glu import check_sizes
 from dgraph.ops.triton import stored
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 
 def kernel(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     cu_rows: Tensor,
@@ -19,6 +19,7 @@ def kernel(
 ) -> Tensor:
     """dgraph::rows_glu; see its contract. `tiling` overrides its tiles, half of whose columns are gate's."""
     check_sizes(x, weight, bias)
+    x = x if isinstance(x, Tensor) else x.dequantised()
     if isinstance(weight, QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows, pair=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

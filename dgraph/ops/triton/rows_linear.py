@@ -28,7 +28,7 @@ from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
 
 
 def kernel(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     cu_rows: Tensor,
@@ -132,6 +132,7 @@ def kernel(
 ) -> Tensor:
     """dgraph::rows_linear; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_sizes(x, weight, bias)
+    x = x if isinstance(x, Tensor) else x.dequantised()
     if isinstance(weight, QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows)
     tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())
