@@ -136,11 +136,30 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "fast-dllm-v2-1.5b": (
+        fast_dllm_v2.family,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron-3b": (
         nemotron.family,
         {**_MINISTRAL, "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26},
     ),
     "nemotron-8b": (nemotron.family, _MINISTRAL),
+    "nemotron-14b": (
+        nemotron.family,
+        {**_MINISTRAL, "hidden_size": 5120, "intermediate_size": 16384, "num_hidden_layers": 40},
+    ),
     "dream-7b": (
         dream.family,
         {

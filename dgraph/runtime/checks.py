@@ -144,6 +144,14 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
     if logits or "measured" in outputs:
         statistics |= {s.name for s in statistics_of(policy)}
     check_needs(policy, {"noise", "order", "forwards", "editable", "passes"} | statistics)
+    if (size := getattr(policy, "sub_block", None)) is not None:
+        others = {f"block_cache={block_cache!r}": block_cache != "off", "evicts rows": "kept" in outputs}
+        if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:
+            raise InputError(
+                f"{type(policy).__name__} forwards sub-blocks of {size} positions over keys that a step of the whole "
+                f"block has cached, but this recipe says otherwise which rows a step forwards ({', '.join(found)}); "
+                f"use 'dense' with block_cache='off', or leave out cached=True."
+            )
     if not edits(policy):
         return
     if block_cache != "off":
@@ -159,12 +167,20 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
 
 
 def check_modes(spec: ModelSpec, policy: Policy) -> None:
-    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run."""
+    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run, and
+    one that caches keys within a block for a model that does not encode it.
+    """
     if getattr(policy, "autoregressive", False) and spec.encoding != "causal":
         raise InputError(
             f"{type(policy).__name__} commits what causal rows predict, but {spec.family} encodes whole blocks "
             f"(encoding={spec.encoding!r}); use it with a model of encoding='causal', such as nemotron, or decode by "
             f"a threshold."
+        )
+    if getattr(policy, "sub_block", None) is not None and not spec.next_token:
+        raise InputError(
+            f"{type(policy).__name__} forwards sub-blocks over cached keys of their block (cached=True), which is of "
+            f"models that predict the next token where they encode a block, such as fast_dllm_v2, and {spec.family} is "
+            f"none; leave cached=True out."
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
-from dgraph.runtime.policies import Candidates, Policy, per_sequence
+from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.rows import StepRows, choose, packed
 
 
@@ -31,9 +31,10 @@ class TwoModeState(DecodeState):
     """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the current block, with drafts where there are some; masked bool[b, B]: not decoded yet (a draft
-    is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; final i64[b]: how
-    many rows of the block the last step encoded for good; changed bool[b, B]: decoded in the step before, None without
-    a plan.
+    is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; partly bool[b]:
+    that step forwards a part of the block, whose rows also see the keys that are cached of what comes after it; final
+    i64[b]: how many rows of the block the last step encoded for good; changed bool[b, B]: decoded in the step before,
+    None without a plan.
 
     Fixed: plan: which steps of a block are full ones, None if no program asks; shift: 0 if a row that is denoised
     predicts its own position, 1 if the next one; causal: whether a row that is encoded sees only what comes before it.
@@ -44,6 +45,7 @@ class TwoModeState(DecodeState):
     masked: Tensor
     encodes: Tensor
     final: Tensor
+    partly: Tensor
     changed: Tensor | None
     plan: RowPlan | None
     shift: int
@@ -92,6 +94,7 @@ class TwoModeState(DecodeState):
             masked=masked,
             encodes=encodes,
             final=torch.zeros_like(start),
+            partly=torch.zeros_like(encodes),
             changed=None if plan is None else torch.zeros_like(masked),
             plan=plan,
             shift=shift,
@@ -141,7 +144,7 @@ class TwoModeState(DecodeState):
         position = (self.start[sequence] + column) * real
         # A cached tail of the block is out of sight, see `BlockCausalState.rows`.
         reach = torch.where(live, torch.arange(block, device=live.device), -1).amax(dim=1) + 1 + self.start
-        limit = reach[sequence] * real
+        limit = torch.where(self.partly, self.visible, reach)[sequence] * real
         if self.causal:
             limit = torch.where(encoded, position + 1, limit)
         predicted = column + torch.where(encoded, 1, self.shift)
@@ -250,6 +253,13 @@ class TwoModeState(DecodeState):
         self.encodes = complete
         ahead = torch.cat([self.masked[:, self.shift :], torch.zeros_like(self.masked[:, : self.shift])], dim=1)
         again = choose(moved, torch.ones_like(masked), (self.pending & ~skipped) | ahead)
+        if (parts := sub_blocks(policy, self.kind)) is not None:
+            # What is known of a block changes its first step alone: the next ones know it as it was.
+            first = torch.where(self.masked, torch.arange(self.block, device=moved.device), self.block).amin(dim=1)
+            size = torch.where(parts > 0, parts, self.block)
+            self.partly = (parts > 0) & ~moved & ~complete & (first % size > 0)
+            part = torch.arange(self.block, device=moved.device) // size[:, None] == (first // size)[:, None]
+            again = choose(parts > 0, choose(self.partly, part, torch.ones_like(part)), again)
         self.pending = choose(complete, leading(self.tokens != self.mask_id), again)
 
 

@@ -88,9 +88,25 @@ def test_the_facts_of_the_published_checkpoints() -> None:
     with pytest.warns(dgraph.DgraphWarning, match="mask_id"):
         spec = dgraph.adopt(remote).spec
     assert (spec.mask_id, spec.eos_ids, spec.block_length) == (151665, (151645,), 32)
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    spec = random_model("fast-dllm-v2-7b", "cpu", torch.float32, **small, num_key_value_heads=1).spec
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "heads", "kv_heads", "vocab", "tied", "billions"),
+    [("fast-dllm-v2-1.5b", 1536, 12, 2, 151936, True, 1.54), ("fast-dllm-v2-7b", 3584, 28, 4, 152064, False, 7.62)],
+)
+def test_the_published_sizes(
+    name: str, hidden: int, heads: int, kv_heads: int, vocab: int, tied: bool, billions: float
+) -> None:
+    """Without memory: the weights only stand for themselves. A head that is tied is counted once."""
+    model = random_model(name, "cpu", torch.bfloat16, opened=True)
+    spec = model.spec
     assert (spec.family, spec.next_token, spec.logit_shift, spec.encoding) == ("fast_dllm_v2", True, 1, "block")
+    assert (spec.hidden, spec.heads, spec.kv_heads, spec.head_dim) == (hidden, heads, kv_heads, 128)
+    assert (spec.layers, spec.vocab, spec.mask_id, spec.block_length) == (28, vocab, 151665, 32)
+    head, embedding = (model.module.get_parameter(f"model.{n}.weight") for n in ("lm_head", "model.embed_tokens"))
+    assert (head is embedding) == tied
+    count = sum(parameter.numel() for parameter in model.module.parameters())
+    assert round(count / 1e9, 2) == billions
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,25 @@ def test_the_facts_of_the_published_checkpoints() -> None:
     with pytest.warns(dgraph.DgraphWarning, match="mask_id=100"):
         spec = dgraph.adopt(stand_in(REMOTE, {**silent, "vocab_size": 128}, random_weights(shapes(sizes)))).spec
     assert (spec.mask_id, spec.eos_ids, spec.block_length) == (100, (2,), 32)
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for name in ("nemotron-3b", "nemotron-8b"):
-        spec = random_model(name, "cpu", torch.float32, **small, num_key_value_heads=1, vocab_size=128).spec
-        assert (spec.family, spec.next_token, spec.encoding, spec.head_dim) == ("nemotron", True, "causal", 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "layers", "intermediate", "billions"),
+    [
+        ("nemotron-3b", 3072, 26, 9216, 3.83),
+        ("nemotron-8b", 4096, 34, 14336, 8.49),
+        ("nemotron-14b", 5120, 40, 16384, 13.51),
+    ],
+)
+def test_the_published_sizes(name: str, hidden: int, layers: int, intermediate: int, billions: float) -> None:
+    """Without memory: the weights only stand for themselves."""
+    model = random_model(name, "cpu", torch.bfloat16, opened=True)
+    spec, config = model.spec, model.module.model.config
+    assert (spec.family, spec.next_token, spec.encoding, spec.block_length) == ("nemotron", True, "causal", 32)
+    assert (spec.hidden, spec.layers, config.intermediate_size) == (hidden, layers, intermediate)
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.mask_id) == (32, 8, 128, 131072, 100)
+    count = sum(parameter.numel() for parameter in model.module.parameters())
+    assert round(count / 1e9, 2) == billions
 
 
 @pytest.mark.parametrize(

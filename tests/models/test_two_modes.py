@@ -54,6 +54,66 @@ def test_diffusion(family: str, rule: str, block: int, stops: bool) -> None:
     compare(result, records, traces)
 
 
+@pytest.mark.parametrize(("family", "size"), [("fast_dllm_v2", 3), ("nemotron", 4)])
+def test_sub_blocks_over_keys_that_are_cached_within_a_block(family: str, size: int) -> None:
+    """Which rows a step forwards shows in its records; that the keys are old ones in what it commits."""
+    setup, records = setup_of(family), []
+    prompts = prompts_of(setup, LENGTHS)
+    traces = [diffuse(setup.plain, prompt, NEW, sub_blocks(0.7, size), size) for prompt in prompts]
+    made = setup.optimized("dense")
+    policy = SubBlocks(0.7, size, cached=True)
+    result = made.generate(input_ids=prompts, max_new_tokens=NEW, observer=records.append, keep_kv=True, policy=policy)
+    compare(result, records, traces)
+    rows = {int((r.sequence == s).sum()) for r in records for s in r.sequence.unique()}
+    assert {8, size} <= rows
+    fresh = made.generate(input_ids=prompts, max_new_tokens=NEW, policy=SubBlocks(0.7, size))
+    assert fresh.token_ids != result.token_ids, "keys of masks that are tokens by now"
+    assert result.stats.rows["step"] < fresh.stats.rows["step"]
+
+
+def test_a_sub_block_of_the_whole_block_caches_what_its_first_position_saw() -> None:
+    """Alone it is the lossless limit: every row of the block is forwarded in every step."""
+    setup = setup_of("fast_dllm_v2")
+    prompts, run = prompts_of(setup, LENGTHS), setup.optimized("dense")
+    wanted, made = (
+        run.generate(input_ids=prompts, max_new_tokens=NEW, policy=SubBlocks(0.7, 8, cached=cached))
+        for cached in (False, True)
+    )
+    assert made.token_ids == wanted.token_ids
+    assert made.stats.rows == wanted.stats.rows
+
+
+def test_cached_sub_blocks_share_a_batch_with_other_rules() -> None:
+    setup = setup_of("fast_dllm_v2")
+    run, prompts = setup.optimized("dense"), prompts_of(setup, (3, 13, 16, 5))
+    rules: list[dict[str, Any]] = [
+        {"policy": SubBlocks(0.7, 3, cached=True)},
+        {"threshold": 0.6},
+        {"policy": SubBlocks(0.5, 4, cached=True)},
+        {"policy": SubBlocks(0.7, 3)},
+    ]
+    decodings = [Decoding(max_new_tokens=NEW, **rule) for rule in rules]
+    alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(prompts, decodings, strict=True)]
+    with run.engine(max_sequences=4, max_tokens=64) as engine:
+        assert [one.token_ids for one in engine.generate(prompts, decodings)] == alone
+
+
+def test_where_keys_cannot_be_cached_within_a_block_is_refused() -> None:
+    cached = SubBlocks(0.7, 3, cached=True)
+    setup = setup_of("nemotron")
+    for recipe, options, what in (
+        ("dense", {"block_cache": "dc"}, r"\(block_cache='dc'\)"),
+        ("focus", {"block_cache": "off"}, r"\(evicts rows\)"),
+        ("dyllm", {}, r"\(has RowPlan.*\)"),
+    ):
+        with pytest.raises(InputError, match=rf"SubBlocks forwards sub-blocks of 3 positions .* {what}; use 'dense'"):
+            setup.optimized(recipe, **options).generate(input_ids=[[1]], max_new_tokens=2, policy=cached)
+    with pytest.raises(InputError, match=r"such as fast_dllm_v2, and sdar is none; leave cached=True out"):
+        models(None, "sdar")[0].optimized("dense").generate(input_ids=[[1]], max_new_tokens=2, policy=cached)
+    with pytest.raises(InputError, match="cached is true or false, got 1"):
+        SubBlocks(cached=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stops", [False, True], ids=["long", "stops"])
 @pytest.mark.parametrize("policy", ["autoregressive", "self_speculation"])
 def test_what_causal_rows_predict(policy: str, stops: bool) -> None:

@@ -103,26 +103,29 @@ def forward(
     sees: Tensor | None = None,
     adapter: Adapter | None = None,
     adapted: Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    known: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Logits [t, vocab] of a sequence of t tokens, and per layer its keys, after RoPE, and values [t, Hkv, D].
 
     sees bool[t, t]: which positions each row sees; all by default. adapted bool[t]: the rows whose weights are those
-    of the adapter, too.
+    of the adapter, too. rows: only these are forwarded, and have logits; the others' keys and values are the known.
     """
     count, size = len(tokens), config.head_dim
+    at = list(range(count) if rows is None else rows)
     sees = torch.ones(count, count, dtype=torch.bool) if sees is None else sees
-    blind = torch.where(sees, 0.0, -torch.inf)
+    blind = torch.where(sees, 0.0, -torch.inf)[at]
     plain = torch.tensor([config.theta ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64)
     frequencies = plain if config.yarn is None else config.yarn.frequencies(config.theta, size)
-    angles = torch.arange(count).double()[:, None] * frequencies
+    angles = torch.tensor(at).double()[:, None] * frequencies
     cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
-    grow = torch.tensor([1.0 if config.yarn is None else config.yarn.scale(p) for p in range(count)])
+    grow = torch.tensor([1.0 if config.yarn is None else config.yarn.scale(p) for p in at])
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x[..., : size // 2], x[..., size // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    h, caches = weights[f"{config.body}.embed_tokens.weight"][torch.tensor(tokens)], []
+    h, caches = weights[f"{config.body}.embed_tokens.weight"][torch.tensor(tokens)[at]], []
     for layer in range(config.layers):
         name = f"{config.body}.layers.{layer}."
 
@@ -131,11 +134,13 @@ def forward(
             if adapter is None or adapted is None or f"{name}{which}.weight" not in adapter:
                 return y
             down, up, scale = adapter[f"{name}{which}.weight"]
-            return y + adapted[:, None] * (x @ (scale * up @ down).T)
+            return y + adapted[at, None] * (x @ (scale * up @ down).T)
 
         x = rms_norm(h, (config.hidden,), weights[f"{name}input_layernorm.weight"], config.eps)
-        q, k, v = (part(x, f"self_attn.{n}_proj").view(count, -1, size) for n in "qkv")
+        q, k, v = (part(x, f"self_attn.{n}_proj").view(len(at), -1, size) for n in "qkv")
         q, k = rotate(q) * grow[:, None, None], rotate(k)
+        if known is not None:
+            k, v = (old.index_copy(0, torch.tensor(at), new) for old, new in zip(known[layer], (k, v), strict=True))
         caches.append((k, v))
         mixed = []
         for head in range(config.heads):
@@ -181,16 +186,22 @@ class Model:
         return own[None] <= own[:, None]
 
     def run(
-        self, final: Sequence[int], open_block: Sequence[int] = (), drafted: bool = False
+        self,
+        final: Sequence[int],
+        open_block: Sequence[int] = (),
+        drafted: bool = False,
+        rows: Sequence[int] | None = None,
+        known: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Probabilities of every row without the mask's, and keys and values: of final tokens, and after them of a
-        block whose rows all see it, and are drafted or not.
+        block whose rows all see it, and are drafted or not; rows, known: see `forward`.
         """
         count = len(final) + len(open_block)
         sees = self.settled(count)
         sees[len(final) :] = True
         adapted = (torch.arange(count) >= len(final)) & drafted
-        logits, caches = forward(self.weights, self.config, [*final, *open_block], sees, self.adapter, adapted)
+        tokens = [*final, *open_block]
+        logits, caches = forward(self.weights, self.config, tokens, sees, self.adapter, adapted, rows, known)
         logits[:, self.mask] = -torch.inf
         return logits.softmax(-1), caches
 
@@ -213,8 +224,12 @@ class Model:
         return trace
 
 
-def diffuse(model: Model, prompt: Sequence[int], new: int, choose: Choose) -> Trace:
-    """Block by block: denoise all masks, then one forward that makes the block final and gives the next token."""
+def diffuse(model: Model, prompt: Sequence[int], new: int, choose: Choose, cached: int = 0) -> Trace:
+    """Block by block: denoise all masks, then one forward that makes the block final and gives the next token.
+
+    cached: the length of sub-blocks. While the first position of the first one with masks is a mask, the block is
+    forwarded; then that sub-block alone, over the keys and values that the others had when the block last was.
+    """
     trace, block = Trace(), model.block
     start = len(prompt) if model.causal else len(prompt) // block * block
     canvas = list(prompt)
@@ -223,11 +238,20 @@ def diffuse(model: Model, prompt: Sequence[int], new: int, choose: Choose) -> Tr
         trace.steps.append([(start - 1, canvas[-1])])
     while True:
         canvas += [model.mask] * (start + block - len(canvas))
+        known = None
         while model.mask in canvas[start:]:
             if model.ended(canvas, len(prompt)):
                 return model.finish(trace, canvas, len(prompt), new, start)
-            probabilities, _ = model.run(canvas[:start], canvas[start:])
-            own = probabilities[start:]
+            first = canvas.index(model.mask, start) - start
+            begin = first // cached * cached if cached else 0
+            if cached and known is not None and begin < first:
+                part = range(start + begin, min(start + begin + cached, start + block))
+                some, known = model.run(canvas[:start], canvas[start:], rows=part, known=known)
+                own = torch.zeros(block, some.shape[1])
+                own[begin : begin + len(part)] = some
+            else:
+                probabilities, known = model.run(canvas[:start], canvas[start:])
+                own = probabilities[start:]
             # Logits are shifted by one within the block, and those of row 0 stand twice.
             sure, token = (torch.cat([own[:1], own[:-1]]) if model.shift else own).max(dim=-1)
             masked = [c for c in range(block) if canvas[start + c] == model.mask]

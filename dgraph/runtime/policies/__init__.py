@@ -40,7 +40,7 @@ from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.indel import JointThresholdInDel
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
-from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, settings_spec
+from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, settings_spec, sub_blocks
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 from dgraph.runtime.sampling import SETTINGS, Sampler
@@ -239,5 +239,6 @@ __all__ = [
     "settings_spec",
     "statistics_of",
     "steps_of",
+    "sub_blocks",
     "with_settings",
 ]

@@ -204,6 +204,13 @@ class DecodeRule:
         """Whether what a step commits is known before its forward, so that `foresee` can say it."""
         return False
 
+    @property
+    def sub_block(self) -> int | None:
+        """The length of a part of the block that is decoded by itself, with the other parts' keys as they were cached
+        when its first position was decoded; None: every step forwards the block.
+        """
+        return None
+
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""
         raise NotImplementedError

@@ -233,6 +233,18 @@ def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor |
     return found.pop() if len(found) == 1 else policy.where(attribute, kind)
 
 
+def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:
+    """i64[b]: of each sequence `DecodeRule.sub_block`, 0 for none; None: no sequence has one. kind i64[b]."""
+    kinds = policy.kinds if isinstance(policy, Mixture) else (policy,)
+    sizes = [getattr(each, "sub_block", None) or 0 for each in kinds]
+    if not any(sizes):
+        return None
+    found = torch.zeros_like(kind)
+    for index, size in enumerate(sizes):
+        found = torch.where(kind == index, size, found)
+    return found
+
+
 def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:
     """What a batch of these kinds holds for each sequence, by the name in `Candidates.settings`: a tensor [b] of that
     dtype. Where a sequence is of another kind, it may hold anything.

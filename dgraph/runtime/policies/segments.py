@@ -112,10 +112,16 @@ class SubBlocks(DecodeRule):
 
     A part is `size` positions of the block, the last one perhaps fewer; the first that has a mask is decoded: every
     c > threshold in it, at least its most confident position (ties: lower position).
+
+    cached: a step forwards the block while the first position of that part is a mask, and then the part alone, whose
+    rows see the other parts' keys as the last such step cached them (the publication's dual cache). These are keys of
+    masks where tokens were decoded since, so another token may follow. For models that predict the next token where
+    they encode a block, under recipes that evict no row and skip none.
     """
 
     threshold: float = THRESHOLD
     size: int = 8
+    cached: bool = False
 
     name: ClassVar[str] = "sub_blocks"
     per_request: ClassVar[tuple[str, ...]] = ("threshold",)
@@ -124,6 +130,12 @@ class SubBlocks(DecodeRule):
         self.check_threshold()
         if type(self.size) is not int or self.size < 1:
             raise self.refuse("size", "a number of positions, at least 1")
+        if type(self.cached) is not bool:
+            raise self.refuse("cached", "true or false")
+
+    @property
+    def sub_block(self) -> int | None:
+        return self.size if self.cached else None
 
     def choose(self, candidates: Candidates) -> Tensor:
         masked, columns = candidates.masked, torch.arange(candidates.masked.shape[1], device=candidates.masked.device)
