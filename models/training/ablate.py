@@ -30,10 +30,10 @@ from dgraph.models.tokenizer import read_tokenizer
 
 from .adopted import Adopted
 from .checkpoint import write_folder, write_json
-from .conversion import Conversion, Settings, documents_of, load_base
+from .conversion import Conversion, Settings, documents_of_files, load_base
 from .convert import MODEL, Folder, train
 from .objective import next_token
-from .pairs import Passes, chat_document, read_pairs
+from .pairs import Passes, chat_document
 from .trainer import Trainer
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -118,10 +118,9 @@ def run(name: str, args: argparse.Namespace, common: Settings, seed: int) -> dic
     """One line of the table: an arm with one seed, trained as far as it is not yet, and measured."""
     settings = replace(common, **ARMS[name], seed=seed)
     base = load_base(args.base, args.mask_token, args.device)
-    pairs = [pair for path in args.data for pair in read_pairs(path)]
     cuda = base.model.device.type == "cuda"
     autocast = torch.bfloat16 if cuda else torch.float32
-    documents = documents_of(base, pairs, settings)
+    documents = documents_of_files(base, args.data, settings)
     conversion = Conversion(base, settings, documents, dense=not cuda, compiled=cuda, autocast=autocast)
     data = {str(path): path.stat().st_size for path in args.data}
     described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": data}

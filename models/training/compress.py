@@ -25,11 +25,11 @@ from dgraph.models import difference
 from dgraph.models.checkpoint import read_config, read_tensors
 
 from .checkpoint import write_json
-from .conversion import Conversion, Settings, documents_of, load_base
+from .conversion import Conversion, Settings, documents_of_files, load_base
 from .convert import MODEL, SETTINGS
-from .pairs import read_pairs
 
 MEGABYTE = 10**6
+REPORT = "compression.json"
 
 
 def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: str = "cpu") -> dict[str, Any]:
@@ -44,7 +44,7 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
     name, mask, data = (described.pop(key) for key in ("base", "mask_token", "data"))
     settings = Settings(**described)
     base = load_base(name, mask, device)
-    documents = documents_of(base, [pair for path in data for pair in read_pairs(Path(path))], settings)
+    documents = documents_of_files(base, [Path(path) for path in data], settings)
     before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
     made = read_tensors(out / MODEL)
     parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits)
@@ -65,7 +65,7 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
         "squared_difference_kept": round(1 - _squares(restored, made) / _squares(plain, made), 4),
         "held_out_loss": losses,
     }
-    write_json(folder / "compression.json", report)
+    write_json(folder / REPORT, report)
     return report
 
 

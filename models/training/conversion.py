@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .checkpoint import write_folder
 from .data import BLOCK, RESPONSE, Batch, Document
 from .masked_diffusion import masked_diffusion
 from .objective import Inputs, Noise, block_diffusion, learning_prompts
-from .pairs import Pair, Pairs, Passes, chat_document, text_documents
+from .pairs import Pair, Pairs, Passes, chat_document, read_pairs, text_documents
 from .trainer import Trainer
 
 FORMS = ("block_causal", "bidirectional")
@@ -158,17 +159,25 @@ def load_base(name: str, mask: str | None = None, device: str = "cpu") -> Base:
     return Base(name, model, tokenizer, tokenizer.mask_id, (eos,) if isinstance(eos, int) else tuple(eos))
 
 
-def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings) -> list[Document]:
-    """The documents of pairs, but of those of which no whole block has a token of the response."""
+def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings, task: int = 0) -> list[Document]:
+    """The documents of pairs, but of those of which no whole block has a token of the response.
+
+    task: the number of the file that they are from.
+    """
     rng, stop = random.Random(f"blocks {settings.seed}"), base.eos_ids[0]
     found: list[Document] = []
     for prompt, response, ended in pairs:
         if prompt:
             more = rng.randint(0, MORE_BLOCKS) if settings.form == "bidirectional" else 0
-            found.append(chat_document(base.tokenizer, prompt, response, stop, more=more, ended=ended))
+            found.append(chat_document(base.tokenizer, prompt, response, stop, task, more=more, ended=ended))
         else:
-            found += text_documents(base.tokenizer, response, stop, settings.length)
+            found += text_documents(base.tokenizer, response, stop, settings.length, task)
     return [document for document in found if RESPONSE in document.kinds]
+
+
+def documents_of_files(base: Base, files: Sequence[Path], settings: Settings) -> list[Document]:
+    """The documents of files as `read_pairs` reads them, each with the number of its file as `task`."""
+    return [item for n, path in enumerate(files) for item in documents_of(base, read_pairs(path), settings, n)]
 
 
 def divide(documents: Sequence[Document], count: int, seed: int) -> tuple[list[Document], list[Document]]:
@@ -223,6 +232,7 @@ class Conversion:
         documents: all of them; see `divide`.
         dense, compiled: see `Trainer`.
         autocast: what products are computed in.
+        times: see `Passes`.
 
     Attributes:
         trainer: its `done` is the number of steps so far.
@@ -236,10 +246,11 @@ class Conversion:
         dense: bool = True,
         compiled: bool = False,
         autocast: torch.dtype = torch.bfloat16,
+        times: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.base, self.settings = base, settings
         training, held_out = divide(documents, settings.held_out, settings.seed)
-        self.data = Passes(training, settings.rows, settings.length, settings.seed)
+        self.data = Passes(training, settings.rows, settings.length, settings.seed, times)
         self.held_out = Pairs(held_out, HELD_OUT_ROWS, settings.length, settings.seed)
         base.model.requires_grad_(True)
         if settings.rank:

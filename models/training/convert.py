@@ -1,11 +1,12 @@
 """Make a causal checkpoint a diffusion model, in as many sessions as it takes.
 
     python -m models.training.convert base --dialogues 20000 --data gsm8k.jsonl --mask-token "<reponame>" --out OUT
-    python -m models.training.convert ./Qwen3-1.7B --form bidirectional --mask-token "<|MASK|>" --data my.jsonl --out B
+    python -m models.training.convert ./Qwen3-1.7B --form bidirectional --mask-token "<|MASK|>" --data a.jsonl=2 --out B
 
 A run is continued by the same command: OUT holds the data it wrote itself (dialogues.jsonl), its state (state.pt), its
 course (log.csv, loss.png) and, after every session, the model as it then is (model/), which `dgraph generate OUT/model`
-takes. `--minutes` ends a session early. An interrupt loses what came after the last save.
+takes. `--minutes` ends a session early. An interrupt loses what came after the last save. A file after which "=0.5" is
+written comes with every other of its documents in a pass, one with "=2" twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dgraph.errors import InputError
 
 from . import dialogues
 from .checkpoint import write_json
-from .conversion import Conversion, Settings, documents_of, load_base, write_model
+from .conversion import Conversion, Settings, documents_of_files, load_base, write_model
 from .pairs import read_pairs
 
 STATE, SETTINGS, LOG, PLOT, MODEL = "state.pt", "settings.json", "log.csv", "loss.png", "model"
@@ -146,6 +147,24 @@ def train(
     write_model(conversion.base, conversion.settings, folder.path / MODEL)
 
 
+def data_of(text: str) -> tuple[Path, float]:
+    """FILE or FILE=TIMES: a file, and how often one of its documents comes in a pass (1).
+
+    Raises:
+        InputError: TIMES is no positive number.
+    """
+    path, equals, times = text.rpartition("=")
+    if not equals or Path(text).is_file():
+        return Path(text), 1.0
+    try:
+        value = float(times)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InputError(f"--data {text}: expected FILE or FILE=TIMES with a number above 0, got {times!r}.")
+    return Path(path), value
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     try:
@@ -158,24 +177,24 @@ def _run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     base = load_base(args.base, args.mask_token, args.device)
-    files = list(args.data)
+    files = [data_of(text) for text in args.data]
     if args.dialogues:
         args.out.mkdir(parents=True, exist_ok=True)
-        files.append(args.out / dialogues.FILE)
+        files.append((args.out / dialogues.FILE, 1.0))
         prompts = [pair.prompt for pair in read_pairs(args.prompts) if pair.prompt] if args.prompts else None
         until = began + 60 * args.minutes
-        with _progress("dialogues", args.dialogues) as tell:
+        with progress("dialogues", args.dialogues) as tell:
             made = dialogues.write(
-                base, files[-1], args.dialogues, prompts, args.dialogue_rows, seed=args.seed, until=until, tell=tell
+                base, files[-1][0], args.dialogues, prompts, args.dialogue_rows, seed=args.seed, until=until, tell=tell
             )
         if made < args.dialogues:
-            print(f"{made} of {args.dialogues} dialogues in {files[-1]}; the same command goes on.")
+            print(f"{made} of {args.dialogues} dialogues in {files[-1][0]}; the same command goes on.")
             return
     if not files:
         raise InputError("there is nothing to learn from: give --data FILE, --dialogues N, or both.")
-    documents = documents_of(base, [pair for path in files for pair in read_pairs(path)], settings)
-    digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": digests}
+    documents = documents_of_files(base, [path for path, _ in files], settings)
+    data = {str(path): {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "times": n} for path, n in files}
+    described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": data}
     folder = Folder(args.out, described)
     cuda = base.model.device.type == "cuda"
     conversion = Conversion(
@@ -185,9 +204,10 @@ def _run(args: argparse.Namespace) -> None:
         dense=not cuda or args.dense,
         compiled=cuda and not args.no_compile,
         autocast=getattr(torch, args.autocast or ("bfloat16" if cuda else "float32")),
+        times={number: times for number, (_, times) in enumerate(files)},
     )
     left = args.minutes - (time.monotonic() - began) / 60
-    with _progress("steps", settings.steps) as tell:
+    with progress("steps", settings.steps) as tell:
 
         def show(row: dict[str, Any]) -> None:
             words = "".join(f"{name} {row[name]} " for name in ("loss", "held_out") if row[name] != "")
@@ -206,7 +226,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("base", help='a folder of a causal model, or "base": SmolLM2-135M-Instruct')
     parser.add_argument("--out", type=Path, required=True, help="folder of the run, to begin or to go on in")
     parser.add_argument(
-        "--data", type=Path, action="append", default=[], help='JSONL of {"prompt", "response"} or {"text"}; may repeat'
+        "--data",
+        metavar="FILE[=TIMES]",
+        action="append",
+        default=[],
+        help='JSONL of {"prompt", "response"} or {"text"}, and how often a pass has a document of it; may repeat',
     )
     parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
@@ -230,7 +254,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _progress(what: str, total: int) -> Any:
+def progress(what: str, total: int) -> Any:
     """A progress bar as a context that gives a function (done, words)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

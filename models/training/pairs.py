@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -179,23 +181,40 @@ class Passes(Dataset[Batch]):
 
     Args:
         documents, rows, length, seed: as of `Pairs`.
+        times: by the documents' `task`, how often one comes in a pass: 2.5 is twice, and with a chance of a half, drawn
+            for each document and pass, once more. Once where it is not said.
 
     Raises:
         InputError: no document that fits into a row.
     """
 
-    def __init__(self, documents: Sequence[Document], rows: int, length: int, seed: int) -> None:
-        self.passes = [Pairs(documents, rows, length, seed)]
-        if not len(self.passes[0]):
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        rows: int,
+        length: int,
+        seed: int,
+        times: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
+        self.documents, self.rows, self.length, self.seed, self.times = documents, rows, length, seed, times
+        if not any(times.get(item.task, 1.0) > 0 and len(item.ids) <= length for item in documents):
             raise InputError(
                 f"none of {len(documents)} documents fits into a row of {length} tokens; give data, or longer rows."
             )
+        self.passes: list[Pairs] = []
+
+    def _pass(self, number: int) -> Pairs:
+        rng = random.Random(f"times {self.seed} {number}")
+        chosen = []
+        for item in self.documents:
+            whole, part = divmod(self.times.get(item.task, 1.0), 1)
+            chosen += [item] * (int(whole) + (part > 0 and rng.random() < part))
+        return Pairs(chosen, self.rows, self.length, self.seed, number)
 
     def __getitem__(self, index: int) -> Batch:
-        for number in range(index + 1):  # each pass has a batch at least
+        for number in count():  # a pass may draw no document, but not all of them
             if number == len(self.passes):
-                first = self.passes[0]
-                self.passes.append(Pairs(first.documents, first.rows, first.length, first.seed, number))
+                self.passes.append(self._pass(number))
             if index < len(self.passes[number]):
                 return self.passes[number][index]
             index -= len(self.passes[number])

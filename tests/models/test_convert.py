@@ -300,6 +300,10 @@ def test_the_command_goes_on_and_says_what_is_missing(
     assert (out / "loss.png").is_file()
     with pytest.raises(SystemExit, match="holds a run of other settings"):
         convert.main([*command, "--data", str(data), "--shift", "1"])
+    with pytest.raises(SystemExit, match=r"was .*'times': 1\.0.*, is .*'times': 0\.5"):
+        convert.main([*command, "--data", f"{data}=0.5"])
+    with pytest.raises(SystemExit, match=r"expected FILE or FILE=TIMES with a number above 0, got 'often'"):
+        convert.main([*command, "--data", f"{data}=often"])
     with pytest.raises(SystemExit, match="block must be a divisor of 32, got 3"):
         convert.main([*command, "--block", "3"])
 

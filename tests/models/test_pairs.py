@@ -13,7 +13,7 @@ from dgraph.families import embedded
 from dgraph.models.tokenizer import read_tokenizer
 from models.training.data import BLOCK, EOS_PADDING, PADDING, PROMPT, RESPONSE, Document
 from models.training.objective import Noise, block_diffusion
-from models.training.pairs import Pairs, chat_document, plan, read_pairs
+from models.training.pairs import Pairs, Passes, chat_document, plan, read_pairs
 
 EOS = 49_151
 """An id that does not fit into 16 bits."""
@@ -76,6 +76,25 @@ def test_a_pass_has_every_document_once() -> None:
     assert batches == plan(sizes, 3, 128, "s")
     assert batches != plan(sizes, 3, 128, "t")
     assert plan([], 3, 128, "s") == []
+
+
+def test_a_pass_has_documents_of_a_file_as_often_as_is_said() -> None:
+    mixed = [Document([i] * 32, [RESPONSE] * 32, i % 3) for i in range(60)]
+    passes = Passes(mixed, rows=4, length=64, seed=0, times={0: 2.0, 1: 0.25})
+    batches = [passes[i] for i in range(300)]
+    ends = [sum(len(each) for each in passes.passes[: n + 1]) for n in range(len(passes.passes) - 1)]
+    halves: Counter[int] = Counter()
+    for begin, end in zip([0, *ends], ends, strict=False):
+        found = Counter(torch.cat([b.tokens[b.kinds == RESPONSE] for b in batches[begin:end]]).tolist())
+        assert all(found[i] == {0: 64, 2: 32}[i % 3] for i in range(60) if i % 3 != 1)
+        halves.update(i for i in range(1, 60, 3) if found[i])
+    share = sum(halves.values()) / (20 * len(ends))
+    assert 0.15 < share < 0.35
+    assert len(halves) == 20
+    again = Passes(mixed, rows=4, length=64, seed=0, times={0: 2.0, 1: 0.25})
+    assert torch.equal(again[77].tokens, batches[77].tokens)
+    with pytest.raises(InputError, match="none of 60 documents fits into a row of 64"):
+        Passes(mixed, rows=4, length=64, seed=0, times=dict.fromkeys(range(3), 0.0))
 
 
 def test_batches_hold_their_documents_and_ids_of_any_size() -> None:

@@ -1,0 +1,274 @@
+"""A conversion from the base to published folders, as a file that says what is done and a command for each stage.
+
+    python -m models.training.stages smol.json dialogues --out OUT --minutes 9      the base writes them itself
+    python -m models.training.stages smol.json train     --out OUT --minutes 9 --model smol_sdar
+    python -m models.training.stages smol.json compress  --out OUT                  OUT/NAME/small: what is published
+    python -m models.training.stages smol.json evaluate  --out OUT                  tasks, and dialogues under a judge
+
+Each command goes on where it was stopped, on another machine, too, that has OUT; what is done it leaves as it is.
+`models/training/smol.json` is such a file; the problems it names are found from where the command runs. What OUT holds:
+
+    dialogues.jsonl    as the base wrote them: the first ones are asked in the evaluation and never trained on
+    questions.jsonl, training.jsonl, NAME.jsonl    made of it, and of each task's problems in the form they are asked in
+    MODEL/             a run of `models.training.convert`, small/, and evaluation.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgraph.errors import DgraphError, InputError
+from dgraph.evaluate.tasks import TASKS
+from dgraph.families import DIFFERENCE
+
+from . import convert, dialogues
+from .compress import REPORT, compress
+from .conversion import Settings, load_base
+from .pairs import Pair, read_pairs
+
+STAGES = ("dialogues", "train", "compress", "evaluate")
+TRAINING, QUESTIONS, EVALUATION, SMALL = "training.jsonl", "questions.jsonl", "evaluation.jsonl", "small"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the file says.
+
+    Attributes:
+        base: as `convert` takes it.
+        models: what is made of it: `Settings` by name of the model.
+        mask_token: of the base; None for the tokenizer's own.
+        dialogues: how many it writes.
+        dialogue_rows: how many of them at once.
+        asked: the first so many of them are asked in the evaluation, and not trained on.
+        prompts: JSONL whose prompts are answered; None: the base asks itself.
+        problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
+        times: by "dialogues" or a task, how often one comes in a pass; once where it is not said.
+        megabytes: of a difference, at most.
+        judge: reads the dialogues, as `dgraph eval --judge` takes it.
+        tasks: by a task, how many problems are asked.
+        new_tokens: of an answer, at most.
+        recipe, threshold, backend: of the decoding.
+
+    Raises:
+        InputError: a value that nothing can be made of.
+    """
+
+    base: str
+    models: Mapping[str, Mapping[str, Any]]
+    mask_token: str | None = None
+    dialogues: int = 40_000
+    dialogue_rows: int = 1536
+    asked: int = 128
+    prompts: str | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+    megabytes: float = 10.0
+    judge: str = "base"
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    new_tokens: int = 256
+    recipe: str = "dense"
+    threshold: float = 0.9
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise InputError('models must name at least one, as {"NAME": {"form": "block_causal"}}.')
+        for name, settings in self.models.items():
+            known = [each.name for each in fields(Settings)]
+            if unknown := [key for key in settings if key not in known]:
+                raise InputError(f"{unknown[0]} of {name} is no setting; known: {', '.join(known)}.")
+            Settings(**settings)
+        for what, found, known in (
+            ("problems", self.problems, list(TASKS)),
+            ("tasks", self.tasks, list(TASKS)),
+            ("times", self.times, ["dialogues", *self.problems]),
+        ):
+            if other := [key for key in found if key not in known]:
+                raise InputError(f"{what} names {other[0]!r}, expected one of {', '.join(known)}.")
+        if not 0 <= self.asked < self.dialogues:
+            raise InputError(f"asked must be fewer than the {self.dialogues} dialogues, got {self.asked}.")
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """The plan of a JSON file.
+
+        Raises:
+            InputError: no such file, no JSON object, or entries that are unknown, missing or wrong.
+        """
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}.") from None
+        known = [each.name for each in fields(cls)]
+        if not isinstance(value, dict) or (other := [key for key in value if key not in known]):
+            got = f"{other[0]!r}" if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise InputError(f"{path}: expected an object of {', '.join(known)}, got {got}.")
+        try:
+            return cls(**value)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        except TypeError as error:
+            raise InputError(f"{path}: base and models are needed ({error}).") from None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A plan where it is carried out.
+
+    Attributes:
+        plan: what is done.
+        out: the folder.
+        device: of all stages.
+        minutes: after which a session of writing or training ends.
+    """
+
+    plan: Plan
+    out: Path
+    device: str
+    minutes: float = float("inf")
+
+    def dialogues(self) -> None:
+        """Write dialogues, and from them and the problems what is asked and what is trained on."""
+        plan, path = self.plan, self.out / dialogues.FILE
+        self.out.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + 60 * self.minutes
+        prompts = None if plan.prompts is None else [p.prompt for p in read_pairs(Path(plan.prompts)) if p.prompt]
+        base = load_base(plan.base, plan.mask_token, self.device)
+        with convert.progress("dialogues", plan.dialogues) as tell:
+            done = dialogues.write(base, path, plan.dialogues, prompts, plan.dialogue_rows, until=until, tell=tell)
+        if done < plan.dialogues:
+            print(f"{done} of {plan.dialogues} dialogues; the same command goes on.")
+            return
+        written = read_pairs(path)[: plan.dialogues]
+        asked = ({"task": "dialogue", "prompt": pair.prompt} for pair in written[: plan.asked])
+        _write(self.out / QUESTIONS, list(asked))
+        _write(self.out / TRAINING, [pair._asdict() for pair in written[plan.asked :]])
+        for task, file in plan.problems.items():
+            _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in problems(Path(file), task)])
+        print(f"{done} dialogues, {plan.asked} of them to be asked: {self.out / TRAINING}")
+
+    def train(self, name: str) -> None:
+        """Go on with the run of a model."""
+        plan = self.plan
+        files = {"dialogues": self.out / TRAINING, **{task: self.out / f"{task}.jsonl" for task in plan.problems}}
+        if missing := [str(file) for file in files.values() if not file.is_file()]:
+            raise InputError(f"{missing[0]} is not there yet; run the stage dialogues to its end first.")
+        argv = [plan.base, "--out", str(self.out / name), "--device", self.device, "--minutes", str(self.minutes)]
+        argv += ["--mask-token", plan.mask_token] if plan.mask_token is not None else []
+        for key, file in files.items():
+            argv += ["--data", f"{file}={plan.times.get(key, 1.0)}"]
+        for key, value in plan.models[name].items():
+            if value is not False:
+                argv += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+        convert.main(argv)
+
+    def compress(self, name: str) -> None:
+        """Make the difference of a model, and what it loses."""
+        small = self.out / name / SMALL
+        trained = self.out / name / convert.MODEL
+        if not trained.is_dir():
+            raise InputError(f"{trained} is not there yet; run the stage train first.")
+        if (small / REPORT).is_file() and (small / REPORT).stat().st_mtime > _changed(trained):
+            print(f"{small} is there already.")
+            return
+        print(json.dumps(compress(self.out / name, small, self.plan.megabytes, device=self.device)))
+
+    def evaluate(self, name: str) -> None:
+        """Ask the small folder of a model the tasks' problems and the dialogues' prompts; both go on where they were.
+
+        Raises:
+            InputError: no such folder yet, or an evaluation that failed.
+        """
+        plan, small = self.plan, self.out / name / SMALL
+        if not (small / DIFFERENCE).is_file():
+            raise InputError(f"{small} is not there yet; run the stage compress first.")
+        common = [str(small), "--recipe", plan.recipe, "--threshold", str(plan.threshold), "--against", "none"]
+        common += ["--max-new-tokens", str(plan.new_tokens), "--device", self.device, "--json"]
+        common += ["--backend", plan.backend]
+        common += ["--max-batch", "64", "--out", str(self.out / name / EVALUATION), "--judge", plan.judge]
+        asked = [["--task", task, "--count", str(count)] for task, count in plan.tasks.items()]
+        asked += [["--data", str(self.out / QUESTIONS)]] if plan.asked else []
+        for more in asked:
+            command = [sys.executable, "-m", "dgraph", "eval", *common, *more]
+            made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if made.returncode:
+                raise InputError(f"the evaluation of {name} ended with {made.returncode}; the same command goes on.")
+            (arm,) = json.loads(made.stdout)["arms"]
+            print(json.dumps({"model": name, "asked": more[1], **arm}), flush=True)
+
+
+def problems(path: Path, task: str) -> list[Pair]:
+    """Lines {"question", "answer"} as pairs, asked as `dgraph eval` asks; calculator notes <<...>> are left out.
+
+    Raises:
+        InputError: a file that cannot be read, or a line that is none.
+    """
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            question, answer = value["question"], value["answer"]
+            found.append(Pair(f"{question}\n{TASKS[task].ask}", re.sub("<<.*?>>", "", answer)))
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f'{path}, line {number}: expected {{"question": TEXT, "answer": TEXT}}, got {line[:60]!r}.'
+            ) from None
+    return found
+
+
+def _changed(folder: Path) -> float:
+    """When the newest file of a folder was written."""
+    return max(file.stat().st_mtime for file in folder.iterdir())
+
+
+def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a JSONL file, which appears whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    part.replace(path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("plan", type=Path, help="a JSON file of models.training.stages.Plan")
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--out", type=Path, required=True, help="folder of all stages")
+    parser.add_argument("--model", action="append", help="only this one of the plan; may repeat")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="a session ends then at the latest")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    try:
+        plan = Plan.read(args.plan)
+        work = Work(plan, args.out, args.device, args.minutes)
+        names = args.model or list(plan.models)
+        if other := [name for name in names if name not in plan.models]:
+            raise InputError(f"{args.plan} has no model {other[0]!r}; it has {', '.join(plan.models)}.")
+        if args.stage == "dialogues":
+            work.dialogues()
+        else:
+            for name in names:
+                getattr(work, args.stage)(name)
+    except DgraphError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

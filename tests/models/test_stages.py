@@ -1,0 +1,168 @@
+"""A conversion by a plan: what each stage leaves, goes on from and refuses; and all of them in miniature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dgraph
+from dgraph.errors import InputError
+from dgraph.evaluate.tasks import TASKS
+from dgraph.families import DIFFERENCE
+from models.training import convert, dialogues, stages
+from models.training.pairs import Pair, read_pairs
+from models.training.stages import Plan, Work
+from tests.models.test_convert import _counted, causal_folder
+
+TINY = {"rank": 2, "steps": 3, "rows": 2, "length": 128, "learnt": 64, "held_out": 4, "rate": 1e-2}
+MODELS = {"causal": {**TINY, "shift": 1, "complementary": True}, "both_ways": {**TINY, "form": "bidirectional"}}
+PROBLEM = {"question": "2 and 2?", "answer": "They are 2 + 2 = <<2+2=4>>4.\n#### 4"}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan over a tiny base, with ten problems."""
+    folder = tmp_path_factory.mktemp("plan")
+    base = causal_folder(folder / "base", tie_word_embeddings=True)
+    (folder / "problems.jsonl").write_text(f"{json.dumps(PROBLEM)}\n\n" * 10)
+    described = {
+        "base": str(base),
+        "judge": str(base),
+        "dialogues": 14,
+        "dialogue_rows": 4,
+        "asked": 2,
+        "problems": {"gsm8k": str(folder / "problems.jsonl")},
+        "times": {"gsm8k": 0.5},
+        "tasks": {"gsm8k": 2},
+        "new_tokens": 32,
+        "backend": "eager",
+        "megabytes": 0.03,
+        "models": MODELS,
+    }
+    (folder / "plan.json").write_text(json.dumps(described))
+    return folder / "plan.json"
+
+
+def run(plan: Path, stage: str, out: Path, *more: str) -> None:
+    stages.main([str(plan), stage, "--out", str(out), "--device", "cpu", *more])
+
+
+def test_dialogues_that_are_asked_are_not_trained_on(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dialogues, "_turns", _counted)
+    run(plan, "dialogues", tmp_path, "--minutes", "0")
+    assert "0 of 14 dialogues; the same command goes on" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"training\.jsonl is not there yet; run the stage dialogues to its end"):
+        run(plan, "train", tmp_path)
+    run(plan, "dialogues", tmp_path)
+    training = read_pairs(tmp_path / "training.jsonl")
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert (len(training), len(asked)) == (12, 2)
+    assert not {pair.prompt for pair in training} & set(asked)
+    assert {pair.ended for pair in training} == {True, False}
+    problem = Pair(f"2 and 2?\n{TASKS['gsm8k'].ask}", "They are 2 + 2 = 4.\n#### 4")
+    assert read_pairs(tmp_path / "gsm8k.jsonl") == [problem] * 10
+    before = (tmp_path / "training.jsonl").read_bytes()
+    run(plan, "dialogues", tmp_path)
+    assert (tmp_path / "training.jsonl").read_bytes() == before
+
+
+def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "training.jsonl").touch()
+    (tmp_path / "gsm8k.jsonl").touch()
+    seen: list[Any] = []
+    monkeypatch.setattr(convert, "main", lambda argv: seen.append(convert._arguments(argv)))
+    run(plan, "train", tmp_path, "--minutes", "2")
+    assert [args.out for args in seen] == [tmp_path / name for name in MODELS]
+    for args, settings in zip(seen, MODELS.values(), strict=True):
+        assert {key: getattr(args, key) for key in settings} == settings
+        assert [convert.data_of(text) for text in args.data] == [
+            (tmp_path / "training.jsonl", 1.0),
+            (tmp_path / "gsm8k.jsonl", 0.5),
+        ]
+        assert (args.minutes, args.mask_token, args.dialogues) == (2.0, None, 0)
+    assert (seen[0].complementary, seen[1].complementary) == (True, False)
+
+
+def test_stages_in_another_order_are_refused(plan: Path, tmp_path: Path) -> None:
+    for stage, said in (("compress", "causal/model is not there yet; run the stage train"), ("evaluate", "compress")):
+        with pytest.raises(SystemExit, match=said):
+            run(plan, stage, tmp_path)
+    with pytest.raises(SystemExit, match=r"plan\.json has no model 'smol'; it has causal, both_ways"):
+        run(plan, "train", tmp_path, "--model", "smol")
+
+
+def test_an_evaluation_that_fails_is_told(plan: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "causal" / stages.SMALL
+    small.mkdir(parents=True)
+    (small / DIFFERENCE).touch()
+    with pytest.raises(InputError, match="the evaluation of causal ended with 2; the same command goes on"):
+        Work(Plan.read(plan), tmp_path, "cpu").evaluate("causal")
+    assert "has no config.json" in capfd.readouterr().err
+
+
+WRONG = [
+    ("[]", r"expected an object of base, models, .*, got a list"),
+    ('{"base": "b", "model": {}}', r"got 'model'"),
+    ('{"base": "b"}', r"base and models are needed"),
+    ('{"base": "b", "models": {}}', r"models must name at least one"),
+    ('{"base": "b", "models": {"m": {"ranks": 1}}}', r"ranks of m is no setting; known: form, steps"),
+    ('{"base": "b", "models": {"m": {"shift": 2}}}', r"shift must be 0 or 1, got 2"),
+    ('{"base": "b", "models": {"m": {}}, "problems": {"gsm": "x"}}', r"problems names 'gsm', expected one of gsm8k"),
+    ('{"base": "b", "models": {"m": {}}, "times": {"gsm8k": 1}}', r"times names 'gsm8k', expected one of dialogues\."),
+    ('{"base": "b", "models": {"m": {}}, "dialogues": 5, "asked": 5}', r"asked must be fewer than the 5 dialogues"),
+    ("{", r"cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG)
+def test_a_plan_that_says_nothing_sensible_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(InputError, match=rf"plan\.json.*{said}"):
+        Plan.read(tmp_path / "plan.json")
+
+
+def test_problems_of_another_form_are_refused(tmp_path: Path) -> None:
+    for line in ("{", '["a"]', '{"question": "a"}', '{"question": "a", "answer": 1}'):
+        (tmp_path / "x.jsonl").write_text(f"{json.dumps(PROBLEM)}\n{line}\n")
+        with pytest.raises(InputError, match="line 2: expected"):
+            stages.problems(tmp_path / "x.jsonl", "gsm8k")
+
+
+def test_the_plan_of_the_converted_models_can_be_read() -> None:
+    plan = Plan.read(Path(stages.__file__).with_name("smol.json"))
+    assert list(plan.models) == ["smol_sdar", "smol_llada"]
+    assert plan.megabytes * len(plan.models) <= 20
+    assert "shift" not in plan.models["smol_sdar"], "FOCUS evicts no rows of a model that predicts the next position"
+
+
+@pytest.mark.release
+def test_all_stages_in_miniature(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each stopped once where it can be, and what comes out is loaded and was measured."""
+    monkeypatch.setattr(dialogues, "_turns", _counted)
+    for stage in stages.STAGES[:2]:
+        run(plan, stage, tmp_path, "--minutes", "0")
+        run(plan, stage, tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("1 of 3 steps") == said.count("3 of 3 steps") == len(MODELS)
+    run(plan, "compress", tmp_path)
+    run(plan, "evaluate", tmp_path)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    reports, measured = lines[: len(MODELS)], lines[len(MODELS) :]
+    assert all(report["bytes"] <= 30_000 and report["squared_difference_kept"] > 0.9 for report in reports)
+    assert [line["model"] for line in measured] == [name for name in MODELS for _ in "ab"]
+    assert [line["prompts"] for line in measured] == [2] * 4
+    assert all(line["judged"] is not None for line in measured)
+    assert [line["exact_match"] is None for line in measured] == [False, True] * 2
+    run(plan, "compress", tmp_path)
+    assert capsys.readouterr().out.count("is there already") == len(MODELS)
+    for name, attention in (("causal", "block_causal"), ("both_ways", "bidirectional")):
+        assert dgraph.load(tmp_path / name / stages.SMALL).spec.attention == attention
