@@ -194,6 +194,10 @@ class QuantisedRows:
         """Some of the rows."""
         return QuantisedRows(self.values[item], self.scales[item], self.dtype)
 
+    def flat(self) -> QuantisedRows:
+        """The same as [rows, columns]."""
+        return QuantisedRows(self.values.flatten(0, -2), self.scales.flatten(0, -2), self.dtype)
+
     def element_size(self) -> int:
         """Bytes of an element of what they stand for."""
         return self.dtype.itemsize

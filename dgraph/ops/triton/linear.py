@@ -1,18 +1,21 @@
-"""dgraph::linear on CUDA: by a weight as it is, or as it is stored."""
+"""dgraph::linear on CUDA: by a weight as it is, or as it is stored; of rows in 8 bits, too."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dgraph.ops.triton import stored
+from dgraph.ops.triton import eight_bits, stored
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 
 def kernel(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Tensor | None) -> Tensor:
     """dgraph::linear; see its contract."""
-    x = x if isinstance(x, Tensor) else x.dequantised()
-    if isinstance(weight, Tensor):
+    if isinstance(x, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        made = eight_bits.launch(x.flat(), weight, bias, None)
+    elif isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight, bias)
-    made = stored.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)
+    else:
+        made = stored.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)
     return made.view(*x.shape[:-1], made.shape[1])

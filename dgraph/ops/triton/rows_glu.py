@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton import stored
+from dgraph.ops.triton import eight_bits, stored
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
@@ -19,7 +19,9 @@ def kernel(
 ) -> Tensor:
     """dgraph::rows_glu; see its contract. `tiling` overrides its tiles, half of whose columns are gate's."""
     check_sizes(x, weight, bias)
-    x = x if isinstance(x, Tensor) else x.dequantised()
+    if isinstance(x, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
     if isinstance(weight, QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows, pair=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

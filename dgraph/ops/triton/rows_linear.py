@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
-from dgraph.ops.triton import product_cases, product_roles, stored
+from dgraph.ops.triton import eight_bits, product_cases, product_roles, stored
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.triton.product_cases import ANY
@@ -132,7 +132,9 @@ def kernel(
 ) -> Tensor:
     """dgraph::rows_linear; see its contract. `tiling` overrides the sizes chosen for the shape."""
     check_sizes(x, weight, bias)
-    x = x if isinstance(x, Tensor) else x.dequantised()
+    if isinstance(x, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        return eight_bits.launch(x, weight, bias, cu_rows)
     if isinstance(weight, QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows)
     tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())

@@ -12,8 +12,9 @@ from torch import Tensor
 from dgraph.ops import OPS, Op, Sample
 from dgraph.ops.draws import cu_rows_of
 from dgraph.ops.stored import multiply
-from dgraph.quantised import WHOLE, Format, quantise
+from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
 from tests.amounts import every_value
+from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, flat, settled
 
@@ -97,6 +98,44 @@ def test_tiles_over_all_rows_and_over_some(
     torch.testing.assert_close(got[:some], want[:some], rtol=2e-4, atol=2e-4)
 
 
+@every_value(
+    ("kind", ROW_KINDS),
+    ("rows, live", [(21, None), (140, 130), (5, 9), (40, 17), (0, None)]),
+    ("pair", [False, True]),
+    ("biased", [False, True]),
+)
+def test_numbers_by_numbers(
+    interpreted: Interpreter, kind: str, rows: int, live: int | None, pair: bool, biased: bool
+) -> None:
+    draw = torch.Generator().manual_seed(6)
+    weight = quantise(torch.randn((2 * 37, 272), generator=draw), Format(kind))
+    x = QuantisedRows(*quantised_rows(torch.randn((rows, 272), generator=draw), kind), torch.float32)
+    bias = torch.randn(2 * 37, generator=draw) if biased else None
+    want = multiply(x, weight, bias)
+    if pair:
+        gate, up = want.chunk(2, 1)
+        want = torch.nn.functional.silu(gate) * up
+    count = None if live is None else cu_rows_of((live,))
+    (got, _) = interpreted("eight_bits", (x, weight, bias, count, pair), "launch")
+    some = min(rows, rows if live is None else live)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got[:some], want[:some], rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.rounded])
+def test_every_op_that_takes_rows_in_8_bits_gives_what_its_reference_does(interpreted: Interpreter, name: str) -> None:
+    op, found = OPS[name], 0
+    for sample in [s for s in samples_of(op) if s.args[0].numel()][:3]:
+        x, weight, *rest = sample.args
+        rows = QuantisedRows(*quantised_rows(x, "int8"), x.dtype)
+        args = rows, quantise(weight, Format("int8")), *rest
+        (got, _), want = interpreted(name, args), op.reference(*args)
+        live = want.isfinite().all(-1)
+        torch.testing.assert_close(got[live], want[live], rtol=2e-4, atol=2e-4)
+        found += 1
+    assert found
+
+
 @pytest.mark.parametrize("bounds", [(0, 0, 9), (4, 4, 15), (30, 31, 40)])
 def test_rows_of_experts(interpreted: Interpreter, bounds: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(4)
@@ -106,6 +145,14 @@ def test_rows_of_experts(interpreted: Interpreter, bounds: tuple[int, ...]) -> N
     for expert, (begin, end) in enumerate(zip((0, *bounds), bounds, strict=False)):
         want = multiply(x[begin:end], weight[expert])
         torch.testing.assert_close(got[begin:end], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.release
+def test_numbers_go_to_the_matrix_units_of_a_gpu_that_need_not_be_there() -> None:
+    pytest.importorskip("triton")
+    found = found_by("compiled_eight_bits")
+    assert len(found) == 16
+    assert all(kinds == ["e4m3" if name.startswith("fp8") else "s8"] for name, kinds in found.items()), found
 
 
 @pytest.mark.gpu
@@ -121,3 +168,19 @@ def test_a_gpu_multiplies_by_what_is_stored(format: Format, rows: int) -> None:
     got = OPS["linear"].on_gpu(x, weight, None)
     want = torch.nn.functional.linear(x.double(), weight.dequantised(torch.float64))
     assert (got - want).norm() <= 1e-2 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("rows", [1, 17, 64, 200])
+def test_a_gpu_multiplies_numbers_by_numbers(kind: str, rows: int) -> None:
+    draw = torch.Generator("cuda").manual_seed(5)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    weight = quantise(values(512, 4096), Format(kind))
+    x = QuantisedRows(*quantised_rows(values(rows, 4096), kind), torch.bfloat16)
+    got = OPS["linear"].on_gpu(x, weight, None)
+    want = torch.nn.functional.linear(x.values.double() * x.scales.double(), weight.dequantised(torch.float64))
+    assert (got - want).norm() <= 5e-3 * want.norm()
