@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from dgraph.lowering.footprint import footprint
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by, with_rounded_rows
-from dgraph.nodes import op_name
+from dgraph.nodes import op_name, viewed
 from dgraph.ops import OPS
 from dgraph.passes import QuantizeWeights
 from dgraph.quantised import Format, QuantisedRows, QuantisedWeight, quantise
@@ -195,3 +196,19 @@ def test_less_lies_in_memory_by_rounded_rows() -> None:
     steps = QuantizeWeights("int8"), QuantizeWeights("int8", activations=True)
     peaks = [footprint(tiny.quantised(step).optimized("dense").programs["step"], sizes).peak for step in steps]
     assert peaks[1] <= peaks[0]
+
+
+def test_rounding_is_a_part_of_the_norm_or_the_activation_that_makes_the_rows() -> None:
+    """Of the four roundings of a layer; the one of what attention gives is the first of a region. Masked rows, on which
+    the last layer ends, are counted on the device, and so is its activation.
+    """
+    (tiny,) = models(None, "llada")
+    program = tiny.quantised(QuantizeWeights("fp8", activations=True)).optimized("dense").programs["step"]
+    (stage,) = program.stages
+    last, found = tiny.model.spec.layers - 1, Counter[str]()
+    for step in stage.steps:
+        for node in step.nodes if isinstance(step, Region) else ():
+            if op_name(node.target) == "dgraph.quantise_rows" and node.meta["layer"] < last:
+                made = viewed(node.all_input_nodes[0])
+                found[op_name(made.target) if made in step.nodes else "a call"] += 1
+    assert found == {"dgraph.rms_norm": 2 * last, "mul": last, "a call": last}
