@@ -23,11 +23,8 @@ bits. Inline: the compiler fuses it."""
 def reference(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     by_rank = numbers.unflatten(-1, (-1, NUMBERS))
     top, second, total, spread, key, chosen, ids = by_rank.unbind(-1)
-    highest = top.amax(-1, keepdim=True)
-    gap = highest - top
-    fade = torch.exp(-gap)
-    mass = (total * fade).sum(-1)
-    distance = ((spread + total * gap) * fade).sum(-1)
+    highest, mass, distance = lm_head_part.merged(top, total, spread)
+    mass, distance = mass.squeeze(-1), distance.squeeze(-1)
     first = top.argmax(-1, keepdim=True)
     runner = top.scatter(-1, first, second.gather(-1, first)).amax(-1, keepdim=True)
     winner = key.argmax(-1, keepdim=True)

@@ -80,6 +80,14 @@ def numbers_of(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int,
     return torch.stack([top.squeeze(1), second, total, spread, best_key, chosen, token], dim=1)
 
 
+def merged(top: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, 1] each: the largest x of all shares, and their sums over it, from those of W shares [R, W]."""
+    highest = top.amax(-1, keepdim=True)
+    gap = highest - top
+    fade = torch.exp(-gap)
+    return highest, (total * fade).sum(-1, keepdim=True), ((spread + total * gap) * fade).sum(-1, keepdim=True)
+
+
 def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any) -> Tensor:
     return h.new_empty((*candidate.shape, NUMBERS), dtype=numeric(h.dtype))
 

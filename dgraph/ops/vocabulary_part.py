@@ -12,7 +12,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows
 from dgraph.ops.lm_head import gumbel
-from dgraph.ops.lm_head_part import LOWEST, MOST_IDS, NO_TOKEN
+from dgraph.ops.lm_head_part import LOWEST, MOST_IDS, NO_TOKEN, merged
 from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
@@ -121,11 +121,8 @@ def numbers_of(x: Tensor, temperature: Tensor, seed: Tensor, ids: Tensor) -> tup
 def combined(shares: Tensor) -> Tensor:
     """[R, 6]: the numbers of W shares [R, W, 6] together, of which each has higher ids than those before it."""
     best, top, total, spread, key, token = shares.unbind(-1)
-    highest, which = top.max(-1, keepdim=True)
-    gap = highest - top
-    fade = torch.exp(-gap)
-    mass, distance = (total * fade).sum(-1, keepdim=True), ((spread + total * gap) * fade).sum(-1, keepdim=True)
-    winner, drawn = key.max(-1, keepdim=True)
+    highest, mass, distance = merged(top, total, spread)
+    which, (winner, drawn) = top.argmax(-1, keepdim=True), key.max(-1, keepdim=True)
     return torch.cat([best.gather(-1, which), highest, mass, distance, winner, token.gather(-1, drawn)], dim=1)
 
 
