@@ -68,7 +68,7 @@ class InputSpec:
     - per position, a paged cache of any shape that its ops write in place, in each layer another one if it likes:
       `InputSpec("x_cache_3", torch.float32, ("pages", "page", 4, 64))`. Position p of sequence s lies at
       `cache[page_table[s, p // page], p % page]`. With `reset="response"` the pages of a sequence hold `initial` before
-      its first step; with "never" anything finite.
+      its first step, so that a step may read what the one before it wrote; with "never" anything finite.
     - per sequence, a state that goes from step to step: `InputSpec("level", torch.float32, ("b",), reset="block",
       initial=1.0)`, and an output of the graph of the same name and type. What a step returns, the next step of the
       sequence is given; it holds `initial` in the first step of a block or of a response, as `reset` says. In a prefill

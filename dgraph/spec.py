@@ -155,6 +155,16 @@ class ModelSpec:
         Raises:
             InputError: a finished block is not forwarded, or not all keys stay.
         """
+        if self.noise == "uniform" and not recommit:
+            raise InputError(
+                f"{self.family}: a canvas that is done is forwarded again, causally, before anything comes after it, "
+                f"and recommit=False leaves that out; use recommit=True."
+            )
+        if self.noise == "uniform" and kept is not None:
+            raise InputError(
+                f"{self.family}: {kept} keeps the keys that rows which hold a mask attend to, and no row does; use the "
+                f"recipe 'dense'."
+            )
         if self.next_token and not recommit:
             raise InputError(
                 f"{self.family}: the forward of a finished block predicts the next token, and recommit=False leaves it "
@@ -165,6 +175,14 @@ class ModelSpec:
                 f"{self.family}: the forward of a finished block predicts the next token from all keys, but {kept} "
                 f"keeps some of them, and no publication says what that forward reads then; use a recipe that keeps "
                 f"all, such as 'dense' or 'dyllm'."
+            )
+
+    def check_masks(self, what: str) -> None:
+        """Raises `InputError` for what puts masks where something is to be predicted, on a model that has none."""
+        if self.noise == "uniform":
+            raise InputError(
+                f"{what} forwards mask tokens, but {self.family} has none: nothing stands where it decodes but random "
+                f"tokens (noise='uniform')."
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _rows(graph: Graph) -> Iterable[str]:
 
 def _writes(graph: Graph) -> Iterable[str]:
     """Mutation only through declared arguments, which are inputs, and which no op of torch reads, since its result may
-    lie in the same memory; an op reads a cache after its write."""
+    lie in the same memory; an op reads a cache after its write, unless that says what it holds before the first one."""
     mutable = {value for n in graph.calls if (o := op_of(n.target)) is not None for value in o.written(args_of(n))}
     written: set[Node] = set()
     for node in graph.calls:
@@ -171,7 +171,8 @@ def _writes(graph: Graph) -> Iterable[str]:
                 continue
             written.add(value)
         for cache in (value for value in op.read(args_of(node)) if isinstance(value, Node)):
-            if cache in mutable and cache not in written:
+            remembers = "input" in cache.meta and graph.inputs[cache.meta["input"]].reset == "response"
+            if cache in mutable and cache not in written and not remembers:
                 got = f"{where(node)} ({op_name(node.target)}) reads {cache.name} before its write"
                 yield f"{got}; expected the write first"
 

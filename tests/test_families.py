@@ -247,7 +247,7 @@ def test_a_model_is_what_it_is() -> None:
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), object(), 3, None])
 def test_an_object_of_no_family(what: Any) -> None:
     with pytest.raises(
-        CaptureError, match=r"no family adopts .*known: dream, .*llada,.* native, .*sdar.*dgraph\.Model"
+        CaptureError, match=r"no family adopts .*known: .*dream, .*llada,.* native, .*sdar.*dgraph\.Model"
     ):
         dgraph.adopt(what)
 
@@ -357,7 +357,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "config.json").unlink(), r"has no config\.json; a checkpoint folder holds"),
     (_write_text("config.json", "{"), r"config\.json cannot be read as JSON"),
     (_write_text("config.json", "[]"), r"config\.json holds a list, expected an object"),
-    (_write_text("config.json", "{}"), r"no family loads .*names none of dream, .*llada,.* native, .*sdar"),
+    (_write_text("config.json", "{}"), r"no family loads .*names none of .*dream, .*llada,.* native, .*sdar"),
     (
         _write_text("config.json", json.dumps({**SDAR, "hidden_size": "wide"})),
         r"config\.json does not describe a Qwen3ForCausalLM",

@@ -115,6 +115,7 @@ def response_length(spec: ModelSpec) -> int:
 
 def first_step(spec: ModelSpec, prompt: Sequence[int], masks: int, device: torch.device) -> dict[str, Tensor]:
     """Inputs of a packed program that forwards one sequence as a whole: a prompt and masks after it."""
+    spec.check_masks("a calibration")
     count = len(prompt) + masks
     positions = torch.arange(count, device=device)
     limit = first_limits(spec, positions, len(prompt), spec.block_length)

@@ -10,6 +10,7 @@ from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.count_rows import CountRows
+from dgraph.passes.encode_rows import EncodeRows
 from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.fuse_projections import FuseProjections
@@ -22,6 +23,7 @@ from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
 from dgraph.passes.quantize_weights import QuantizeWeights
 from dgraph.passes.reuse_rows import ReuseRows
+from dgraph.passes.self_condition import SelfCondition
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.passes.slot_kv import SlotKV
 from dgraph.passes.sparse_kv import SparseKV
@@ -41,6 +43,7 @@ _OWN: dict[str, type[Pass]] = {
         SlotKV,
         EvictTokens,
         ChunkLMHead,
+        SelfCondition,
         OnlyMasked,
         GateFFN,
         PartialAttention,
@@ -49,6 +52,7 @@ _OWN: dict[str, type[Pass]] = {
         CountRows,
         FuseGLU,
         BoundRows,
+        EncodeRows,
         OnlyKV,
     )
 }
@@ -63,6 +67,7 @@ __all__ = [
     "ChunkLMHead",
     "CountRows",
     "Effect",
+    "EncodeRows",
     "EvictTokens",
     "FuseGLU",
     "FuseProjections",
@@ -76,6 +81,7 @@ __all__ = [
     "QuantizeWeights",
     "Report",
     "ReuseRows",
+    "SelfCondition",
     "ShardTensorParallel",
     "SlotKV",
     "SparseKV",

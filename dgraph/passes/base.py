@@ -16,6 +16,7 @@ from torch.fx import Node
 from dgraph.errors import UnknownName
 from dgraph.graph import Graph
 from dgraph.nodes import where
+from dgraph.spec import ModelSpec
 
 
 class Effect(enum.Enum):
@@ -105,6 +106,11 @@ class Pass:
     def name(self) -> str:
         """The pass's name: that of its class."""
         return type(self).__name__
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """Why it cannot be used with any graph of a model; "" if it can."""
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         """Rewrite the graph in place; record each place where the pass fired, and each near miss."""

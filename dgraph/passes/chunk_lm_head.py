@@ -15,6 +15,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
 from dgraph.sharding import FIRST_ID
+from dgraph.spec import ModelSpec
 
 CANDIDATE = InputSpec("candidate", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))
@@ -60,6 +61,16 @@ class ChunkLMHead(Pass):
     def __post_init__(self) -> None:
         if type(self.max_num_logits) is not int or self.max_num_logits < 1:
             raise InputError(f"max_num_logits must be a number of rows, at least 1, got {self.max_num_logits!r}.")
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return (
+                "the next step reads the mean embedding of what the LM head predicts, which this one does not give; "
+                "SelfCondition does"
+            )
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         if "logits" not in graph.outputs:

@@ -116,7 +116,7 @@ class EvictTokens(Pass):
         if spec.noise == "uniform":
             return (
                 "no row is decoded before its whole canvas is: what each of them predicts is a part of what the next "
-                "step reads, and of when the canvas is done. Use a recipe that evicts no rows, such as 'dense'"
+                "step reads, and of when the canvas is done"
             )
         return ""
 

@@ -17,6 +17,7 @@ from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
+from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -64,6 +65,16 @@ class GateFFN(Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tau", salience.checked(self.tau))
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return (
+                "a step finds another canvas than the one before it: tokens are drawn anew, so what was computed for a "
+                "row is of another token"
+            )
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

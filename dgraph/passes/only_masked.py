@@ -17,6 +17,7 @@ from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
 from dgraph.passes.partial_attention import take_apart
 from dgraph.passes.salience import obstacle
+from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -50,6 +51,13 @@ class OnlyMasked(Pass):
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "the last layer, after its keys and values, on masked rows only"
     changes_weights: ClassVar[bool] = True
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return "no row holds a mask: the next step reads what every row predicts"
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         by, layer = report.name, graph.spec.layers - 1

@@ -17,6 +17,7 @@ from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.spec import ModelSpec
 from dgraph.stored import rows_of, stored_of
 
 aten = torch.ops.aten
@@ -69,6 +70,16 @@ class PartialAttention(Pass):
         object.__setattr__(self, "tau", salience.checked(self.tau))
         if not isinstance(self.update, bool):
             raise InputError(f"update must be True or False, got {self.update!r}.")
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return (
+                "a step finds another canvas than the one before it: tokens are drawn anew, so what was computed for a "
+                "row is of another token"
+            )
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

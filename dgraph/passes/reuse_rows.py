@@ -18,6 +18,7 @@ from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.partial_attention import over_rows, take_apart
 from dgraph.shapes import InputSpec
+from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -79,6 +80,16 @@ class ReuseRows(Pass):
             )
         if not isinstance(self.idle, bool):
             raise InputError(f"idle must be True or False, got {self.idle!r}.")
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return (
+                "a step finds another canvas than the one before it: tokens are drawn anew, so what was computed for a "
+                "row is of another token"
+            )
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

@@ -19,6 +19,7 @@ from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.kv import check_budget, pairs_of
 from dgraph.shapes import InputSpec
 from dgraph.sharding import FIRST_KV_HEAD
+from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -123,6 +124,13 @@ class SparseKV(Pass):
         for name, switch in (("reuse", self.reuse), ("cached", self.cached)):
             if not isinstance(switch, bool):
                 raise InputError(f"{name} must be True or False, got {switch!r}.")
+
+    @staticmethod
+    def obstacle(spec: ModelSpec) -> str:
+        """See `Pass.obstacle`."""
+        if spec.noise == "uniform":
+            return "keys are kept by what rows that hold a mask attend to, and no row does"
+        return ""
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

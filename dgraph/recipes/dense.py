@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dgraph.errors import InputError
 from dgraph.passes.base import Pass
 from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.passes.encode_rows import EncodeRows
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.fuse_projections import FuseProjections
 from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
+from dgraph.passes.self_condition import SelfCondition
 from dgraph.plans.rows import RowPlan
 from dgraph.recipes.base import Phase, Recipe, caching
 from dgraph.spec import ModelSpec
@@ -20,6 +23,9 @@ CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
 
 PREFILL = Phase("prefill", (*CACHED, OnlyKV()))
 """The prompt's whole blocks: keys and values only."""
+
+ENCODED = Phase("prefill", (*CACHED, EncodeRows(), OnlyKV()))
+"""The same of a model whose rows say whether they are encoded."""
 
 GATED = frozenset({"FuseGLU"})
 """Optional where it is used: a mixture of experts may have no gated unit beside its experts."""
@@ -35,15 +41,24 @@ def phases_of(spec: ModelSpec, *after: Pass, optional: frozenset[str] = frozense
     """The phases of a recipe whose step runs these passes after `CACHED`; the optional ones may apply nowhere.
 
     A bidirectional model has no prefill: its first step forwards the prompt with everything else.
+
+    Raises:
+        InputError: one of these passes cannot be used with the model; the message says why.
     """
+    for each in after:
+        if reason := each.obstacle(spec):
+            raise InputError(f"{each.name} cannot be used with {spec.family}: {reason}. Use the recipe 'dense'.")
+    prefill = ENCODED if spec.noise == "uniform" else PREFILL
     step = Phase("step", (*CACHED, *after), optional & {p.name for p in after})
-    return (PREFILL, step) if spec.attention == "block_causal" else (step,)
+    return (prefill, step) if spec.attention == "block_causal" else (step,)
 
 
 def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
     """What a step ends in: logits of masked rows only, and on a bidirectional model, whose steps may forward the whole
-    canvas, a last layer of these rows only.
+    canvas, a last layer of these rows only; of a model without a mask token, what all rows predict, for the next step.
     """
+    if spec.noise == "uniform":
+        return (SelfCondition(),)
     head = ChunkLMHead(max_num_logits)
     return (head, OnlyMasked(), FuseGLU(), BoundRows()) if spec.attention == "bidirectional" else (head,)
 
@@ -59,7 +74,7 @@ def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_
         spec: the model.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (block-causal models).
-        max_num_logits: rows whose logits exist at a time.
+        max_num_logits: rows whose logits exist at a time; of a model without a mask token none do.
     """
     plan = RowPlan() if spec.attention == "bidirectional" else None
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)

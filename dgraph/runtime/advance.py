@@ -31,7 +31,14 @@ from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise
 
-FILLERS = {"token": -1, "confidence": -math.inf, "kept": -1, **{s.name: s.filler for s in GIVEN}, "measured": 0.0}
+FILLERS = {
+    "token": -1,
+    "draw": -1,
+    "confidence": -math.inf,
+    "kept": -1,
+    **{s.name: s.filler for s in GIVEN},
+    "measured": 0.0,
+}
 """Outputs of a step that have one entry per row of its last stage, and what padding entries hold."""
 
 
@@ -194,7 +201,7 @@ class Advance:
         self._compiled(ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the results of a step: token and confidence; kept if it evicts, and its states."""
+        """Keep the results of a step: token and confidence; draw if it gives one, kept if it evicts, and its states."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name in (*FILLERS, *self.carried):
@@ -223,7 +230,9 @@ class Advance:
         measured = {s: given[s.name] for s in GIVEN if s.name in given}
         if "measured" in given:
             measured |= zip(statistics_of(rule.policy), given["measured"].unbind(1), strict=True)
-        results = row_results(self.rows, given["token"], given["confidence"], given.get("kept"), measured)
+        results = row_results(
+            self.rows, given["token"], given["confidence"], given.get("kept"), measured, given.get("draw")
+        )
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
         committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.recommit, self._noise())
         return self._packed(after, self._carried(after)), Decision(results, committed)

@@ -24,6 +24,7 @@ from dgraph.runtime.decode_state import OUT, DecodeState
 from dgraph.runtime.kv import NO_PAGE, KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.renoised import RenoisedState
 from dgraph.runtime.report import Report, Reports
 from dgraph.runtime.requests import (
     Programs,
@@ -407,9 +408,11 @@ class Batch:
         }
         tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
         kv = None if self.packed is None else self.packed.plan
-        if spec.next_token:
+        if spec.noise == "uniform":
+            state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
+        elif spec.next_token:
             settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
-            state: DecodeState = TwoModeState.begin(*tensors, **settings)
+            state = TwoModeState.begin(*tensors, **settings)
         elif self.causal:
             state = BlockCausalState.begin(*tensors, **settings, kv=kv)
         else:

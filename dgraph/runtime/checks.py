@@ -19,7 +19,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.offers import OFFERS, declared
-from dgraph.runtime.policies import Policy, check_needs, edits, foresees, statistics_of
+from dgraph.runtime.policies import Policy, check_needs, edits, foresees, renoises, statistics_of
 from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling import Sampler
 from dgraph.spec import ModelSpec
@@ -64,14 +64,20 @@ def check_session(
                 f"{spec.family}: BlockSession needs {' and '.join(map(repr, needed))} of a model whose attention is "
                 f"{spec.attention}; {name!r} is missing (got: {', '.join(sorted(programs)) or 'none'})."
             )
-    has = {"plan": not causal or plan is not None, "kv": kv is not None, "hides": hides}
+    if spec.noise == "uniform" and block_cache != "off":
+        raise InputError(
+            f"{spec.family}: no row of a canvas is decoded before all are, so block_cache={block_cache!r} has nothing "
+            f"to keep; use block_cache='off'."
+        )
+    modes = spec.noise == "uniform"
+    has = {"plan": not causal or plan is not None, "kv": kv is not None, "hides": hides, "modes": modes}
     _check_inputs(programs, select_noise, frozenset(name for name in has if has[name]))
 
 
 def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: frozenset[str]) -> None:
     """What the programs read must be offered by the loop, or declared as memory of their own.
 
-    has: what of "plan", "kv" and "hides" (a plan that hides rows) the session has; see `Offer.needs`.
+    has: what of "plan", "kv", "hides" (a plan that hides rows) and "modes" the session has; see `Offer.needs`.
     """
     offered = {name: offer for name, offer in OFFERS.items() if not offer.needs or offer.needs in has}
     specs = declared({name: program.inputs for name, program in programs.items()})
@@ -166,10 +172,23 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
         )
 
 
-def check_modes(spec: ModelSpec, policy: Policy) -> None:
-    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run, and
-    one that caches keys within a block for a model that does not encode it.
+def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
+    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run, one
+    that caches keys within a block for a model that does not encode it, and one that commits masks one by one for a
+    model that has none, or the other way round.
     """
+    if renoises(policy) != (spec.noise == "uniform"):
+        has = "random tokens where nothing is decoded" if spec.noise == "uniform" else "a mask token"
+        other = "policy='renoise'" if spec.noise == "uniform" else "a threshold"
+        raise InputError(
+            f"{type(policy).__name__} does not decode {spec.family}, which has {has} (noise={spec.noise!r}); use "
+            f"{other}."
+        )
+    if renoises(policy) and sampler.temperature > 0:
+        raise InputError(
+            f"temperature={sampler.temperature}: {type(policy).__name__} draws at temperatures of its own; set its "
+            f"t_min and t_max."
+        )
     if getattr(policy, "autoregressive", False) and spec.encoding != "causal":
         raise InputError(
             f"{type(policy).__name__} commits what causal rows predict, but {spec.family} encodes whole blocks "
@@ -243,8 +262,13 @@ def check_canvases(
 
 
 def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | None, decoding: Decoding) -> Canvas:
-    if canvas is None:
+    if canvas is None or not len(canvas):
         return ()
+    if spec.noise == "uniform":
+        raise InputError(
+            f"canvas {index}: {spec.family} decodes a canvas as a whole, so nothing of a response can be fixed; leave "
+            f"it out, or give its beginning as the end of the prompt."
+        )
     what = f"canvas {index}"
     if isinstance(canvas, str) or not isinstance(canvas, Sequence):
         raise InputError(f"{what} is {canvas!r}, expected a list with an id or None for each position.")

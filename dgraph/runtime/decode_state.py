@@ -1,9 +1,8 @@
 """What the decode loop knows of its sequences, and the transition from step to step, as tensors on the device.
 
-Three kinds of state share it: `BlockCausalState` for block-causal models, `TwoModeState` for those that predict the
-next token where they write a finished block, and `CanvasState` for bidirectional ones. They differ in which rows they
-forward; what a step commits and how it counts is the same. Nothing here loops over sequences, and only `report` is
-meant to be read by the host.
+Kinds of state share it: `BlockCausalState`; `TwoModeState` for models that predict the next token where they write a
+finished block; `RenoisedState` for those without a mask token; `CanvasState` for bidirectional ones. They differ in
+which rows they forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
 
 Every sequence is a row of every tensor (a slot), and no row depends on another: so between two steps the host may
 write a slot anew, for another request, or leave some slots out of a step.
@@ -376,6 +375,7 @@ class DecodeState(ABC):
             passes=self.passes,
             kind=self.kind,
             settings=self.settings,
+            draw=None if results.draw is None else read(results.draw, row, -1),
         )
         commit = self._chosen(candidates, policy)
         carries = carries_of(policy)

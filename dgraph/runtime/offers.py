@@ -37,8 +37,8 @@ class Offer:
     Attributes:
         dtype, per: as an `InputSpec` declares them.
         value: computes it; None where the caches hold it.
-        needs: what the session must have for it: a "plan" of rows, one that "hides" rows, a plan of "kv"; "" for
-            nothing.
+        needs: what the session must have for it: a "plan" of rows, one that "hides" rows, a plan of "kv", a model whose
+            rows say their "modes"; "" for nothing.
         fixed: whether it stays as it is before the first step.
         late: computed before the programs that read it, and not with every step.
     """
@@ -57,7 +57,9 @@ def _given(value: Tensor | None) -> Tensor:
 
 
 def _temperature(at: Moment) -> Tensor:
-    return at.state.temperature[at.rows.sequence]
+    policy, state = at.rule.policy, at.state
+    heat = policy.heat(state.forwards, state.kind, state.settings) if policy.renoises else state.temperature
+    return heat[at.rows.sequence]
 
 
 def _seed(at: Moment) -> Tensor:
@@ -110,6 +112,9 @@ OFFERS: dict[str, Offer] = {
     # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
     "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
     "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
+    # Whether the row is encoded, else denoised; from where windows count back.
+    "encoded": Offer(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
+    "origin": Offer(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
     # Where a row's keys lie in the pages of its sequence.
     "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
     # Draws: see `dgraph.runtime.seeds`.

@@ -123,7 +123,7 @@ def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
         return 0
     known = len(request.known)
     if spec.encoding == "causal":
-        return known - 1
+        return known - spec.next_token
     left = block if spec.next_token and known % block == 0 else known % block
     return known - left
 
@@ -132,7 +132,7 @@ def step_rows(block: int, spec: ModelSpec) -> int:
     """Rows that a step of a block-causal model forwards for one sequence, at most: those of a block, and those of the
     block before it where these ride along to be written once more.
     """
-    return block if spec.next_token else 2 * block
+    return block if spec.encoding == "causal" or spec.next_token else 2 * block
 
 
 def positions(request: Request, block: int, spec: ModelSpec) -> int:

@@ -32,6 +32,9 @@ class StepRows:
 
     Where a plan hides rows, else None: slots i64[N]: where the keys of the row lie in the pages of its sequence. The
     rows that exist lie side by side in the order of their positions, and limit counts them.
+
+    Of a model whose rows are encoded or denoised by a flag, else None: encoded bool[N]: which are encoded; origin
+    i32[N]: where windows count back from: where an encoded row stands, or where the block of a denoised one begins.
     """
 
     sequence: Tensor
@@ -45,6 +48,8 @@ class StepRows:
     full: Tensor | None = None
     changed: Tensor | None = None
     slots: Tensor | None = None
+    encoded: Tensor | None = None
+    origin: Tensor | None = None
 
     @property
     def live(self) -> Tensor:
@@ -71,15 +76,17 @@ class StepRows:
 class RowResults:
     """What a step program says about each of its N rows.
 
-    token i64[N]: -1 where there is none; confidence f32[N]: -inf on rows that cannot be committed (no candidate,
-    evicted or without a token); kept bool[N]: rows that reached the last stage. measured: by name, f32[N]: the
-    statistics that the program computed, with their fillers on such rows.
+    token i64[N]: -1 where there is none; draw i64[N]: drawn from the distribution of which token is the most likely
+    one, None from a program that gives one of both; confidence f32[N]: -inf on rows that cannot be committed (no
+    candidate, evicted or without a token); kept bool[N]: rows that reached the last stage. measured: by name, f32[N]:
+    the statistics that the program computed, with their fillers on such rows.
     """
 
     token: Tensor
     confidence: Tensor
     kept: Tensor
     measured: Mapping[str, Tensor] = field(default_factory=dict)
+    draw: Tensor | None = None
 
 
 def row_results(
@@ -88,11 +95,12 @@ def row_results(
     confidence: Tensor,
     kept: Tensor | None = None,
     measured: Mapping[Statistic, Tensor] | None = None,
+    draw: Tensor | None = None,
 ) -> RowResults:
     """Outputs of a step program (K entries, padding at the end) -> per row of the step.
 
-    token i64[K], confidence and measured f32[K]; kept i64[K]: the row of each entry, -1 for padding; None: entry i is
-    row i.
+    token and draw i64[K], confidence and measured f32[K]; kept i64[K]: the row of each entry, -1 for padding; None:
+    entry i is row i.
     """
     n = len(rows.masked)
     entry = None if kept is None else inverse(kept, n)
@@ -108,7 +116,8 @@ def row_results(
         return torch.where(committable, per_row(values.float(), filler), filler)
 
     found = {s.name: decided(values, s.filler) for s, values in (measured or {}).items()}
-    return RowResults(token, decided(confidence, -math.inf), survived, found)
+    drawn = None if draw is None else per_row(draw, -1)
+    return RowResults(token, decided(confidence, -math.inf), survived, found, drawn)
 
 
 def offsets_of(counts: Tensor) -> Tensor:
@@ -167,6 +176,8 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
         masked=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         candidate=torch.zeros(count, dtype=torch.bool, device=canvas.device),
         cu_rows=offsets_of(end - begin),
+        encoded=torch.full((count,), causal, device=canvas.device),
+        origin=(positions if causal else positions // block * block).int(),
     )
 
 
@@ -214,4 +225,6 @@ def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> St
         full=~none,
         changed=~none,
         slots=positions,
+        encoded=~none,
+        origin=positions.int(),
     )

@@ -92,6 +92,7 @@ class Scorer:
     """
 
     def __init__(self, spec: ModelSpec, program: Program, block: int, device: torch.device):
+        spec.check_masks("a decision between labels")
         self._spec, self._program, self._block, self._device = spec, program, block, device
 
     @torch.no_grad()

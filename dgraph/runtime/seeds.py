@@ -16,6 +16,7 @@ WORD = 0xFFFFFFFF
 _LANES = (0x9E3779B9, 0x85EBCA6B)  # two independent 32-bit chains make one 62-bit seed
 _NOISE = 0x27D4EB2F
 _POLICY = 0x40000000
+_CANVAS = 0x20000000
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -50,6 +51,14 @@ def uniform(seeds: Tensor) -> Tensor:
     """f32 in [0, 1) of `row_seeds`, independent of what a program draws from the same seeds."""
     word = mix(mix((seeds & WORD) ^ _NOISE) ^ (seeds >> 32))
     return (word >> 8).float() * 2.0**-24
+
+
+def random_ids(keys: Tensor, positions: Tensor, counter: Tensor, vocab: int) -> Tensor:
+    """i64[b, B]: tokens drawn from a vocabulary, each as likely as any other, independent of what else is drawn.
+
+    keys: i64[2, b]; positions i64[b, B], below 2^29; counter i64[b].
+    """
+    return (row_seeds(keys[:, :, None], positions ^ _CANVAS, counter[:, None]) & WORD) * vocab >> 32
 
 
 def policy_noise(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
-from dgraph.runtime.policies import Mixture, Policy, statistics_of
+from dgraph.runtime.policies import Mixture, Policy, renoises, statistics_of
 from dgraph.runtime.report import Report
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.rows import idle_rows
@@ -398,7 +398,7 @@ class BlockSession:
             self.check(chosen, block)
         if len(guides) > 1:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
-        sampled = any(chosen.sampling.temperature > 0 for chosen in decodings)
+        sampled = any(chosen.sampling.temperature > 0 or renoises(chosen.rule) for chosen in decodings)
         given = self.block_cache, self.recommit, self.select_noise
         rule = Rule(Mixture.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop())
         return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
@@ -408,7 +408,7 @@ class BlockSession:
         policy, sampler = chosen.rule, chosen.sampling
         step = self._variant(policy, sampler.needs_logits)["step"]
         check_rule(policy, sampler, step, self.block_cache, self.plan)
-        check_modes(self.spec, policy)
+        check_modes(self.spec, policy, sampler)
         check_script(policy, block, "script" in step.inputs)
         if sampler.cfg_scale > 0 and self.packed is not None:
             raise InputError(
@@ -464,7 +464,9 @@ class BlockSession:
         start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
         # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
         committed, written = (start, start + batch.shape.block) if causal else (0, one.request.end)
-        if self.spec.next_token:  # of the block that begins there, none need have been forwarded
+        if (
+            self.spec.encoding == "causal" or self.spec.next_token
+        ):  # of the block that begins there, none need have been forwarded
             written = start
         span = one.handles[0], written, first
         has = {spec.name for spec in self.kv.declared}

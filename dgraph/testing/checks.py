@@ -61,16 +61,15 @@ def check_lossless(
 def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
     """Each prompt of a batch gets the tokens that it gets alone.
 
-    Draws depend on a prompt's index in the call, so a method that draws is checked with `temperature=0`, the default.
+    Alone it is the only one that is decoded then; draws depend on a prompt's index in the call, which is the same.
     """
     made = tiny.optimized(recipe, **options)
     ids = prompts(tiny)
-    together = made.generate(input_ids=ids, **_settings(decoding)).token_ids
-    for index, prompt in enumerate(ids):
-        alone = made.generate(input_ids=[prompt], **_settings(decoding)).token_ids[0]
-        assert together[index] == alone, (
-            f"{tiny}: prompt {index} gets {together[index]} in a batch of {len(ids)} and {alone} alone, under "
-            f"{_name(recipe)} with {dict(options)}"
+    together, alone = (made.generate(input_ids=ids, max_batch=n, **_settings(decoding)).token_ids for n in (None, 1))
+    for index, (mine, other) in enumerate(zip(together, alone, strict=True)):
+        assert mine == other, (
+            f"{tiny}: prompt {index} gets {mine} in a batch of {len(ids)} and {other} alone, under {_name(recipe)} "
+            f"with {dict(options)}"
         )
 
 

@@ -104,7 +104,7 @@ def models(attention: str | None = None, *names: str, seed: int = 0) -> list[Tin
 
     Args:
         attention: only those of "block_causal" or "bidirectional" models; None for both.
-        names: only these families; all by default.
+        names: only these families; by default all that have a mask token, which most methods and rules decode by.
         seed: of the weights.
 
     Raises:
@@ -114,7 +114,8 @@ def models(attention: str | None = None, *names: str, seed: int = 0) -> list[Tin
         if name not in families():
             raise UnknownName("family", name, families())
     found = [_tiny(name, seed) for name in sorted(names or families())]
-    return [tiny for tiny in found if attention in (None, tiny.model.spec.attention)]
+    asked = (tiny for tiny in found if names or tiny.model.spec.noise == "mask")
+    return [tiny for tiny in asked if attention in (None, tiny.model.spec.attention)]
 
 
 def prompts(tiny: TinyModel, seed: int = 0) -> list[list[int]]:

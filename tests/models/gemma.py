@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.api import Optimized
+from dgraph.frontend.capture import capture_module
 from dgraph.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
 from dgraph.models.diffusion_gemma import EOS, FULL, SLIDING
+from dgraph.ops.lm_head import gumbel
+from dgraph.recipes import RECIPES, build
+from dgraph.runtime.seeds import random_ids, row_seeds, sequence_keys
 from tests.tiny import PAGE, interpret
 
 CANVAS, WINDOW, VOCAB, HIDDEN = 8, 6, 97, 32
@@ -46,8 +54,10 @@ VISION = {
 
 
 @functools.cache
-def published(sharp: float = 1.0, seed: int = 0) -> Any:
-    """A model of transformers in fp32; sharp: how far apart its logits are."""
+def published(sharp: float = 1.0, mixing: float = 1.0, seed: int = 0) -> Any:
+    """A model of transformers in fp32; sharp: how far apart its logits are; mixing: how much its layers add to what
+    they are given. Below 1 it does not make more of rounding from step to step.
+    """
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = DiffusionGemmaConfig(text_config=dict(TEXT), vision_config=dict(VISION), canvas_length=CANVAS)
@@ -63,6 +73,10 @@ def published(sharp: float = 1.0, seed: int = 0) -> Any:
             elif value.dim() > 1:
                 value.copy_(drawn * value.shape[-1] ** -0.5)
         model.model.decoder.norm.weight.mul_(sharp)
+        for name, weight in model.model.decoder.named_parameters():
+            ends = ("post_attention_layernorm", "post_feedforward_layernorm", "self_conditioning.down_proj")
+            if name.removesuffix(".weight").endswith(ends):
+                weight.mul_(mixing)
     return model
 
 
@@ -124,3 +138,82 @@ def adopted(model: Any) -> dgraph.Model:
     found = family.adopt(model)
     assert found is not None
     return found
+
+
+@functools.cache
+def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: bool = False) -> Optimized:
+    """The dense recipe on it, op by op; stops: a stop token ends a response."""
+    model = adopted(published(sharp, mixing))
+    eos = model.spec.eos_ids if stops else ()
+    model = replace(model, spec=replace(model.spec, eos_ids=eos))
+    graph = capture_module(model.module, model.spec, model.prefix)
+    recipe = build(RECIPES, "dense", model.spec, {})
+    return Optimized(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
+
+
+@dataclass
+class Drawn:
+    """What transformers draws while it generates for one prompt, made to be what dgraph draws.
+
+    Attributes:
+        canvases: what each of its decoder forwards was given.
+        steps: forwards of each canvas.
+    """
+
+    seed: int
+    start: int
+    counter: int = 0
+    renoises: bool = False
+    canvases: list[list[int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor]:
+        keys = sequence_keys(self.seed, torch.tensor([0]))
+        return keys, torch.arange(self.start, self.start + CANVAS)[None]
+
+    def randint(self, *, size: tuple[int, int], **_: Any) -> Tensor:
+        """New random tokens after a step, or, where none was made before, a whole canvas."""
+        keys, positions = self.where
+        if self.renoises:
+            self.renoises = False
+            found = random_ids(keys, positions, torch.tensor([self.counter]), VOCAB)
+            self.counter += 1
+            return found
+        if self.steps:  # a canvas was encoded in a step of its own
+            self.counter, self.start = self.counter + 1, self.start + CANVAS
+            positions = positions + CANVAS
+        self.steps.append(0)
+        return random_ids(keys, positions, torch.tensor([0xFFFFFFFF]), VOCAB)
+
+    def multinomial(self, probabilities: Tensor, num_samples: int) -> Tensor:
+        keys, positions = self.where
+        seeds = row_seeds(keys.expand(2, CANVAS), positions[0], torch.full((CANVAS,), self.counter))
+        self.renoises = True
+        self.steps[-1] += 1
+        return (probabilities.log() + gumbel(seeds, VOCAB)).argmax(-1, keepdim=True)
+
+
+def generated(prompt: Sequence[int], new: int, seed: int, model: Any, **settings: Any) -> tuple[list[int], Drawn]:
+    """What transformers generates after a prompt, stop tokens and all, and what it drew."""
+    from unittest.mock import patch
+
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+    drawn = Drawn(seed, len(prompt))
+    options = {
+        "sampler_config": EntropyBoundSamplerConfig(settings.pop("bound", 0.1)),
+        "pad_token_id": None,
+        **settings,
+    }
+
+    def note(module: Any, args: Any, given: Any) -> None:
+        drawn.canvases.append(given["decoder_input_ids"][0].tolist())
+
+    hook = model.model.decoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with patch("torch.multinomial", drawn.multinomial), patch("torch.randint", drawn.randint):
+            found = model.generate(input_ids=torch.tensor([list(prompt)]), max_new_tokens=new, **options)
+    finally:
+        hook.remove()
+    return found.sequences[0, len(prompt) :].tolist(), drawn

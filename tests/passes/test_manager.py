@@ -234,6 +234,8 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "SparseKV": Effect.APPROXIMATE,
         "ChunkLMHead": Effect.REASSOCIATES,
         "OnlyMasked": Effect.REASSOCIATES,
+        "SelfCondition": Effect.REASSOCIATES,
+        "EncodeRows": Effect.EXACT,
         "OnlyKV": Effect.EXACT,
     }
     for cls in PASSES.values():

@@ -145,7 +145,7 @@ def test_what_a_rule_works_out_for_itself_is_no_setting(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("policy", EVERY, ids=repr)
 def test_every_docstring_says_what_is_done_and_after_whom(policy: DecodeRule) -> None:
     text = type(policy).__doc__ or ""
-    assert re.search("SDAR|LLaDA|Dream|dInfer|Fast-dLLM|Nemotron", text)
+    assert re.search("SDAR|LLaDA|Dream|dInfer|Fast-dLLM|Nemotron|DiffusionGemma", text)
 
 
 def test_policies_by_name() -> None:
@@ -264,7 +264,7 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
     assert [p.name for p in EVERY if remasks(p)] == ["hierarchical_remask"]
     assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "joint_threshold_indel", "hierarchical_remask"}
     assert {p.name for p in EVERY if moves(p)} == {"joint_threshold_indel"}
-    assert {p.name for p in EVERY if p.may_wait} == {"dream", "self_speculation"}
+    assert {p.name for p in EVERY if p.may_wait} == {"dream", "renoise", "self_speculation"}
 
 
 def test_program_outputs_come_back_with_margin_and_entropy() -> None:

@@ -214,6 +214,7 @@ def test_what_differs_from_kind_to_kind() -> None:
         "foresees": (0, 0, 0, 0, 0),
         "autoregressive": (0, 0, 0, 0, 0),
         "drafts": (0, 0, 0, 0, 0),
+        "renoises": (0, 0, 0, 0, 0),
     }
     assert set(want) == set(get_args(Attribute))
     kind = torch.tensor([4, 0, 3, 1, 2, 1])

@@ -36,6 +36,7 @@ from dgraph.runtime.policies import (
     policy_key,
     policy_of,
     remasks,
+    renoises,
     settings_of,
     with_settings,
 )
@@ -59,6 +60,7 @@ RULES: dict[str, DecodeRule] = {
 }
 VALUES = {
     "steps": lambda rng: rng.randint(1, 40),
+    "stability": lambda rng: rng.randint(0, 3),
     "max_post_edit_steps": lambda rng: rng.randint(0, 5),
     "eps": lambda rng: rng.choice([1e-3, 0.25, rng.uniform(0.01, 0.9)]),
     "alg_temp": lambda rng: rng.uniform(0.1, 3),
@@ -117,6 +119,8 @@ def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
     if foresees(policy):
         seen = candidates.masked, candidates.step, candidates.decoded, candidates.order
         found["coming"] = policy.foresee(*seen)
+    if renoises(policy):
+        found["kept"] = policy.keep(candidates)
     return found | (dict(policy.carry(candidates, chosen)) if carries_of(policy) else {})
 
 
@@ -146,6 +150,7 @@ def test_what_each_rule_lets_a_request_set() -> None:
         "sub_blocks": ("threshold",),
         **dict.fromkeys(("factor", "dinfer_factor"), ("factor",)),
         "entropy_bounded": ("gamma",),
+        "renoise": ("bound", "t_min", "t_max", "stability", "confidence", "steps"),
         **dict.fromkeys(("hierarchical", "hierarchical_fast_v2"), ("threshold", "low_threshold")),
         "hierarchical_remask": ("threshold", "low_threshold", "remask_threshold"),
         **dict.fromkeys(("dream", "dream_origin", "dream_topk_margin"), ("eps",)),

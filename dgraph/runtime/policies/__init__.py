@@ -30,6 +30,7 @@ from dgraph.runtime.policies.base import (
     policy_key,
     policy_sampler,
     remasks,
+    renoises,
     setting,
     statistics_of,
     steps_of,
@@ -41,6 +42,7 @@ from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.indel import JointThresholdInDel
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, settings_spec, sub_blocks
+from dgraph.runtime.policies.renoise import Renoise
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
 from dgraph.runtime.sampling import SETTINGS, Sampler
@@ -64,6 +66,7 @@ RULES: tuple[type[DecodeRule], ...] = (
     JointThresholdInDel,
     Autoregressive,
     SelfSpeculation,
+    Renoise,
 )
 
 
@@ -90,6 +93,7 @@ _PUBLISHED: dict[str, DecodeRule] = {
     "fast_dllm_factor": Factor(1.0),
     "fast_dllm_v2": SubBlocks(0.95, 8),
     "dkv_greedy": FixedSteps(32, schedule="masks", remasking="random_order"),
+    "diffusion_gemma": Renoise(),
     "dinfer": RelativeThreshold(0.9),
     "dinfer_factor": Factor(1.0, variant="dinfer"),
     "hierarchical_fast_v2": Hierarchical(fast_v2=True),
@@ -213,6 +217,7 @@ __all__ = [
     "Mixture",
     "Policy",
     "RelativeThreshold",
+    "Renoise",
     "SelfSpeculation",
     "Sequential",
     "SubBlocks",
@@ -233,6 +238,7 @@ __all__ = [
     "policy_of",
     "policy_sampler",
     "remasks",
+    "renoises",
     "row_of",
     "setting",
     "settings_of",

@@ -45,6 +45,9 @@ class Candidates:
     Where sequences decode by several kinds of rule (see `Mixture`): kind i64[b], which of them each one has; settings
     by "{index of the kind}.{field}", float64 or int64 [b]: what each set for itself, anything for another kind's.
 
+    For rules that draw a canvas again, else None: draw i64[b, B]: drawn from the distribution of which token is then
+    the most likely one, -1 where there is none.
+
     For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
     part of the prompt; passes i64[b]: steps of this block that began with no mask left in it.
     """
@@ -66,6 +69,7 @@ class Candidates:
     passes: Tensor | None = None
     kind: Tensor | None = None
     settings: Mapping[str, Tensor] = field(default_factory=dict)
+    draw: Tensor | None = None
 
     @property
     def committable(self) -> Tensor:
@@ -158,6 +162,8 @@ class DecodeRule:
     it edits, and `move` says where tokens go. autoregressive: what is committed is what causal rows predict of the
     position after them, whatever `choose` says (see `dgraph.runtime.two_modes`); drafts: a step that denoises a block
     first predicts what these rows hold.
+    renoises: what is not committed is drawn again, or random, in the next step; it then has `keep` and `heat`, and
+    commits all of a block at once.
     sampler: how tokens are taken from logits unless a caller says otherwise; None for the most likely one.
 
     per_request: names of numeric fields that each sequence of a batch may have its own value of. The methods must then
@@ -174,6 +180,7 @@ class DecodeRule:
     moves: ClassVar[bool] = False
     autoregressive: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
+    renoises: ClassVar[bool] = False
     sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -237,6 +244,14 @@ class DecodeRule:
         """i64[b, B]: what is written at the chosen positions; and i64[b, B]: from where each position takes its token
         or mask. c: from column c, with what is written there; B + c: from column c as it was; 2 B: a new mask.
         """
+        raise NotImplementedError
+
+    def keep(self, candidates: Candidates) -> Tensor:
+        """bool[b, B]: positions where the next step finds what this one drew; elsewhere it finds random tokens."""
+        raise NotImplementedError
+
+    def heat(self, step: Tensor) -> Tensor:
+        """f32[b]: the temperature at which step i64[b] of a block, from 0, draws; above 0 in steps that take place."""
         raise NotImplementedError
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
@@ -362,6 +377,11 @@ def remasks(policy: Policy) -> bool:
 def moves(policy: Policy) -> bool:
     """Whether the policy changes how many tokens a block has; it then has `move`, see `DecodeRule`."""
     return bool(getattr(policy, "moves", False))
+
+
+def renoises(policy: Policy) -> bool:
+    """Whether the policy draws what it does not commit again; it then has `keep` and `heat`, see `DecodeRule`."""
+    return bool(getattr(policy, "renoises", False))
 
 
 def foresees(policy: Policy) -> bool:

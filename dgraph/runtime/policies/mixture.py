@@ -23,11 +23,14 @@ from dgraph.runtime.policies.base import (
     moves,
     policy_key,
     remasks,
+    renoises,
     statistics_of,
 )
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 
-Attribute = Literal["may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts"]
+Attribute = Literal[
+    "may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts", "renoises"
+]
 """What is true of a policy or not, and may differ from kind to kind."""
 
 
@@ -141,6 +144,26 @@ class Mixture:
     def drafts(self) -> bool:
         """Whether any kind drafts."""
         return any(self.each("drafts"))
+
+    @property
+    def renoises(self) -> bool:
+        """Whether any kind draws again; then all do, since a model has one kind of canvas."""
+        return any(self.each("renoises"))
+
+    def keep(self, candidates: Candidates) -> Tensor:
+        """See `DecodeRule.keep`: nothing, where a kind does not draw again."""
+        found = [
+            rule.keep(own) if renoises(rule) else torch.zeros_like(own.masked) for rule, own in self._own(candidates)
+        ]
+        return _by_kind(found, candidates.kind)
+
+    def heat(self, step: Tensor, kind: Tensor | None = None, settings: Mapping[str, Tensor] | None = None) -> Tensor:
+        """See `DecodeRule.heat`: 0, where a kind does not draw again. kind, settings: see `Candidates`."""
+        found = [
+            rule.heat(step) if renoises(rule) else torch.zeros_like(step, dtype=torch.float32)
+            for rule in self._rules(kind, settings or {})
+        ]
+        return _by_kind(found, kind)
 
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""

@@ -1,0 +1,52 @@
+"""EncodeRows: a program all of whose rows are encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.nodes import args_of, viewed
+from dgraph.passes.base import Effect, Pass, Report
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class EncodeRows(Pass):
+    """Of a model whose rows say whether they are encoded (`encoded` bool[N]), keep what rows do that are.
+
+    A prompt's rows all are: there is nothing to choose, and what only denoised rows do is left out.
+
+        before  %4 = dgraph.rms_norm(%3, None, 1e-06)                  f32[N, 2816]
+                %5 = where(%encoded_column, %2, %4)                    f32[N, 2816]
+        after   (every reader of %5 reads %2)
+
+    Exact for such rows. The inputs that nothing reads any more go, `encoded` among them.
+    """
+
+    effect: ClassVar[Effect] = Effect.EXACT
+    summary: ClassVar[str] = "all rows are encoded: what denoised rows do is left out (prefill)"
+    signature: ClassVar[frozenset[str]] = frozenset({"encoded", "soft"})
+    changes_weights: ClassVar[bool] = True
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if "encoded" not in graph.inputs:
+            report.skip("no row of this model says whether it is encoded", graph.output)
+            return
+        mode = graph.input("encoded")
+        for node in graph.calls:
+            if node.target is not aten.where.self or not isinstance(args_of(node)[0], Node):
+                continue
+            flags, chosen, _ = args_of(node)
+            if viewed(flags) is not mode:
+                report.skip(f"it chooses by {flags.name}, not by which rows are encoded", node)
+                continue
+            layer = node.meta["layer"]
+            graph.replace(node, chosen)
+            report.did("where -> what encoded rows take", layer)
+        graph.sweep()
+        graph.propagate()

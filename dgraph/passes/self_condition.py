@@ -1,0 +1,113 @@
+"""SelfCondition: what a step predicts is what the next one reads, with nothing of [rows, vocabulary] in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Node
+
+from dgraph.graph import Graph
+from dgraph.linears import Linear, embedding_of, linear_of
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS
+from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.cache_kv import PAGE_TABLE
+from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
+from dgraph.shapes import InputSpec
+
+aten = torch.ops.aten
+
+OUTPUTS = ("token", "confidence", "draw", "entropy")
+
+
+@dataclass(frozen=True)
+class SelfCondition(Pass):
+    """Replace a tied LM head by vocabulary attention, and keep the mean embeddings that it predicts for the next step.
+
+    softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. One op gives of each row the most
+    likely token, its probability, a draw and the entropy, which become the outputs `token`, `confidence`, `draw` and
+    `entropy`; and the mean embedding, which the row of that position reads in the next step in the place of the input
+    `soft`. It lies in a cache by position, `soft_cache` [pages, page, hidden], which is 0 before a position's first
+    step: so a canvas begins with nothing predicted. Adds the inputs `temperature` f32[N] and `seed` i64[N].
+
+        before  %90 = linear(%89, embed_tokens.weight)                                        f32[N, 262144]
+                %93 = mul(tanh(div(%90, 30.0)), 30.0)                                         f32[N, 262144]
+                return logits=%93
+        after   %1 = dgraph.feature_read(soft_cache, positions, page_table, cu_rows)          f32[N, 2816]
+                ...
+                %91, ... = dgraph.vocabulary_attention(%89, embed_tokens.weight, temperature, seed, cu_rows, 30.0, -1)
+                dgraph.feature_write(%95, soft_cache, positions, page_table, cu_rows)
+                return token=%91, confidence=%92, draw=%93, entropy=%94
+
+    Reassociates: sums over the vocabulary run tile by tile, and logits are not rounded to the dtype of the model.
+    """
+
+    effect: ClassVar[Effect] = Effect.REASSOCIATES
+    summary: ClassVar[str] = (
+        "vocabulary attention in the place of a tied LM head; its mean embeddings go to the next step"
+    )
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"logits", *OUTPUTS, "temperature", "seed", "soft", "soft_cache", "page_table"}
+    )
+
+    def run(self, graph: Graph, report: Report) -> None:
+        if "logits" not in graph.outputs:
+            report.skip(f"the graph returns {', '.join(graph.outputs) or 'nothing'}, no logits", graph.output)
+            return
+        logits = graph.result("logits")
+        if "soft" not in graph.inputs:
+            report.skip("the model reads nothing of what it predicted (no input soft)", logits)
+            return
+        if PAGE_TABLE.name not in graph.inputs:
+            report.skip("no cache has a place for what is predicted; run CacheKV first", logits)
+            return
+        head, cap = capped(logits)
+        if head is None:
+            report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
+            return
+        looked_up = embedding_of(graph)
+        if isinstance(looked_up, str) or args_of(looked_up)[0] is not head.weight or head.bias is not None:
+            report.skip("the LM head is not the embedding, so its rows are no mean of embeddings", head.node)
+            return
+        by, soft = report.name, graph.input("soft")
+        cache = graph.add_input(
+            InputSpec(
+                "soft_cache", soft.meta["val"].dtype, ("pages", "page", int(soft.meta["val"].shape[1])), "response"
+            )
+        )
+        place = [graph.input(name) for name in ("positions", PAGE_TABLE.name, "cu_rows")]
+        first = next(node for node in graph.calls if soft in node.all_input_nodes)
+        read = graph.call(OPS["feature_read"], (cache, *place), before=first, by=by)
+        graph.redirect(soft, read, after=read)
+        graph.drop_input("soft")
+        per_row = [graph.add_input(spec) for spec in (TEMPERATURE, SEED)]
+        args = (head.x, head.weight, *per_row, place[-1], cap, graph.spec.mask_id)
+        found = graph.call(OPS["vocabulary_attention"], args, before=logits, by=by)
+        *decided, mean = graph.parts(found, 5, by)
+        best, confidence, draw, entropy = decided
+        graph.call(OPS["feature_write"], (mean, cache, *place), before=mean.next, by=by)
+        graph.set_outputs(dict(zip(OUTPUTS, (best, confidence, draw, entropy), strict=True)))
+        graph.sweep()
+        report.did("LM head -> vocabulary_attention; soft embeddings in a cache")
+
+
+def capped(logits: Node) -> tuple[Linear | None, float | None]:
+    """The linear layer of logits, and their cap c where they are c * tanh(z / c) of what it gives."""
+    node, cap = _wide(logits), None
+    if node.target is aten.mul.Tensor and isinstance(args_of(node)[1], float):
+        bounded, cap = args_of(node)
+        if bounded.target is not aten.tanh.default:
+            return None, None
+        scaled = args_of(bounded)[0]
+        if scaled.target is not aten.div.Tensor or args_of(scaled)[1] != cap:
+            return None, None
+        node = _wide(args_of(scaled)[0])
+    linear = linear_of(node)
+    return (linear, cap) if linear is not None and linear.kind == "plain" else (None, None)
+
+
+def _wide(node: Node) -> Node:
+    """The value before a cast."""
+    return args_of(node)[0] if op_name(node.target) == "to" else node
