@@ -44,9 +44,9 @@ class Method:
 class Memory:
     """Keys (after RoPE), values and the outputs of attention and FFN: per layer [capacity, ...], NaN at first."""
 
-    def __init__(self, config: Config, capacity: int, like: Tensor) -> None:
+    def __init__(self, config: Config, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         def empty(*shape: int) -> list[Tensor]:
-            return [like.new_full((capacity, *shape), torch.nan) for _ in range(config.layers)]
+            return [torch.full((capacity, *shape), torch.nan, dtype=dtype) for _ in range(config.layers)]
 
         self.k, self.v = (empty(config.kv_heads, config.head_dim) for _ in range(2))
         self.a, self.f = (empty(config.hidden) for _ in range(2))
@@ -156,7 +156,7 @@ def generate(
     """
     end, border = len(prompt) + max_new_tokens, len(prompt) - shift
     canvas = [*prompt, *[mask_id] * max_new_tokens]
-    trace = Trace(Memory(config, end, weights["model.norm.weight"]))
+    trace = Trace(Memory(config, end, weights["model.norm.weight"].dtype))
     start, finished = len(prompt), False
     while start < end and not finished:
         stop, yields = min(start + block_length, end), list[int]()

@@ -54,9 +54,9 @@ class Method:
 class Memory:
     """Keys (after RoPE), values, contexts and features of one sequence: per layer [capacity, ...], NaN at first."""
 
-    def __init__(self, config: Config, capacity: int, like: Tensor) -> None:
+    def __init__(self, config: Config, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         def empty(*shape: int) -> list[Tensor]:
-            return [like.new_full((capacity, *shape), torch.nan) for _ in range(config.layers)]
+            return [torch.full((capacity, *shape), torch.nan, dtype=dtype) for _ in range(config.layers)]
 
         self.k, self.v = (empty(config.kv_heads, config.head_dim) for _ in range(2))
         self.c, self.f = empty(config.heads, config.head_dim), empty(config.hidden)
@@ -216,7 +216,7 @@ def generate(
     """
     end = len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]
-    trace = Trace(Memory(config, end, weights["model.norm.weight"]), end)
+    trace = Trace(Memory(config, end, weights["model.norm.weight"].dtype), end)
     start, finished = len(prompt), False
     changed: list[int] = []
     while start < end and not finished:

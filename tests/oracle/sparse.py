@@ -67,9 +67,9 @@ class Head:
 class Memory:
     """Keys (after RoPE), values, and outputs of attention and FFN by position, NaN at first; and what heads keep."""
 
-    def __init__(self, config: Config, capacity: int, like: Tensor) -> None:
+    def __init__(self, config: Config, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         def empty(*shape: int) -> list[Tensor]:
-            return [like.new_full((capacity, *shape), torch.nan) for _ in range(config.layers)]
+            return [torch.full((capacity, *shape), torch.nan, dtype=dtype) for _ in range(config.layers)]
 
         self.k, self.v = (empty(config.kv_heads, config.head_dim) for _ in range(2))
         self.a, self.f = (empty(config.hidden) for _ in range(2))
@@ -256,7 +256,7 @@ def generate(
     """Decode greedily, block by block; rules of committing as in `tests.oracle.canvas.generate`."""
     end = len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]
-    trace = Trace(Memory(config, end, weights["model.norm.weight"]))
+    trace = Trace(Memory(config, end, weights["model.norm.weight"].dtype))
     start, finished = len(prompt), False
     while start < end and not finished:
         stop, yields = min(start + block_length, end), list[int]()
