@@ -67,9 +67,7 @@ def graph_of(
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
         _has_its_own(facts)
-        if tp is not None or weights is not None:
-            name = "weights" if tp is None else "tp"
-            raise InputError(f"this model is optimized already, with its own ranks and weights; leave {name} out.")
+        _is_made(tp=tp, weights=weights)
         return model.graph(phase, after)
     if recipe is None or recipe == CAPTURED:
         if after is not None or options:
@@ -150,6 +148,7 @@ def explain(
     recipe: str | Recipe = "focus",
     buckets: str | Sequence[int] | None = None,
     facts: Mapping[str, Any] | None = None,
+    weights: Weights = None,
     **options: Any,
 ) -> Explanation:
     """What a recipe makes of a model, without compiling it; prints as text. See `dgraph.explain`.
@@ -159,13 +158,15 @@ def explain(
         recipe, options: the recipe; an `Optimized` has its own.
         buckets: as for `optimize`; an `Optimized` has its own.
         facts: as for `capture`.
+        weights: how weights are stored, as for `optimize`; an `Optimized` has its own.
     """
     if isinstance(model, Optimized):
         _has_its_own(facts)
+        _is_made(weights=weights)
         return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)
     check_recipe(RECIPES, recipe, options)
     rounding = None if buckets is None else Buckets.of(buckets)
-    graph = _captured(model, facts)
+    graph = _captured(model, facts, weights=weights)
     chosen = build(RECIPES, recipe, graph.spec, options)
     return explain_phases(rewrite(graph, chosen), chosen, rounding or Buckets.default(graph.device))
 
@@ -194,6 +195,13 @@ def _has_its_own(facts: Mapping[str, Any] | None) -> None:
     """Refuse facts beside what has been captured with its own."""
     if facts:
         raise InputError(f"{', '.join(facts)} cannot be given beside a captured model; give it where it is captured.")
+
+
+def _is_made(**given: object) -> None:
+    """Refuse ranks and formats of weights for a model that is optimized already."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"this model is optimized already, with its own ranks and weights; leave {name} out.")
 
 
 def _known(recipe: str | Recipe) -> None:

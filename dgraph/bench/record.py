@@ -97,6 +97,7 @@ def record(
     max_batch: int = 64,
     backend: str = "inductor",
     options: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Recorded:
     """Decode prompts under a recipe and keep what each block did.
@@ -108,6 +109,7 @@ def record(
         decoding: how they are continued.
         max_batch: prompts per batch.
         backend: "inductor" or "eager".
+        weights: how they are stored, as for `optimize`.
         tell: called with what is being done.
 
     Raises:
@@ -120,8 +122,8 @@ def record(
             f"that the forward before them predicts; record one of another family."
         )
     tell, chosen = tell or (lambda what: None), decoding or Decoding()
-    said = {**chosen.to_json(), **dict(options or {})}
-    optimized = optimize(model, recipe, backend=backend, progress=tell, **dict(options or {}))
+    said = {**chosen.to_json(), **dict(options or {}), **({} if weights is None else {"weights": weights})}
+    optimized = optimize(model, recipe, backend=backend, progress=tell, weights=weights, **dict(options or {}))
     histories = Histories(model.spec.block_length, frozenset(model.spec.eos_ids), evicts(optimized))
 
     def count(progress: Progress) -> None:

@@ -155,6 +155,7 @@ def record(
     prompt_file: Annotated[str | None, typer.Option(help="Instead: a file with a prompt per line.")] = None,
     tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    weights: given.Weights = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
     fact: given.Facts = None,
@@ -168,6 +169,7 @@ def record(
     import dgraph
     from dgraph.bench.record import record as run
     from dgraph.bench.record import report, text_prompts
+    from dgraph.captured import quantising
     from dgraph.recipes import RECIPES, build
 
     if out is None:
@@ -179,11 +181,14 @@ def record(
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
     decoding, holds = dgraph.Decoding(max_new_tokens=tokens, threshold=threshold), given.facts(fact)
+    quantising(weights)  # refuses what it does not know
+    where, opened = given.torch_device(device), weights is not None
     with status("loading") as tell:
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **holds)
+        found = dgraph.load(model, given.torch_dtype(dtype), where, opened, **holds)
         build(RECIPES, recipe, found.spec, options)
         texts = text_prompts(model, prompts) if prompt_file is None else given.read_prompts(None, prompt_file)
-        recorded = run(found, texts, recipe, decoding, backend=backend, options=options, tell=tell)
+        how: dict[str, Any] = {"backend": backend, "options": options, "weights": weights}
+        recorded = run(found, texts, recipe, decoding, **how, tell=tell)
     recorded.trace.write(out)
     facts = report(recorded)
     if json:

@@ -96,6 +96,7 @@ def serve(
     buckets: given.Buckets = None,
     no_graphs: workload.NoGraphs = False,
     backend: workload.Backend = "inductor",
+    weights: given.Weights = None,
     dtype: workload.Dtype = None,
     device: workload.Device = None,
     tp: given.Ranks = 1,
@@ -122,6 +123,7 @@ def serve(
     from dgraph.bench import serve as serving
     from dgraph.bench.report import machine
     from dgraph.cache.place import parse_size
+    from dgraph.captured import quantising
     from dgraph.engine.build import SEQUENCES, EngineSettings
     from dgraph.engine.load import arrivals as times_of
     from dgraph.engine.policies import policy_of
@@ -129,6 +131,7 @@ def serve(
     options, facts = given.recipe_options(recipe, option, kv_dtype), given.facts(fact)
     workload.check_model(model, shape, layers, facts)
     workload.check_files(json, plot)
+    quantising(weights)  # refuses what it does not know
     if not 0 <= warm_share < 1:
         raise InputError(f"--warm-share must be from 0 to below 1, got {warm_share}.")
     if shared < 0:
@@ -153,12 +156,13 @@ def serve(
     with ranks(tp, str(where)) as mesh, status("loading") as tell:
         length = followed.block if followed else block
         kind = workload.dtype_of(dtype, where)
-        found = workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, mesh is not None)
+        opened = mesh is not None or weights is not None
+        found = workload.model_of(model, shape, where, kind, random_weights, layers, length, facts, opened)
         chosen = dgraph.recipe(recipe, found.spec, **workload.scripted(recipe, options, followed))
         asked, longest = _fitting(asked, max_tokens, found.spec.max_positions)
         settings = replace(settings, max_tokens=longest, block_length=found.spec.block_length)
         running: dict[str, Any] = {"backend": backend, "buckets": given.bucket_list(buckets), "graphs": not no_graphs}
-        optimized = dgraph.optimize(found, chosen, progress=tell, mesh=mesh, **running)
+        optimized = dgraph.optimize(found, chosen, progress=tell, mesh=mesh, weights=weights, **running)
         prompts = serving.prompts_for(found, asked, shared, seed)
         decoding = replace(decoding, ignore_eos=ignore_eos)
         test = serving.LoadTest(optimized, asked, prompts, decoding, settings, limit, warm_share)
@@ -175,6 +179,7 @@ def serve(
                     done.append((_label(what, value), _run(test, name, what, value, base, arrivals, seed, tell)))
         finally:  # after Ctrl-C, too: shows what was measured until then
             over = "" if mesh is None else f", {mesh.size()} ranks"
+            over += "" if weights is None else f", weights {weights}"
             title = f"{found.name}, {recipe}{over}: {len(asked)} requests, {slots} slots"
             setting = {**machine(where), "title": title, "model": found.spec.to_json(), "engine": asdict(test.settings)}
             setting["commits"] = commits or {"steps": decoding.steps, "threshold": decoding.threshold}

@@ -101,6 +101,7 @@ def explain(
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     buckets: given.Buckets = None,
+    weights: given.Weights = None,
     fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
@@ -115,7 +116,7 @@ def explain(
     options, rows = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets)
     facts = given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.explain(model, recipe, rows, facts, **options)
+        found = views.explain(model, recipe, rows, facts, weights, **options)
     if json:
         print_json(found.to_json())
     else:

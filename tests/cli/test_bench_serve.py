@@ -58,7 +58,7 @@ def test_clients_and_a_trace(run: Run, folder: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "3 of 3 prompts are cut" in result.stderr
     assert ["look_ahead", "trace"] in [line.split()[:2] for line in result.stdout.splitlines()]
-    result = run(*small, "--trace", "trace.jsonl", "--clients", "1,2", "--recipe", "focus")
+    result = run(*small, "--trace", "trace.jsonl", "--clients", "1,2", "--recipe", "focus", "--weights", "int8")
     assert result.exit_code == 0, result.stderr
     rows = [line.split()[:3] for line in result.stdout.splitlines()]
     assert ["look_ahead", "1", "clients"] in rows
@@ -79,6 +79,7 @@ def test_clients_and_a_trace(run: Run, folder: Path) -> None:
         (("--kv", "much"), "--kv is a size such as 500M or 4G, got 'much'."),
         (("--json", "nowhere/out.json"), "--json nowhere/out.json cannot be written: there is no folder nowhere."),
         (("--trace", "none.jsonl"), "trace none.jsonl"),
+        (("--weights", "int3"), "unknown format of weights 'int3'"),
         (("--arrivals", "never"), "arrivals are poisson, gamma:CV or constant, got 'never'."),
     ],
 )

@@ -148,7 +148,8 @@ def test_diff(run: Run, folder: Path) -> None:
 
 @pytest.mark.usefixtures("captured_once")
 def test_explain(run: Run, folder: Path) -> None:
-    text = run("explain", folder, "-r", "focus", "--buckets", "hybrid").stdout
+    text = run("explain", folder, "-r", "focus", "--buckets", "hybrid", "--weights", "int4").stdout
+    assert any(line.startswith("  prefix") and "linear x" in line for line in text.splitlines()), "calls of their own"
     assert "values carried across the cut in layer 1" in text
     assert "row counts are padded, 10 to 16" in text
     found = one_object(run("explain", folder, "-o", "alpha=inf", "--json"))
