@@ -258,7 +258,7 @@ class Optimized:
         """
         if (prompts is None) == (input_ids is None):
             raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
-        chosen = Decoding.of(decoding, settings)
+        chosen = Decoding.of(decoding, settings).for_model(self.spec)
         if chosen.stop and self.model.tokenizer is None:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
@@ -396,7 +396,7 @@ class Optimized:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
-            chosen = Decoding.of(decoding, settings)
+            chosen = Decoding.of(decoding, settings).for_model(self.spec)
             self._prepare([chosen])
             positions = self.spec.max_positions if tokens is None else tokens
             return self._session.warm_up(batch, positions, progress, chosen)

@@ -156,7 +156,7 @@ def build_driver(
     alike = block if spec.aligned else 1
     prefix = PrefixCache(session.kv, alike) if settings.prefix_cache and whole and not session.lasting else None
     if kind == "cuda":
-        session.compile_transition(shape, settings.decoding or Decoding())
+        session.compile_transition(shape, (settings.decoding or Decoding()).for_model(spec))
     session.kv.limit = limit
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim

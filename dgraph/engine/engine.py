@@ -103,7 +103,7 @@ class Engine:
             EngineClosed: the engine was closed.
         """
         self._open()  # first: another rank need not look at what it is not asked
-        chosen = Decoding.of(decoding, settings)
+        chosen = Decoding.of(decoding, settings).for_model(self.spec)
         if chosen.stop and self.tokenizer is None:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
         block = self._driver.shape.block

@@ -12,6 +12,7 @@ from dgraph.runtime.policies import DecodeRule, Policy, chosen_policy, policy_of
 from dgraph.runtime.sampling import SETTINGS, Sampler
 from dgraph.runtime.stops import check_stops
 from dgraph.settings import settings_of
+from dgraph.spec import ModelSpec
 
 RULE = ("threshold", "steps", "policy")
 """Fields that say which tokens a step commits."""
@@ -28,7 +29,8 @@ class Decoding:
 
     Attributes:
         max_new_tokens: length limit of a response, at least 1.
-        threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9.
+        threshold: commit tokens whose confidence is above it, in (0, 1]; the default is 0.9, or the rule
+            "diffusion_gemma" for a model without a mask token.
         steps: instead of a threshold, the number of steps per block.
         policy: a decoding rule by name ("dream_entropy", "llada2.0"; `dgraph policies` lists them), which threshold and
             steps then set options of, or one that you made. It may bring a sampler along: those of Dream do (top_k 50).
@@ -101,6 +103,13 @@ class Decoding:
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
         """The value that a function was given, or its keywords as one; see `settings_of`."""
         return settings_of(cls, given, keywords)
+
+    def for_model(self, spec: ModelSpec) -> Decoding:
+        """The same, by the rule of a model that no threshold decodes if nobody chose one: canvases of random tokens
+        (`spec.noise`) by `diffusion_gemma`.
+        """
+        chose = any(getattr(self, name) is not None for name in RULE)
+        return replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not chose else self
 
     def changed(self, said: Mapping[str, Any]) -> Decoding:
         """The same with other values, as `from_json` takes them. Where a value is one of `RULE`, none of those three

@@ -196,7 +196,7 @@ class BlockSession:
         Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist,
         `RanksDiffer` where ranks that hold the model together are called with different arguments.
         """
-        chosen = Decoding.of(decoding, settings)
+        chosen = Decoding.of(decoding, settings).for_model(self.spec)
         asked = {"prompts": prompts, "decoding": chosen, "canvas": canvases, "max_batch": max_batch, "keep_kv": keep_kv}
         agree(self.ranks, "generate", asked)
         ids = check_request(self.spec, prompts, chosen, max_batch)
@@ -283,7 +283,7 @@ class BlockSession:
         Raises:
             InputError: a size out of range, no pool to capture into, or buckets of kind "exact".
         """
-        chosen = Decoding.of(decoding, settings)
+        chosen = Decoding.of(decoding, settings).for_model(self.spec)
         if self.pool is None:
             raise InputError("warm-up captures CUDA graphs, and this session runs without; use a GPU and graphs=True.")
         if batch < 1 or not 1 <= tokens <= self.spec.max_positions:

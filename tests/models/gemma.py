@@ -141,11 +141,10 @@ def adopted(model: Any) -> dgraph.Model:
 
 
 @functools.cache
-def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: bool = False) -> Optimized:
-    """The dense recipe on it, op by op; stops: a stop token ends a response."""
+def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = ()) -> Optimized:
+    """The dense recipe on it, op by op; stops: tokens that end a response."""
     model = adopted(published(sharp, mixing))
-    eos = model.spec.eos_ids if stops else ()
-    model = replace(model, spec=replace(model.spec, eos_ids=eos))
+    model = replace(model, spec=replace(model.spec, eos_ids=stops))
     graph = capture_module(model.module, model.spec, model.prefix)
     recipe = build(RECIPES, "dense", model.spec, {})
     return Optimized(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))

@@ -84,12 +84,22 @@ def test_seeds_give_other_generations_and_each_its_own() -> None:
 
 
 def test_a_stop_token_cuts_a_response_when_its_canvas_is_done() -> None:
-    rule = Renoise(1.0, confidence=0.2, steps=9)
-    whole = optimized(6.0, 0.6).generate(input_ids=[draw(11, 1)], policy=rule, max_new_tokens=24, seed=5).token_ids[0]
-    made = optimized(6.0, 0.6, stops=True)
-    (stop, *_) = made.spec.eos_ids
-    found = made.generate(input_ids=[draw(11, 1)], policy=rule, max_new_tokens=24, seed=5)
-    assert found.token_ids[0] == whole[: whole.index(stop)] if stop in whole else whole
+    rule, given = Renoise(1.0, confidence=0.2, steps=9), {"max_new_tokens": 24, "seed": 5}
+    whole = optimized(6.0, 0.6).generate(input_ids=[draw(11, 1)], policy=rule, **given)
+    tokens = whole.token_ids[0]
+    stop = tokens[6]
+    found = optimized(6.0, 0.6, stops=(stop,)).generate(input_ids=[draw(11, 1)], policy=rule, **given)
+    assert found.token_ids[0] == tokens[: tokens.index(stop)]
+    assert found.stats.steps < whole.stats.steps, "later canvases are not begun"
+
+
+def test_the_published_rule_is_the_default() -> None:
+    made, prompt = optimized(6.0, 0.6), draw(5, 1)
+    published = made.generate(input_ids=[prompt], policy="diffusion_gemma", max_new_tokens=8, seed=3)
+    assert made.generate(input_ids=[prompt], max_new_tokens=8, seed=3).token_ids == published.token_ids
+    with made.engine(max_sequences=1) as engine:
+        (served,) = engine.generate([prompt], max_new_tokens=8, seed=3)
+    assert served.token_ids == published.token_ids[0]
 
 
 def test_every_key_that_later_rows_see_is_causal() -> None:
