@@ -262,16 +262,16 @@ def check_canvases(
 
 
 def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | None, decoding: Decoding) -> Canvas:
-    if canvas is None or not len(canvas):
+    what = f"canvas {index}"
+    if canvas is not None and (isinstance(canvas, str) or not isinstance(canvas, Sequence)):
+        raise InputError(f"{what} is {canvas!r}, expected a list with an id or None for each position.")
+    if not canvas:
         return ()
     if spec.noise == "uniform":
         raise InputError(
-            f"canvas {index}: {spec.family} decodes a canvas as a whole, so nothing of a response can be fixed; leave "
+            f"{what}: {spec.family} decodes a canvas as a whole, so nothing of a response can be fixed; leave "
             f"it out, or give its beginning as the end of the prompt."
         )
-    what = f"canvas {index}"
-    if isinstance(canvas, str) or not isinstance(canvas, Sequence):
-        raise InputError(f"{what} is {canvas!r}, expected a list with an id or None for each position.")
     if len(canvas) > decoding.max_new_tokens:
         raise InputError(
             f"{what} has {len(canvas)} positions, more than max_new_tokens={decoding.max_new_tokens}; shorten it, or "

@@ -33,8 +33,10 @@ from dgraph.runtime.policies import (
     SelfSpeculation,
     foresees,
     policy_of,
+    renoises,
     statistics_of,
 )
+from dgraph.runtime.renoised import RenoisedState
 from dgraph.runtime.requests import Request, say
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
@@ -46,7 +48,11 @@ from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
 from tests.runtime.recorder import Recorder
 
 MASK, BLOCK = 99, 8
-NEEDED: dict[str, dict[str, Any]] = {"confidence_threshold": {"threshold": 0.6}, "fixed_steps": {"steps": 3}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "confidence_threshold": {"threshold": 0.6},
+    "fixed_steps": {"steps": 3},
+    "renoise": {"steps": 3},
+}
 RULES: dict[str, Policy] = {
     **{name: policy_of(name, **NEEDED.get(name, {})) for name in POLICIES},
     **{name: PRESETS[name] for name in ("dkv_greedy", "dinfer_factor", "hierarchical_fast_v2", "llada_random")},
@@ -55,10 +61,12 @@ RULES: dict[str, Policy] = {
     "script": Script(BLOCK, (tuple(BlockStep((c,), tuple(range(c, BLOCK))) for c in range(BLOCK)),)),
 }
 CAUSAL = {name: rule for name, rule in RULES.items() if getattr(rule, "autoregressive", False)}
+RENOISING = {name: rule for name, rule in RULES.items() if renoises(rule)}
 PLANS = {
     "step": None,
     "encode": None,
     "causal": None,
+    "random": None,
     "canvas": RowPlan(Block()),
     "every": RowPlan(Response(), Counted(every=3, full_steps=1)),
     "hidden": RowPlan(Stride(3), Thirds() | FirstShare(0.2) | Apart(5, 4)),
@@ -74,6 +82,8 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     plan = PLANS[kind]
     if kind in ("encode", "causal"):
         state: Any = TwoModeState.begin(canvas, *which, **facts, shift=1, causal=kind == "causal")
+    elif kind == "random":
+        state = RenoisedState.begin(canvas, *which, **facts, vocab=90)
     elif plan is None:
         state = BlockCausalState.begin(canvas, *which, **facts)
     else:
@@ -104,6 +114,8 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     }
     if asked := statistics_of(advance.rule.policy):
         said["measured"] = torch.randint(0, 90, (n, len(asked)), generator=draw).float()
+    if renoises(advance.rule.policy):
+        said["draw"] = torch.randint(0, 90, (n,), generator=draw)
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
         said["reached"] = advance.inputs["reached"] + 1
@@ -136,7 +148,7 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
         assert same(plain, other)
 
 
-@every_value(("kind", ["step", "canvas", "encode"]), ("name", [name for name in RULES if name not in CAUSAL]))
+@every_value(("kind", ["step", "canvas", "encode"]), ("name", sorted(RULES.keys() - CAUSAL.keys() - RENOISING.keys())))
 def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     check_rule(kind, name)
 
@@ -144,6 +156,11 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", [*CAUSAL, "confidence_threshold"])
 def test_every_rule_of_causal_rows_can_be_traced(name: str) -> None:
     check_rule("causal", name)
+
+
+@pytest.mark.parametrize("name", RENOISING)
+def test_every_rule_of_random_canvases_can_be_traced(name: str) -> None:
+    check_rule("random", name)
 
 
 @pytest.mark.parametrize(
