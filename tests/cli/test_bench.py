@@ -74,6 +74,7 @@ def test_a_random_shape_writes_json_and_a_plot(run: Run, tiny_shape: str, trace:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.release
 def test_an_ablation_has_a_row_per_part(run: Run, folder: Path, tmp_path: Path) -> None:
     result = run("bench", "--model", folder, "--random-weights", "--ablation", *EAGER, "--steps", 4, "--json", "a.json")
     assert result.exit_code == 0, result.stderr

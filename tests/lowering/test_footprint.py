@@ -122,6 +122,7 @@ def test_predicted_is_what_a_watcher_sees(name: str, recipe: str) -> None:
         assert predicted == pytest.approx(seen, rel=0.01), program
 
 
+@pytest.mark.release
 def test_predicted_is_what_compiled_code_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code for a CPU allocates past the dispatcher; here it is made to go through it."""
     from torch._inductor.codecache import PyCodeCache

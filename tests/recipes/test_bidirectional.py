@@ -84,6 +84,7 @@ def test_a_window_of_all_masks_is_the_delayed_cache(setups: dict[str, Setup]) ->
     same_bits(*(run.generate(**settings, policy="dkv_greedy", steps=6) for run in runs))
 
 
+@pytest.mark.release
 def test_a_lossless_limit_compiled(setups: dict[str, Setup]) -> None:
     settings: dict[str, Any] = {"input_ids": prompts_for(16), "max_new_tokens": 24, "steps": 6, "keep_kv": True}
     for limit in ("every step full", "alpha inf"):

@@ -376,6 +376,7 @@ def test_padded_rows_of_focus(setups: dict[str, Setup], family: str) -> None:
     check_focus(setups[family], 16, setups[family].optimized("focus", 16, buckets="hybrid"), "high threshold", {})
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("family", "buckets"), [("llada", None), ("dream", "hybrid")])
 def test_compiled_by_inductor(setups: dict[str, Setup], family: str, buckets: Any) -> None:
     setup = setups[family]

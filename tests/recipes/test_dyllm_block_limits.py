@@ -71,6 +71,7 @@ def test_full_steps_are_the_dense_model(family: str, options: dict[str, Any]) ->
     assert sum(layers[0] for layers in found.stats.salient) == found.stats.rows["step"]
 
 
+@pytest.mark.release
 def test_compiled_its_lossless_limit_is_the_dense_model() -> None:
     dense = run("sdar", "dense", {"threshold": 0.7}, "inductor")
     check_same(run("sdar", "dyllm", {"threshold": 0.7}, "inductor", tau=1.01), dense)

@@ -69,6 +69,7 @@ def test_beside_a_block_cache(family: str, block_cache: str, recommit: bool) -> 
     check_run(family, "tau 0.8", {"threshold": 0.7}, block_cache=block_cache, recommit=recommit)
 
 
+@pytest.mark.release
 @every_value(("family", ["sdar", "llada2"]), ("buckets", [None, "hybrid", [48, 200]]))
 def test_compiled_by_inductor(family: str, buckets: Any) -> None:
     check_run(family, "tau 0.8", {"threshold": 0.7}, "inductor", buckets)

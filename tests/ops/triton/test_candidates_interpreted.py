@@ -158,6 +158,7 @@ for op, listed in shapes.items():
 """
 
 
+@pytest.mark.release
 def test_the_values_that_tilings_are_timed_on() -> None:
     root = Path(__file__).parents[3]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
