@@ -57,20 +57,21 @@ INTEGERS = {
     **dict.fromkeys(("order_ptr", "offsets_ptr", "slots_ptr", "action_ptr", "count_ptr", "start_ptr"), "*i32"),
     **dict.fromkeys(("voters_ptr", "seen_ptr", "starts_ptr", "listed_ptr", "index_ptr"), "*i32"),
     **dict.fromkeys(("only_ptr", "full_ptr", "adapt_ptr"), "*i1"),
+    "origin_ptr": "*i32",
 }
 SUMS = ("part_ptr", "mass_ptr", "sums_ptr", "similar_ptr", "mean_ptr")
 
 
-def source(function: Any, scaled: bool, copied: bool = False) -> Any:
+def source(function: Any, scaled: bool, copied: bool = False, windowed: bool = False) -> Any:
     """A kernel with small sizes, with scales or without.
 
-    copied: what is packed is in float8 where it comes from, too.
+    copied: what is packed is in float8 where it comes from, too. windowed: rows see a window of keys.
     """
     names = function.arg_names
     scales = [n for n in names if n.endswith(("scale_ptr", "by_ptr"))]
     types = {n: "*bf16" for n in names if n.endswith(("_ptr", "_blocks"))} | {"scale": "fp32"}
     types |= INTEGERS | dict.fromkeys(SUMS, "*fp32") | dict.fromkeys(scales, "*fp32")
-    constants = dict(CONSTANTS)
+    constants = CONSTANTS | ({} if windowed else {"origin_ptr": None, "window": 0})
     stored = {*STORED, *READS[function], *(("k_ptr", "v_ptr") if copied else ())}
     if scaled:
         types |= dict.fromkeys(stored, "*fp8e4nv")
@@ -90,6 +91,7 @@ def main() -> None:
     """Print one JSON object."""
     found = {f"{f.__module__.rpartition('.')[2]}.{f.__name__}": lines_of(f, scaled=True) for f in READS}
     found["kv_pack._copy of float8"] = lines_of(kv_pack._copy, scaled=True, copied=True)
+    found["paged_attention._attend with a window"] = lines_of(paged_attention._attend, scaled=True, windowed=True)
     print(json.dumps(found))
 
 
