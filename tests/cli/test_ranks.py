@@ -208,9 +208,8 @@ def test_a_server_whose_other_rank_dies_says_so_and_ends() -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_other_rank_ends_with_the_first(number: signal.Signals) -> None:
-    with command(
-        "generate", "tiny_sdar", "-p", PROMPT, "--backend", "eager", "--tp", "2", "--max-new-tokens", "400"
-    ) as process:
+    prompts = ["-p", PROMPT] * 2000  # more than are answered before the signal comes
+    with command("generate", "tiny_sdar", *prompts, "--backend", "eager", "--tp", "2") as process:
         until(lambda: others(process), 60)
         (other,) = others(process)
         time.sleep(3)
