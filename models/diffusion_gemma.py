@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import Model
-from dgraph.models.moe import MoEFamily, RoutedExperts, identity_of
+from dgraph.models.moe import MoEFamily, RMSNorm, RoutedExperts, identity_of
 from dgraph.models.remote_code import require
 from dgraph.models.tiny import EOS, build_tiny
 from dgraph.ops.route import check
@@ -154,18 +154,6 @@ def _kind(text: Any, name: str) -> Kind:
         raise CheckpointError(f"partial_rotary_factor is {share} of {name} layers, expected 1.")
     angles, window = int(share * own.head_dim // 2), text.sliding_window if name == SLIDING else 0
     return Kind(own.num_key_value_heads, own.head_dim, window, float(rope["rope_theta"]), angles)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension, in fp32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.dgraph.rms_norm(x, self.weight, self.eps)
 
 
 class Rotary(nn.Module):

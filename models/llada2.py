@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError, InputError
-from dgraph.models.moe import MoE, MoEFamily, Routing, identity_of
+from dgraph.models.moe import MoE, MoEFamily, RMSNorm, Routing, identity_of
 from dgraph.models.remote_code import require
 from dgraph.ops.route import check
 
@@ -143,18 +143,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
     "use_sliding_window": (False, None),
 }
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension, in fp32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.dgraph.rms_norm(x, self.weight, self.eps)
 
 
 class Rotary(nn.Module):

@@ -3,6 +3,7 @@
 The layer holds its experts stacked, [experts, ...], so that `dgraph::experts` can multiply all of them in one call. A
 checkpoint's tensors are read one by one to their places in the stacks. A model object's experts are stacked layer by
 layer, and its own parameters become views of the stacks: no weight is in memory twice but, for a moment, one layer's.
+The norm is that of families with a module of their own.
 """
 
 from __future__ import annotations
@@ -87,6 +88,18 @@ def identity_of(forward: str) -> str:
     """What a forward with this file's layers depends on besides tensors (`dgraph.frontend.frozen`), beside the rest."""
     sources = b"".join(Path(file).read_bytes() for file in (__file__, inspect.getfile(native_spec)))
     return f"{forward} {hashlib.sha256(sources).hexdigest()}"
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension, in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.dgraph.rms_norm(x, self.weight, self.eps)
 
 
 class RoutedExperts(nn.Module):

@@ -16,15 +16,13 @@ from dgraph.models.llada_moe import FACTS
 from dgraph.models.shapes import random_model
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
 from dgraph.testing import check_batch_equals_alone, models
+from tests.models import test_sdar_moe
+from tests.models.test_sdar_moe import DENSE, EXPERTS, SIZES, TOPK, WEIGHTS, WIDTH
 from tests.oracle import qwen3
-from tests.oracle.llada2 import experts_of, mixture, softmax_routing
-from tests.oracle.models import random_weights, tiny_config
 from tests.remote import SEQUENCES, change_tensors, check_head, logits_of, stand_in, write
 from tests.tiny import caches_of, draw, interpret, rewritten, rows_of
 
-SIZES = tiny_config(layers=3)
-EXPERTS, TOPK, WIDTH, DENSE, EOS = 8, 3, 24, 1, 5
-"""Layer 1 is dense."""
+EOS = 5
 CLASS = "LLaDAMoEModelLM"
 KEYS: dict[str, Any] = {
     "architectures": [CLASS],
@@ -63,41 +61,15 @@ KEYS: dict[str, Any] = {
 }
 
 
-def weights_of(seed: int = 3) -> dict[str, Tensor]:
-    """The weights of a dense model with the feed-forwards of layers 0 and 2 replaced."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, std: float) -> Tensor:
-        return torch.randn(*shape, generator=generator) * std
-
-    weights = random_weights(SIZES, seed)
-    for layer in range(SIZES.layers):
-        if layer != DENSE:
-            path = f"model.layers.{layer}.mlp"
-            weights = {n: w for n, w in weights.items() if not n.startswith(f"{path}.")}
-            weights[f"{path}.gate.weight"] = normal(EXPERTS, SIZES.hidden, std=SIZES.hidden**-0.5)
-            weights |= experts_of(f"{path}.experts", EXPERTS, WIDTH, SIZES.hidden, normal)
-    return weights
-
-
-WEIGHTS = weights_of()
-
-
-def feed_forward(x: Tensor, weight: Any) -> Tensor:
-    """A mixture in the layers that have a router, each expert's share the softmax itself."""
-    try:
-        weight("gate")
-    except KeyError:
-        return qwen3.gated(x, weight)
-    return mixture(x, weight, lambda logits: softmax_routing(logits, TOPK, normalise=False))
+# A mixture in the layers that have a router, each expert's share the softmax itself.
+FORWARD = functools.partial(qwen3.forward, feed_forward=functools.partial(test_sdar_moe.feed_forward, normalise=False))
 
 
 def expected(tokens: list[int]) -> Tensor:
     """Logits [t, vocab] of a sequence in which every row sees every row."""
     t = len(tokens)
     cache = qwen3.Cache(SIZES, t, torch.ones(()))
-    run = functools.partial(qwen3.forward, feed_forward=feed_forward)
-    return qwen3.project(WEIGHTS, run(WEIGHTS, SIZES, tokens, range(t), [t] * t, cache))
+    return qwen3.project(WEIGHTS, FORWARD(WEIGHTS, SIZES, tokens, range(t), [t] * t, cache))
 
 
 def near(got: Tensor, want: Tensor) -> None:
