@@ -17,7 +17,8 @@ from dgraph.ops.sparse import DENSE, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, DecodeState, ready_columns
+from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, ready_columns
+from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows, choose, packed
 
@@ -25,7 +26,7 @@ __all__ = ["BLOCK_CACHES", "BlockCache", "BlockCausalState", "ready_columns"]
 
 
 @dataclass
-class BlockCausalState(DecodeState):
+class BlockCausalState(OwnBlockState):
     """State of b sequences of a block-causal model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet (its token is
@@ -35,9 +36,7 @@ class BlockCausalState(DecodeState):
     Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
     """
 
-    tokens: Tensor
     pending: Tensor
-    masked: Tensor
     changed: Tensor | None
     plan: RowPlan | None
     kv: KVPlan | None
@@ -94,21 +93,6 @@ class BlockCausalState(DecodeState):
         )
 
     @property
-    def block(self) -> int:
-        return self.masked.shape[1]
-
-    def _columns(self) -> int:
-        return self.tokens.numel()
-
-    @property
-    def block_masked(self) -> Tensor:
-        return self.masked
-
-    @property
-    def block_tokens(self) -> Tensor:
-        return self.tokens[:, self.block :]
-
-    @property
     def window(self) -> Tensor | None:
         if self.kv is None:
             return None
@@ -128,10 +112,6 @@ class BlockCausalState(DecodeState):
         else:
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()
-
-    @property
-    def visible(self) -> Tensor:
-        return self.start + self.block
 
     def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]

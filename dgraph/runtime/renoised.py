@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.decode_state import BlockCache, DecodeState
+from dgraph.runtime.decode_state import BlockCache
+from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.rows import StepRows, packed
 from dgraph.runtime.seeds import WORD, random_ids
 
 
 @dataclass
-class RenoisedState(DecodeState):
+class RenoisedState(OwnBlockState):
     """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the canvas as the next step finds it, but for a first step, which finds random tokens; masked
@@ -33,8 +34,6 @@ class RenoisedState(DecodeState):
     Fixed: vocab: how many tokens there are to draw from. On `canvas`, -1 stands where nothing is decoded.
     """
 
-    tokens: Tensor
-    masked: Tensor
     encodes: Tensor
     vocab: int
 
@@ -81,25 +80,10 @@ class RenoisedState(DecodeState):
         )
 
     @property
-    def block(self) -> int:
-        return self.masked.shape[1]
-
-    def _columns(self) -> int:
-        return self.tokens.numel()
-
-    @property
-    def block_masked(self) -> Tensor:
-        return self.masked
-
-    @property
     def block_tokens(self) -> Tensor:
         """i64[b, B]: the canvas as the next step finds it."""
         first = random_ids(self.keys.T, self.columns, torch.full_like(self.start, WORD), self.vocab)
         return torch.where((self.forwards == 0)[:, None] & self.masked, first, self.tokens)
-
-    @property
-    def visible(self) -> Tensor:
-        return self.start + self.block
 
     def wanted(self) -> Tensor:
         return self.active[:, None].expand_as(self.masked)

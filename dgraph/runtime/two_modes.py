@@ -21,13 +21,14 @@ from torch import Tensor
 
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.decode_state import BlockCache, ready_columns
+from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.rows import StepRows, choose, packed
 
 
 @dataclass
-class TwoModeState(DecodeState):
+class TwoModeState(OwnBlockState):
     """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the current block, with drafts where there are some; masked bool[b, B]: not decoded yet (a draft
@@ -40,9 +41,7 @@ class TwoModeState(DecodeState):
     predicts its own position, 1 if the next one; causal: whether a row that is encoded sees only what comes before it.
     """
 
-    tokens: Tensor
     pending: Tensor
-    masked: Tensor
     encodes: Tensor
     final: Tensor
     partly: Tensor
@@ -108,28 +107,9 @@ class TwoModeState(DecodeState):
         )
 
     @property
-    def block(self) -> int:
-        return self.masked.shape[1]
-
-    def _columns(self) -> int:
-        return self.tokens.numel()
-
-    @property
-    def block_masked(self) -> Tensor:
-        return self.masked
-
-    @property
-    def block_tokens(self) -> Tensor:
-        return self.tokens
-
-    @property
     def average(self) -> Tensor:
         """f32[b]: as in `DecodeState`; inf before a block is encoded, of which every row is needed."""
         return torch.where(self.encodes, math.inf, super().average)
-
-    @property
-    def visible(self) -> Tensor:
-        return self.start + self.block
 
     def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]
