@@ -4,7 +4,9 @@
     python -m benchmarks.engine_steps --shape sdar-8b --recipe focus --batch 64 --prompt 1024 --steps 8
 
 Milliseconds per step come from two lengths of response in turn, so that prefill and start cancel out; run it once with
-each version to compare. On a GPU a trace of the engine says for which share of the middle half of a run no kernel ran.
+each version to compare. On a GPU a trace of the engine says for how long kernels ran, and where none did in the middle
+half of the run. A profiler's own work makes the device wait: the share of time in which no kernel runs is therefore
+also given of the same run without one, whose kernels take as long.
 Weights are random and every step commits as many tokens.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +51,15 @@ def per_step(program: Optimized, prompts: list[list[int]], tokens: int, steps: i
 
 @dataclass(frozen=True)
 class Waits:
-    """When no kernel ran, in the middle half of a run.
+    """When kernels ran, and when none did in the middle half of a run.
 
     Attributes:
-        share: of that time.
+        busy: seconds of the whole run in which a kernel ran.
+        share: of the time of the middle half in which none did.
         between: per pair of kernels, the one before and the one after: how often, and microseconds in all.
     """
 
+    busy: float
     share: float
     between: list[tuple[str, str, int, float]]
 
@@ -65,11 +70,20 @@ def waits_of(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> Wa
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         engine.generate(prompts, decoding)
-    spans = sorted(
+    return waits_between(
         (event.time_range.start, event.time_range.end, event.name)
         for event in recorded.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
+
+
+def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
+    """The same of kernels that ran from some microsecond to another, in any order."""
+    spans = sorted(kernels)
+    busy, until = 0.0, spans[0][0]
+    for start, stop, _ in spans:
+        busy += max(0.0, stop - max(start, until))
+        until = max(until, stop)
     half = spans[len(spans) // 4 : 3 * len(spans) // 4]
     found: dict[tuple[str, str], list[float]] = {}
     reached, last = half[0][0], half[0][2]
@@ -79,7 +93,7 @@ def waits_of(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> Wa
         if stop > reached:
             reached, last = stop, name
     between = sorted(((*pair, len(each), sum(each)) for pair, each in found.items()), key=lambda row: -row[3])
-    return Waits(sum(row[3] for row in between) / (reached - half[0][0]), between)
+    return Waits(1e-6 * busy, sum(row[3] for row in between) / (reached - half[0][0]), between)
 
 
 def main() -> None:
@@ -122,11 +136,19 @@ def main() -> None:
             waits = waits_of(engine, prompts, decoding) if on_gpu else None
         speed = batch * decoding.max_new_tokens / seconds
         rows.append([batch, statistics.median(found), min(found), 1e3 * seconds / steps, speed])
-        rows[-1].append("-" if waits is None else 100 * waits.share)
+        rows[-1] += ["-", "-"] if waits is None else [100 * (1 - waits.busy / seconds), 100 * waits.share]
         print(*rows[-1], sep="\t", flush=True)
         for before_it, after_it, count, spent in [] if waits is None else waits.between[:10]:
             gaps.append([batch, before_it, after_it, count, spent / count, spent / 1e3])
-    columns = ["sequences", "generate ms/step", "fastest", "engine ms/step, prefill included", "tokens/s", "idle %"]
+    columns = [
+        "sequences",
+        "generate ms/step",
+        "fastest",
+        "engine ms/step, prefill included",
+        "tokens/s",
+        "idle %",
+        "traced",
+    ]
     report.table(f"prompt {args.prompt}, {args.steps} steps per block of 32", columns, rows)
     if gaps:
         columns = ["sequences", "after", "before", "times", "us each", "ms in all"]

@@ -7,6 +7,10 @@ Both arms ask one engine, in turns, for the same requests: so many clients, each
 over HTTP are a process of their own, those of `Engine.stream` tasks of one event loop beside the engine's thread. The
 time to the first tokens begins when a client asks; ratios are to the mean of the engine's arms.
 
+Who asks the moment that it was answered asks between two steps, and a task in the engine's own process is then in time
+for the next step, which a message over a socket misses. With `--think` clients pause before each request, for times
+that are drawn alike in both arms, so that requests come at any moment of a step in both.
+
 Weights of a shape are random; a trace commits as a trained model did, `--steps` the same number of tokens in each.
 """
 
@@ -15,13 +19,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mean
+from functools import partial
+from statistics import mean, median
 from typing import Any
 
 import dgraph
@@ -30,6 +36,9 @@ from benchmarks.tables import Cell, Report
 from dgraph.bench.serve import LoadTest
 from dgraph.engine.engine import Engine
 from dgraph.engine.served import quantile
+
+ENGINE = "Engine.stream"
+"""The arm that ratios are to."""
 
 
 class Words:
@@ -83,13 +92,20 @@ def cpu_of(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
-async def in_turns(count: int, clients: int, ask: Any) -> list[Asked]:
-    """Requests 0 to count, by so many clients that each ask for the next one when they have the last."""
-    left = iter(range(count))
+async def in_turns(count: int, clients: int, think: float, ask: Any) -> list[Asked]:
+    """Requests 0 to count, by so many clients that each ask for the next one when they have the last.
+
+    Args:
+        think: seconds in the mean that a client pauses before a request, drawn for each (exponential).
+    """
+    left, draw = iter(range(count)), random.Random(0)
+    pauses = [draw.expovariate(1 / think) if think else 0.0 for _ in range(count)]
     done: list[Asked] = []
 
     async def client() -> None:
         for place in left:
+            if think:
+                await asyncio.sleep(pauses[place])
             done.append(await ask(place))
 
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -99,7 +115,7 @@ async def in_turns(count: int, clients: int, ask: Any) -> list[Asked]:
 # -- the arms ---------------------------------------------------------------------------------------------------------
 
 
-def by_engine(engine: Engine, test: LoadTest, clients: int) -> Arm:
+def by_engine(engine: Engine, test: LoadTest, clients: int, think: float) -> Arm:
     """In this process."""
 
     async def ask(place: int) -> Asked:
@@ -113,17 +129,17 @@ def by_engine(engine: Engine, test: LoadTest, clients: int) -> Arm:
 
     here = threading.current_thread()
     began, before = time.perf_counter(), cpu_of(here)
-    asked = asyncio.run(in_turns(len(test.requests), clients, ask))
-    return arm_of("Engine.stream", asked, time.perf_counter() - began, cpu_of(here) - before)
+    asked = asyncio.run(in_turns(len(test.requests), clients, think, ask))
+    return arm_of(ENGINE, asked, time.perf_counter() - began, cpu_of(here) - before)
 
 
-def by_http(url: str, server: threading.Thread, test: LoadTest, clients: int) -> Arm:
+def by_http(url: str, server: threading.Thread, test: LoadTest, clients: int, think: float) -> Arm:
     """From another process."""
     bodies = [
         {"prompt": list(prompt), "max_tokens": request.new, "ignore_eos": True}
         for prompt, request in zip(test.prompts, test.requests, strict=True)
     ]
-    load = json.dumps({"url": url, "clients": clients, "bodies": bodies})
+    load = json.dumps({"url": url, "clients": clients, "think": think, "bodies": bodies})
     before = cpu_of(server)
     command = [sys.executable, "-m", "benchmarks.server_load", "--as-client"]
     done = subprocess.run(command, input=load, stdout=subprocess.PIPE, text=True, check=True)
@@ -137,10 +153,12 @@ def as_client() -> None:
     host, port = load["url"].removeprefix("http://").split(":")
     common = {"stream": True, "stream_options": {"include_usage": True}}
     contents = [json.dumps({**body, **common}).encode() for body in load["bodies"]]
+
+    async def ask(place: int) -> Asked:
+        return await over_http(host, int(port), contents[place])
+
     began = time.perf_counter()
-    asked = asyncio.run(
-        in_turns(len(contents), load["clients"], lambda place: over_http(host, int(port), contents[place]))
-    )
+    asked = asyncio.run(in_turns(len(contents), load["clients"], load["think"], ask))
     print(json.dumps({"seconds": time.perf_counter() - began, "asked": [list(asdict(one).values()) for one in asked]}))
 
 
@@ -172,7 +190,7 @@ def with_words(test: LoadTest) -> LoadTest:
     return test
 
 
-def measure(test: LoadTest, clients: int, rounds: int) -> list[Arm]:
+def measure(test: LoadTest, clients: int, rounds: int, think: float = 0.0) -> list[Arm]:
     """Both arms in turns, after one of each that compiles and records what their steps need."""
     from dgraph.serve import ServeSettings
     from dgraph.serve.host import Host, bind
@@ -192,9 +210,12 @@ def measure(test: LoadTest, clients: int, rounds: int) -> list[Arm]:
         thread.start()
         try:
             ready.wait()
-            for load, kept in [(few, False)] + [(test, True)] * rounds:
-                for arm in (by_engine(engine, load, clients), by_http(url[0], thread, load, clients)):
-                    if kept:
+            for i in range(rounds + 1):
+                load = test if i else few
+                both = [partial(by_engine, engine), partial(by_http, url[0], thread)]
+                for ask in both[:: 1 if i % 2 else -1]:  # a machine that gets slower slows neither arm more
+                    arm = ask(load, clients, think)
+                    if i:
                         arms.append(arm)
                         print(f"{arm.label}: {arm.rate:.1f} tokens/s, {1e3 * arm.first_p50:.2f} ms", flush=True)
         finally:
@@ -204,20 +225,26 @@ def measure(test: LoadTest, clients: int, rounds: int) -> list[Arm]:
 
 
 def report_of(arms: Sequence[Arm], clients: int, title: str) -> Report:
-    """The table, and the ratios of the means."""
+    """The table, the ratios of the means, and by how much first tokens come later over HTTP, round by round."""
     report = Report(title)
-    base = mean(arm.rate for arm in arms if arm.label == arms[0].label)
+    own, http = ([arm for arm in arms if (arm.label == ENGINE) is mine] for mine in (True, False))
+    base = mean(arm.rate for arm in own)
     rows: list[list[Cell]] = [
         [arm.label, arm.rate, arm.rate / base, 1e3 * arm.first_p50, 1e3 * arm.first_p99, arm.tokens, arm.loop]
         for arm in arms
     ]
-    for label in dict.fromkeys(arm.label for arm in arms):
-        same = [arm for arm in arms if arm.label == label]
+    for same in (own, http):
         rate, first = mean(arm.rate for arm in same), 1e3 * mean(arm.first_p50 for arm in same)
         last, loop = 1e3 * mean(arm.first_p99 for arm in same), mean(arm.loop for arm in same)
-        rows.append([f"{label}, mean", rate, rate / base, first, last, "", loop])
+        rows.append([f"{same[0].label}, mean", rate, rate / base, first, last, "", loop])
     titles = ["arm", "tok/s", "ratio", "first p50 ms", "first p99 ms", "tokens", "CPU s of the loop"]
-    report.table("Streams", titles, rows, f"{clients} clients, each with one request at a time.")
+    later = [1e3 * (b.first_p50 - a.first_p50) for a, b in zip(own, http, strict=True)]
+    note = (
+        f"{clients} clients, each with one request at a time. First tokens come later over HTTP (p50, ms), by round: "
+    )
+    report.table(
+        "Streams", titles, rows, note + ", ".join(f"{ms:.1f}" for ms in later) + f"; median {median(later):.1f}."
+    )
     report.data["arms"] = [{**asdict(arm), "rate": arm.rate} for arm in arms]
     return report
 
@@ -228,13 +255,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--as-client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="of both arms")
+    parser.add_argument(
+        "--think", type=float, default=0.0, help="ms that a client pauses before a request, in the mean"
+    )
     add_load(parser, shape="sdar-8b", recipe="focus", steps=8, prompt="uniform:64-512", tokens="256")
     args = parser.parse_args(arguments)
     if args.as_client:
         as_client()
         return
     test = with_words(test_of(args))
-    arms = measure(test, args.clients, args.rounds)
+    arms = measure(test, args.clients, args.rounds, 1e-3 * args.think)
     title = f"A server over its engine, {test.optimized.model.name} under {args.recipe}, dgraph {dgraph.__version__}"
     report_of(arms, args.clients, title).write(args.markdown, args.json)
 
