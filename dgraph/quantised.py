@@ -9,6 +9,7 @@ One declaration has every granularity: a scale per row (1, WHOLE), groups of 128
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -190,13 +191,17 @@ class QuantisedRows:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, item: slice) -> QuantisedRows:
+    def __getitem__(self, item: slice | Tensor) -> QuantisedRows:
         """Some of the rows."""
-        return QuantisedRows(self.values[item], self.scales[item], self.dtype)
+        return self.each(lambda part: part[item])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> QuantisedRows:
+        """The rows that a function makes of these, which it takes as values and as scales, and only moves."""
+        return QuantisedRows(change(self.values), change(self.scales), self.dtype)
 
     def flat(self) -> QuantisedRows:
         """The same as [rows, columns]."""
-        return QuantisedRows(self.values.flatten(0, -2), self.scales.flatten(0, -2), self.dtype)
+        return self.each(lambda part: part.flatten(0, -2))
 
     def element_size(self) -> int:
         """Bytes of an element of what they stand for."""

@@ -63,7 +63,7 @@ def decode_candidates(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dgraph::lm_head, which also gives each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
     token = seed.new_full(candidate.shape, -1)
-    confidence, margin = (h.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
+    confidence, margin = (token.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
 
     def decide(rows: Tensor, logits: Tensor) -> None:
@@ -238,5 +238,6 @@ OP = define(
     kernel="dgraph.ops.triton.lm_head:kernel",
     tuning="dgraph.ops.triton.candidates:LOGITS",
     stored=("weight",),
+    rounded=("h",),
     workspace=workspace,
 )

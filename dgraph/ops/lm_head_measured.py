@@ -41,7 +41,7 @@ def reference(
     statistics: str,
 ) -> Results:
     chosen = declared(statistics)
-    measured = h.new_zeros((*candidate.shape, len(chosen)), dtype=numeric(h.dtype))
+    measured = temperature.new_zeros((*candidate.shape, len(chosen)), dtype=numeric(h.dtype))
 
     def measure(rows: Tensor, logits: Tensor, token: Tensor) -> None:
         live = torch.ones_like(rows, dtype=torch.bool)
@@ -101,5 +101,6 @@ OP = define(
     padding=(-1, -torch.inf, -torch.inf, torch.inf, 0),
     kernel="dgraph.ops.triton.lm_head_measured:kernel",
     stored=("weight",),
+    rounded=("h",),
     workspace=workspace,
 )

@@ -47,7 +47,7 @@ def reference(
     first: Tensor,
     vocab: int,
 ) -> Tensor:
-    numbers = h.new_zeros((*candidate.shape, NUMBERS), dtype=numeric(h.dtype))
+    numbers = temperature.new_zeros((*candidate.shape, NUMBERS), dtype=numeric(h.dtype))
     numbers[:, -1] = -1
 
     def take(rows: Tensor, logits: Tensor) -> None:
@@ -119,5 +119,6 @@ OP = define(
     padding=(None,),
     kernel="dgraph.ops.triton.lm_head_part:kernel",
     stored=("weight",),
+    rounded=("h",),
     workspace=workspace,
 )

@@ -233,7 +233,7 @@ def test_a_rank_scales_what_it_has_of_a_row() -> None:
 
 def test_ranks_decode_by_rounded_rows() -> None:
     (tiny,) = models(None, "dream")
-    made, ids = tiny.quantised(ROUNDING[1]), prompts(tiny)
+    made, ids = tiny.quantised(replace(ROUNDING[1], lm_head=True)), prompts(tiny)
 
     def run(rank: int) -> list[list[int]]:
         return made.on_rank(rank, 2, "focus").generate(input_ids=ids, threshold=0.3, max_new_tokens=12).token_ids

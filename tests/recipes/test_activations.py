@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.captured import quantising
+from dgraph.passes import QuantizeWeights
 from tests.amounts import every_value
 from tests.oracle import canvas as oracle
 from tests.oracle import dllm_cache as dllm_cache_oracle
@@ -30,7 +30,7 @@ VOCAB = 97
 
 
 @functools.cache
-def in_kind(setup: Any, kind: str) -> Any:
+def in_kind(setup: Any, how: QuantizeWeights) -> Any:
     """The setup with weights and rows in 8 bits, computed in float64: there hardly a value lies so near to the middle
     between two numbers that another order of sums takes the other one.
     """
@@ -40,60 +40,58 @@ def in_kind(setup: Any, kind: str) -> Any:
         graph.tensors[name] = graph.tensors[name].double()
         node.meta["val"] = graph.symbols.of(graph.tensors[name])
     graph.propagate()
-    step = quantising(f"w8a8-{kind}")
-    assert step is not None
     weights = {name: weight.double() for name, weight in setup.weights.items()}
-    return replace(setup, model=replace(setup.model, spec=spec), weights=weights, graph=rewritten(graph, step))
+    return replace(setup, model=replace(setup.model, spec=spec), weights=weights, graph=rewritten(graph, how))
 
 
-def on_blocks(kind: str, recipe: str, words: dict[str, Any], **options: Any) -> None:
-    setup = in_kind(block_causal.setup_for(16), kind)
+def on_blocks(how: QuantizeWeights, recipe: str, words: dict[str, Any], **options: Any) -> None:
+    setup = in_kind(block_causal.setup_for(16), how)
     run = block_causal.optimized(setup, recipe, **options)
     block_causal.check(setup, 16, run, {"threshold": 0.6}, words, NEAR)
 
 
-def with_every_key(kind: str, recipe: str, family: str, method: oracle.Method, **options: Any) -> None:
-    setup = in_kind(bidirectional.setup_of(family), kind)
+def with_every_key(how: QuantizeWeights, recipe: str, family: str, method: oracle.Method, **options: Any) -> None:
+    setup = in_kind(bidirectional.setup_of(family), how)
     on_canvas.check(setup, 8, setup.optimized(recipe, 8, **options), "threshold", method, near=NEAR)
 
 
-def with_some_rows(kind: str) -> None:
-    setup, (options, method) = in_kind(bidirectional.setup_of("llada"), kind), dyllm.CASES["defaults"]
+def with_some_rows(how: QuantizeWeights) -> None:
+    setup, (options, method) = in_kind(bidirectional.setup_of("llada"), how), dyllm.CASES["defaults"]
     dyllm.check(setup, 16, setup.optimized("dyllm", 16, **options), "threshold", method, NEAR)
 
 
-def with_stored_outputs(kind: str) -> None:
+def with_stored_outputs(how: QuantizeWeights) -> None:
     options, method = dllm_cache.CASES["all four kinds of steps"]
-    setup = in_kind(bidirectional.setup_of("dream"), kind)
+    setup = in_kind(bidirectional.setup_of("dream"), how)
     dllm_cache.check(setup, 16, setup.optimized("dllm_cache", 16, **options), "threshold", method, NEAR)
 
 
-def with_kept_keys(kind: str, case: str) -> None:
+def with_kept_keys(how: QuantizeWeights, case: str) -> None:
     name, options, method = sparse.case_of(case, "llada")
-    setup = in_kind(bidirectional.setup_of("llada"), kind)
+    setup = in_kind(bidirectional.setup_of("llada"), how)
     sparse.check(setup, 16, setup.optimized(name, 16, **options), "threshold", method, NEAR)
 
 
-CASES: dict[str, Callable[[str], None]] = {
-    "dense": lambda kind: on_blocks(kind, "dense", {"block_cache": "off", "evict": False}),
-    "focus": lambda kind: on_blocks(kind, "focus", {}),
-    "focus, counted": lambda kind: on_blocks(kind, "focus", {}, count="device"),
-    "fast_dllm": lambda kind: with_every_key(kind, "fast_dllm", "dream", oracle.fast_dllm("dual"), first="policy"),
-    "dkv_cache": lambda kind: with_every_key(kind, "dkv_cache", "llada", oracle.dkv_cache(8)),
+CASES: dict[str, Callable[[QuantizeWeights], None]] = {
+    "dense": lambda how: on_blocks(how, "dense", {"block_cache": "off", "evict": False}),
+    "focus": lambda how: on_blocks(how, "focus", {}),
+    "focus, counted": lambda how: on_blocks(how, "focus", {}, count="device"),
+    "fast_dllm": lambda how: with_every_key(how, "fast_dllm", "dream", oracle.fast_dllm("dual"), first="policy"),
+    "dkv_cache": lambda how: with_every_key(how, "dkv_cache", "llada", oracle.dkv_cache(8)),
     "dyllm": with_some_rows,
     "dllm_cache": with_stored_outputs,
-    "maskkv": lambda kind: with_kept_keys(kind, "maskkv, uniform heads"),
-    "dllm_serve": lambda kind: with_kept_keys(kind, "dllm_serve"),
+    "maskkv": lambda how: with_kept_keys(how, "maskkv, uniform heads"),
+    "dllm_serve": lambda how: with_kept_keys(how, "dllm_serve"),
 }
 
 
-@every_value(("case", list(CASES)), ("kind", ["fp8", "int8"]))
+@every_value(("case", list(CASES)), ("kind", ["fp8", "int8"]), ("head", [False, True]))
 def test_a_recipe_decodes_as_its_oracle_over_rounded_rows(
-    case: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    case: str, kind: str, head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = linear_in(kind, but=lambda weight: len(weight) == VOCAB)  # the LM head
+    layer = linear_in(kind, but=lambda weight: not head and len(weight) == VOCAB)
     for module in (qwen3, oracle, dyllm_oracle, dllm_cache_oracle, sparse_oracle):
         monkeypatch.setattr(module, "linear", layer)
     for own, name in ((block_causal, "trace_of"), (on_canvas, "trace_of"), (dyllm, "traces_of")):
         monkeypatch.setattr(own, name, getattr(own, name).__wrapped__)  # what others traced is of other oracles
-    CASES[case](kind)
+    CASES[case](QuantizeWeights(kind, activations=True, lm_head=head))

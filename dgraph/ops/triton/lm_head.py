@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.ops.triton import rows_linear, stored
-from dgraph.ops.triton.lm_head_rows import Listed, gather, list_candidates
+from dgraph.ops.triton import linear, rows_linear
+from dgraph.ops.triton.lm_head_rows import Listed, gathered, list_candidates
 from dgraph.ops.triton.logits import merge, reduce_share
 from dgraph.ops.triton.rows import dense_rows, power_of_two
 from dgraph.ops.tuning import LogitsShape, chosen, dtype_name
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 BLOCK = 2048
 # Programs that fill a large GPU; with fewer rows, a row is divided into shares.
@@ -82,8 +82,8 @@ class Share(NamedTuple):
 
 
 def kernel(
-    h: Tensor,
-    weight: Tensor,
+    h: Tensor | QuantisedRows,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     candidate: Tensor,
     temperature: Tensor,
@@ -105,8 +105,8 @@ their logits [R, V], and the tokens i64[N] of all rows."""
 
 
 def decode_candidates(
-    h: Tensor,
-    weight: Tensor,
+    h: Tensor | QuantisedRows,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     candidate: Tensor,
     temperature: Tensor,
@@ -129,8 +129,8 @@ def decode_candidates(
 
 
 def decode(
-    h: Tensor,
-    weight: Tensor,
+    h: Tensor | QuantisedRows,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     candidate: Tensor,
     temperature: Tensor,
@@ -156,8 +156,8 @@ def decode(
 
 
 def _all_rows(
-    h: Tensor,
-    weight: Tensor,
+    h: Tensor | QuantisedRows,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     candidate: Tensor,
     temperature: Tensor,
@@ -169,27 +169,21 @@ def _all_rows(
     share: Share | None,
 ) -> None:
     n = h.shape[0]
-    buffer = torch.empty((chunk, weight.shape[0]), dtype=h.dtype, device=h.device)
     for first in range(0, n, chunk):
         part = slice(first, min(first + chunk, n))
-        logits = buffer[: part.stop - first]
-        if isinstance(weight, QuantisedWeight):
-            logits = stored.launch(h[part], weight, bias, None, out=logits)
-        elif bias is None:
-            torch.mm(h[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, h[part], weight.t(), out=logits)
+        logits = linear.kernel(h[part], weight, bias)
         rows = candidate[part], temperature[part], seed[part]
         token, confidence, margin, entropy = (None if x is None else x[part] for x in found)
         of_share = None if share is None else share._replace(numbers=share.numbers[part])
         reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy, share=of_share)
         if measure is not None and (tokens := found[0]) is not None:
             measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, tokens)
+        del logits  # or two chunks would be alive at once
 
 
 def _listed_rows(
-    h: Tensor,
-    weight: Tensor,
+    h: Tensor | QuantisedRows,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None,
     candidate: Tensor,
     temperature: Tensor,
@@ -201,26 +195,25 @@ def _listed_rows(
     measure: Measure | None,
     share: Share | None,
 ) -> None:
-    h = dense_rows(h)
     weight = weight if isinstance(weight, QuantisedWeight) else dense_rows(weight)
     rows = list_candidates(candidate, chunk, *found)
     token, confidence, margin, entropy = found
     n = min(len(candidate), len(h))  # as many may be candidates
-    buffer = None if packed else torch.empty((chunk, h.shape[1]), dtype=h.dtype, device=h.device)
     for i, first in enumerate(range(0, n, chunk)):
         part = rows.chunk(i, chunk)
-        if buffer is None:
+        if packed:
             some = h[first : first + chunk]
+        elif isinstance(h, QuantisedRows):
+            some = h.each(lambda x, part=part, most=min(chunk, n - first): gathered(x, part, most))
         else:
-            some = buffer[: n - first]
-            gather(h, part, some)
+            some = gathered(h, part, min(chunk, n - first))
         logits = rows_linear.kernel(some, weight, bias, part.counts)
         of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
         reduce_logits(logits, *of_rows, listed=part, share=share)
         if measure is not None and token is not None:
             live = torch.arange(len(logits), device=h.device) < part.counts[-1]
             measure(part.rows[: len(logits)], live, logits, token)
-        del logits  # or two chunks would be alive at once
+        del some, logits  # or two chunks would be alive at once
 
 
 def reduce_logits(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton.keep_index import kept_before
-from dgraph.ops.triton.rows import power_of_two
+from dgraph.ops.triton.rows import dense_rows, power_of_two
 
 TOGETHER = 256
 """Rows that one program lists."""
@@ -53,12 +53,15 @@ def list_candidates(
     return found
 
 
-def gather(h: Tensor, part: Listed, out: Tensor) -> None:
-    """Write the rows of a chunk of h [N, d], whose rows are dense, to the front of out [chunk, d]."""
-    chunk, d = out.shape
-    _gather_rows[(chunk,)](
-        h, *part, out, part.counts.shape[0] - 1, h.stride(0), d, power_of_two(d, 16, 4096), num_warps=4
-    )
+def gathered(h: Tensor, part: Listed, most: int) -> Tensor:
+    """The rows of a chunk of h [N, d], of which there may be `most`; rows after its last hold anything."""
+    h = dense_rows(h)
+    out = torch.empty((most, h.shape[1]), dtype=h.dtype, device=h.device)
+    _gather_rows[(most,)](
+        h, *part, out, part.counts.shape[0] - 1, h.stride(0), h.shape[1], power_of_two(h.shape[1], 16, 4096),
+        num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

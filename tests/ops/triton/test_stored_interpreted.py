@@ -16,7 +16,7 @@ from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, 
 from tests.amounts import every_value
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
-from tests.ops.triton.problems import compare, expected, flat, settled
+from tests.ops.triton.problems import compare, expected, flat, heading, settled
 
 PRODUCTS = [op for op in OPS.values() if op.stored]
 FORMATS = (
@@ -126,14 +126,28 @@ def test_numbers_by_numbers(
 def test_every_op_that_takes_rows_in_8_bits_gives_what_its_reference_does(interpreted: Interpreter, name: str) -> None:
     op, found = OPS[name], 0
     for sample in [s for s in samples_of(op) if s.args[0].numel()][:3]:
-        x, weight, *rest = sample.args
-        rows = QuantisedRows(*quantised_rows(x, "int8"), x.dtype)
-        args = rows, quantise(weight, Format("int8")), *rest
-        (got, _), want = interpreted(name, args), op.reference(*args)
-        live = want.isfinite().all(-1)
-        torch.testing.assert_close(got[live], want[live], rtol=2e-4, atol=2e-4)
+        args = in_numbers(op, sample.args, "int8")
+        want = settled(name, sample.args, flat(op.reference(*copy.deepcopy(args))))
+        compare(settled(name, sample.args, flat(interpreted(name, args)[0])), want, 2e-4)
         found += 1
     assert found
+
+
+def in_numbers(op: Op, args: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
+    """The arguments with rows and weights in 8 bits."""
+    named = dict(zip(op.arguments, args, strict=False))
+    of_rows = {name: QuantisedRows(*quantised_rows(named[name], kind), torch.float32) for name in op.rounded}
+    return tuple({**named, **of_rows, **{name: quantise(named[name], Format(kind)) for name in op.stored}}.values())
+
+
+@every_value(("kind", ROW_KINDS), ("chunk", [4, 100]), ("packed", [False, True]), ("listed", [False, True]))
+def test_candidates_in_8_bits(interpreted: Interpreter, kind: str, chunk: int, packed: bool, listed: bool) -> None:
+    h, *rest, _, suppress = heading(21, vocab=50, d=20)
+    if packed:
+        h = torch.cat([h[rest[2]], h[~rest[2]]])
+    args = in_numbers(OPS["lm_head"], (h, *rest, chunk, suppress, packed), kind)
+    got, _ = interpreted("lm_head", args, listed=listed)
+    compare(flat(got), OPS["lm_head"].reference(*args), 2e-4)
 
 
 @pytest.mark.parametrize("bounds", [(0, 0, 9), (4, 4, 15), (30, 31, 40)])
