@@ -237,7 +237,7 @@ class Divided:
         return of_q
 
     def _experts(self, node: Node) -> Division:
-        *rows, gate_up, down = args_of(node)
+        *rows, gate_up, down = args_of(node)[:5]
         for arg in rows:
             if arg in self.of:
                 raise self.error(node, arg, "expected whole, as its experts are given rows")

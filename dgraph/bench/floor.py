@@ -179,7 +179,7 @@ def _key_bytes(graph: Graph) -> int:
 
 
 def _mixture(node: Node) -> Mixture:
-    _, choice, _, _, down = (value.meta["val"].shape for value in args_of(node))
+    _, choice, _, _, down = (value.meta["val"].shape for value in args_of(node)[:5])
     return Mixture(int(down[0]), int(choice[1]), int(down[1]), int(down[2]))
 
 

@@ -23,8 +23,13 @@ KERNELS: dict[str, frozenset[str]] = {
     "kv write": frozenset({"_write"}),
     "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine", "_score_ids", "_weigh_ids", "_finish"}),
     "norms": frozenset({"_norm_rows", "_rotate_rows"}),
-    "GEMM": frozenset({"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_numbers", "_multiply_group"}),
-    "routing": frozenset({"_route", "_share_experts", "_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"}),
+    "GEMM": frozenset(
+        {"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_numbers"}
+        | {"_multiply_group", "_multiply_group_numbers"}
+    ),
+    "routing": frozenset(
+        {"_route", "_share_experts", "_order_slots", "_spread_rows", "_gate_rows", "_gate_and_round_rows", "_sum_slots"}
+    ),
 }
 """dgraph's own kernels by group."""
 

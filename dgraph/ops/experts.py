@@ -14,13 +14,15 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.stored import multiply
+from dgraph.quantised import KINDS, ROW_KINDS, QuantisedRows, QuantisedWeight, quantised_rows
 
 CONTRACT = """\
 x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
-down [E, d, f]; activation "silu" or "gelu_tanh" -> [N, d], contiguous, in the dtype of x.
+down [E, d, f]; activation "silu" or "gelu_tanh"; inner None, "fp8" or "int8" -> [N, d], contiguous, in the dtype of x.
 Row i gives the sum over its k slots of weight[i, s] * down[e] @ (act(gate[e] @ x[i]) * (up[e] @ x[i])), where
 e = choice[i, s]. The products are in the dtype of x; the activation, its product with up and the sum are in fp32
 (float64 for float64); the sum runs over the slots in ascending order, whatever the order of experts.
+With `inner`, what down multiplies, one row for each slot, is rounded as dgraph::round_rows rounds rows to that kind.
 A choice outside of [0, E) adds nothing, and its weight may be anything: a row of such choices gives zeros,
 and may hold anything itself. An expert may have no row, all rows, or a row more than once.
 Row by row: a padding row influences no other row. Deterministic; the number of rows of an expert may change
@@ -34,20 +36,49 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def reference(
-    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+    x: Tensor,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str = "silu",
+    inner: str | None = None,
 ) -> Tensor:
-    check(x, choice, weight, gate_up, down, activation)
-    each = x.new_zeros((*choice.shape, x.shape[1]))
+    check(x, choice, weight, gate_up, down, activation, inner)
+    each = torch.zeros((*choice.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     live = chosen(choice, gate_up.shape[0])
     for expert in choice[live].unique().tolist():
         rows, slots = (choice == expert).nonzero(as_tuple=True)
-        each[rows, slots] = multiply(gated(multiply(x[rows], gate_up[expert]), activation), down[expert])
+        each[rows, slots] = feed_forward(x[rows], gate_up[expert], down[expert], activation, inner)
     return combine(each, weight, live)
 
 
 def chosen(choice: Tensor, experts: int) -> Tensor:
     """bool[N, k]: slots that name an expert."""
     return (choice >= 0) & (choice < experts)
+
+
+def feed_forward(
+    x: Tensor | QuantisedRows,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
+    activation: str,
+    inner: str | None,
+) -> Tensor:
+    """Rows [n, d] through one expert -> [n, d]."""
+    rows = gated(multiply(x, gate_up), activation)
+    if inner is None:
+        return multiply(rows, down)
+    rounded = QuantisedRows(*quantised_rows(rows, inner), rows.dtype)
+    return multiply(rounded if meets(inner, down) else rounded.dequantised(), down)
+
+
+def meets(kind: str | None, weight: Tensor | QuantisedWeight) -> bool:
+    """Whether a weight is stored in numbers by which rows in a kind are multiplied as they are."""
+    if kind is None or not isinstance(weight, QuantisedWeight):
+        return False
+    by_row = weight.scales.shape[-1] == 1 and weight.zeros is None
+    return by_row and weight.values.dtype == KINDS[kind].dtype
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
@@ -65,21 +96,33 @@ def combine(each: Tensor, weight: Tensor, live: Tensor) -> Tensor:
     return total.to(each.dtype)
 
 
-def can_group(x: Tensor, gate_up: Tensor) -> bool:
+def can_group(x: Tensor | QuantisedRows, gate_up: Tensor | QuantisedWeight) -> bool:
     """Whether `torch.nn.functional.grouped_mm` takes these operands without reading the bounds on the host.
 
     On a GPU it does so for bf16 with rows of a multiple of 16 bytes, from compute capability 8.0 on.
     """
+    if isinstance(x, QuantisedRows) or isinstance(gate_up, QuantisedWeight):
+        return False
     if not x.is_cuda:
         return x.dtype in (torch.float32, torch.bfloat16)
     aligned = x.shape[1] % 8 == 0 and gate_up.shape[1] % 16 == 0
     return x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def check(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
-    """Raise InputError if the shapes do not fit each other, UnknownName for an unknown activation."""
+def check(
+    x: Tensor | QuantisedRows,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
+    activation: str,
+    inner: str | None = None,
+) -> None:
+    """Raise InputError if the shapes do not fit each other, UnknownName for an unknown activation or kind."""
     if activation not in ACTIVATIONS:
         raise UnknownName("activation of dgraph::experts", activation, ACTIVATIONS)
+    if inner is not None and inner not in ROW_KINDS:
+        raise UnknownName("format of rows", inner, ROW_KINDS)
     experts, both, width = gate_up.shape
     fits = x.dim() == 2 and choice.dim() == 2 and choice.shape == weight.shape and choice.shape[0] == x.shape[0]
     if not fits or x.shape[1] != width or both % 2 or tuple(down.shape) != (experts, width, both // 2):
@@ -121,9 +164,10 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         choice = torch.rand((n, experts), generator=generator).argsort(-1)[:, :k]
         yield _sample(name, draw(n, d), choice, torch.rand((n, k), generator=generator), experts, f, generator)
     choice = torch.rand((5, 4), generator=generator).argsort(-1)[:, :2]
-    sample = _sample("gelu", draw(5, 16), choice, torch.rand((5, 2), generator=generator), 4, 8, generator)
+    sample = _sample("four experts", draw(5, 16), choice, torch.rand((5, 2), generator=generator), 4, 8, generator)
     assert sample.padded is not None
-    yield Sample(sample.name, (*sample.args, "gelu_tanh"), (*sample.padded, "gelu_tanh"))
+    for more in (("gelu_tanh",), ("silu", "int8")):
+        yield Sample(f"{sample.name}, {' '.join(more)}", (*sample.args, *more), (*sample.padded, *more))
     for name, rows in (
         ("all rows to one expert", [[2]] * 7),
         ("choices that name no expert", [[0, -1], [4, 1], [-1, 4], [3, 3]]),
@@ -157,5 +201,6 @@ OP = define(
     padding=(0,),
     kernel="dgraph.ops.triton.experts:kernel",
     stored=("gate_up", "down"),
+    rounded=("x",),
     workspace=workspace,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
+import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
@@ -16,8 +17,10 @@ from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.quantised import KINDS, ROW_KINDS, WHOLE, Format
-from dgraph.stored import formats_of, quantised_as, take_weights
+from dgraph.stored import Stored, formats_of, quantised_as, stored_of, take_weights
 from dgraph.weights import Quantising, Shapes, WeightSource
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,8 @@ class QuantizeWeights(Pass):
         but: patterns of names of which none may match.
         lm_head: whether the LM head is among them.
         router: whether the projections that decide which experts run are.
-        activations: whether linear layers by these weights also read their rows in the format's numbers, which then
-            has 8 bits and one scale for each row of a weight. Without a format: those by weights that a checkpoint
-            stores so. Experts read their rows as they are.
+        activations: whether products by these weights also read their rows in the format's numbers, which then has 8
+            bits and one scale for each row of a weight. Without a format: those by weights that a checkpoint stores so.
         weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
             `Shapes`: the tensors stay stand-ins, since whoever divides the graph reads them.
 
@@ -124,22 +126,39 @@ class QuantizeWeights(Pass):
     def _round(self, graph: Graph, report: Report) -> None:
         """Rows in the numbers of the weights that they meet."""
         rounded: dict[tuple[Node, str], Node] = {}
-        for linear in linears_of(graph.calls, "plain"):
-            stored = linear.stored
-            if stored is None or not stored.quantised or not self._matches(stored.name):
-                continue
-            node, kind = linear.node, stored.row_kind
-            if kind is None:
-                why = f"rows meet numbers of {' or '.join(ROW_KINDS)}, with one scale for each row of a weight"
-                report.skip(f"{stored.name} in blocks of {list(stored.block)}: {why}", node)
-                continue
-            if (linear.x, kind) not in rounded:
-                made = graph.call(OPS["round_rows"], (linear.x, kind), before=node, by=report.name)
-                rounded[linear.x, kind] = made
-            node.args = (rounded[linear.x, kind], *args_of(node)[1:])
+
+        def once(x: Node, kind: str, before: Node) -> Node:
+            """Rows are the same ones in another shape: experts read [b * t, d] where linear layers read [b, t, d]."""
+            width, source = x.meta["val"].shape[-1], x
+            while source.target is aten.reshape.default and args_of(source)[0].meta["val"].shape[-1] == width:
+                source = args_of(source)[0]
+            if (source, kind) not in rounded:
+                rounded[source, kind] = graph.call(OPS["round_rows"], (source, kind), before=before, by=report.name)
+            made, by = rounded[source, kind], report.name
+            return made if x is source else graph.call(x.target, (made, args_of(x)[1]), before=before, by=by, like=x)
+
+        for node in graph.calls:
+            for linear in linears_of([node], "plain"):
+                if (kind := self._kind_of_rows(linear.stored, node, report)) is not None:
+                    node.args = (once(linear.x, kind, node), *args_of(node)[1:])
+            if node.target is OPS["experts"].overload:
+                x, choice, weight, gate_up, down, *rest = args_of(node)
+                kind, inner = (self._kind_of_rows(stored_of(w), node, report) for w in (gate_up, down))
+                x = x if kind is None else once(x, kind, node)
+                if kind or inner:
+                    node.args = (x, choice, weight, gate_up, down, *(rest or ["silu"]), inner)
+
+    def _kind_of_rows(self, stored: Stored | None, node: Node, report: Report) -> str | None:
+        """What the rows are rounded to that meet a weight in a call; None if they stay as they are."""
+        if stored is None or not stored.quantised or not self._matches(stored.name):
+            return None
+        kind = stored.row_kind
+        if kind is None:
+            why = f"rows meet numbers of {' or '.join(ROW_KINDS)}, with one scale for each row of a weight"
+            report.skip(f"{stored.name} in blocks of {list(stored.block)}: {why}", node)
+        else:
             report.did(f"rows of {stored.name} as {kind}", node.meta["layer"])
-        for node in graph.find("experts"):
-            report.skip("experts read their rows as they are", node)
+        return kind
 
     def _matches(self, name: str) -> bool:
         """Whether the name of a weight is one of those chosen."""

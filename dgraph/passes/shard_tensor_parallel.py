@@ -132,13 +132,14 @@ class ShardTensorParallel(Pass):
         graph.replace(node, part)
 
     def _divide_experts(self, graph: Graph, node: Node, plan: Plan, by: str) -> None:
-        x, choice, weight, gate_up, down = args_of(node)
+        x, choice, *rest = args_of(node)
+        down = rest[2]
         if plan.kind(down) != "experts" or self.experts != "parallel":
             return
         graph.own.setdefault(FIRST_EXPERT, self._first(graph, int(down.meta["val"].shape[0])))
         # The numbers of other ranks' experts fall outside of its own, and name no expert.
         local = graph.call(aten.sub.Tensor, (choice, graph.own_number(FIRST_EXPERT)), before=node, by=by, like=node)
-        node.args = (x, local, weight, gate_up, down)
+        node.args = (x, local, *rest)
 
     def _gather_logits(self, graph: Graph, logits: Node, divided: Divided, by: str) -> None:
         found = divided.of[logits]

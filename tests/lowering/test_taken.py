@@ -181,7 +181,7 @@ def test_rounding_fuses_into_what_makes_the_rows(backend: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["focus", "dyllm", "dllm_serve", "maskkv"])
 def test_every_product_of_a_recipe_takes_rounded_rows(recipe: str) -> None:
-    (tiny,) = models(None, "sdar")
+    (tiny,) = models(None, "sdar" if recipe != "focus" else "sdar_moe")
     made = tiny.quantised(QuantizeWeights("int8", activations=True, lm_head=True)).optimized(recipe)
     for phase, program in made.programs.items():
         rounded = program.graph.find("dequantise_rows")

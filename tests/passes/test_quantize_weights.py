@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.nodes import args_of, viewed
 from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.quantised import KINDS, WHOLE, QuantisedWeight, quantise
@@ -150,20 +152,67 @@ def test_rows_are_rounded_once_for_all_that_read_them() -> None:
     assert len(graph.find("round_rows")) == 4 * tiny.model.spec.layers
 
 
+def test_rows_of_experts_are_rounded_once_for_all_of_them_and_between_their_products() -> None:
+    (tiny,) = models(None, "llada2")
+    report = report_of(tiny.graph, ROUNDING[1])
+    assert [a.what for a in report.applied if a.layer == 1 and a.what.startswith("rows")] == [
+        f"rows of model.layers.1.{path} as int8"
+        for path in (
+            "attention.query_key_value.weight",
+            "attention.dense.weight",
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.down_proj",
+            *(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+        )
+    ]
+    graph = rewritten(tiny.quantised(ROUNDING[1]).graph, PackRows())
+    (experts,) = graph.find("experts", 1)
+    assert args_of(experts)[5:] == ("silu", "int8")
+    assert experts in args_of(experts)[0].users
+    assert [len(node.users) for node in graph.find("round_rows", 1)] == [1, 1, 3, 1]  # and the shared expert
+
+
+def test_rows_of_some_experts_alone() -> None:
+    (tiny,) = models(None, "sdar_moe")
+    stored = as_loaded(tiny, QuantizeWeights("int8"))
+    for pattern, rounds, inner in (("*gate_up*", True, None), ("*down*", False, "int8")):
+        graph = rewritten(stored, QuantizeWeights(None, activations=True, which=(pattern,)))
+        for node in graph.find("experts"):
+            assert (viewed(args_of(node)[0]).target is dgraph.ops.OPS["round_rows"].overload, args_of(node)[6]) == (
+                rounds,
+                inner,
+            )
+
+
 def test_a_layer_of_rounded_rows_in_the_dump() -> None:
     (tiny,) = models(None, "llada")
     check_golden("llada_rounded_rows.txt", dgraph.dump(tiny.quantised(ROUNDING[0]).graph))
 
 
-@every_value(("tiny", models(None, "dream", "sdar")), ("step", ROUNDING))
+def through_experts(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """dgraph::experts by silu, of any linear layer: row by row."""
+
+    def experts(x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row, slot in torch.ones_like(choice).nonzero().tolist():
+            expert = int(choice[row, slot])
+            gate, up = layer(x[row], gate_up[expert]).chunk(2)
+            out[row] += weight[row, slot] * layer(torch.nn.functional.silu(gate) * up, down[expert])
+        return out
+
+    return experts
+
+
+@every_value(("tiny", models(None, "dream", "sdar", "sdar_moe", "llada2")), ("step", ROUNDING))
 def test_it_computes_what_linear_layers_over_rounded_rows_do(tiny: TinyModel, step: QuantizeWeights) -> None:
     graph, names, kind = tiny.graph.copy(), formats_of(tiny.quantised(step).graph), str(step.format)
     layer = linear_in(kind, but=lambda weight: not any(weight is graph.tensors[name] for name in names))
     for node in graph.calls:
         if node.target is aten.linear.default:
             node.target = layer  # type: ignore[assignment]
+    of_experts = {"experts": through_experts(linear_in(kind, but=lambda weight: False))}
     got = interpret(tiny.quantised(step).graph, inputs())["logits"]
-    torch.testing.assert_close(got, interpret(graph, inputs())["logits"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, interpret(graph, inputs(), of_experts)["logits"], rtol=1e-4, atol=1e-4)
     weights_alone = interpret(tiny.quantised(replace(step, activations=False)).graph, inputs())["logits"]
     assert not torch.allclose(got, weights_alone, rtol=1e-4, atol=1e-4)
 
@@ -211,7 +260,7 @@ def test_without_a_format_rows_meet_weights_that_are_stored_so() -> None:
         ),
         ("sdar", QuantizeWeights("fp8", (8, 8)), "q_proj.weight in blocks of [8, 8]: rows meet numbers of fp8 or int8"),
         ("sdar", QuantizeWeights("int8", (1, WHOLE), zeros=True), "with one scale for each row of a weight"),
-        ("sdar_moe", QuantizeWeights("int8"), "experts read their rows as they are"),
+        ("sdar_moe", QuantizeWeights("int4", (1, 8)), "experts.down_proj in blocks of [1, 8]: rows meet numbers"),
     ],
     ids=str,
 )
@@ -219,7 +268,7 @@ def test_every_reason_to_leave_rows(name: str, stored: QuantizeWeights, reason: 
     (tiny,) = models(None, name)
     report = report_of(as_loaded(tiny, stored), QuantizeWeights(None, activations=True))
     assert any(reason in skipped.reason for skipped in report.skipped)
-    assert (len(report.applied) > 1) == (name == "sdar_moe")
+    assert len(report.applied) == 1
 
 
 def test_a_rank_scales_what_it_has_of_a_row() -> None:
@@ -231,12 +280,14 @@ def test_a_rank_scales_what_it_has_of_a_row() -> None:
     assert widths == [whole[0], whole[1] // 2, whole[2], whole[3] // 2]
 
 
-def test_ranks_decode_by_rounded_rows() -> None:
-    (tiny,) = models(None, "dream")
+@pytest.mark.parametrize(("name", "experts"), [("dream", "split"), ("llada2", "split"), ("llada2", "parallel")])
+def test_ranks_decode_by_rounded_rows(name: str, experts: str) -> None:
+    (tiny,) = models(None, name)
     made, ids = tiny.quantised(replace(ROUNDING[1], lm_head=True)), prompts(tiny)
 
     def run(rank: int) -> list[list[int]]:
-        return made.on_rank(rank, 2, "focus").generate(input_ids=ids, threshold=0.3, max_new_tokens=12).token_ids
+        run = made.on_rank(rank, 2, "focus", experts=experts)
+        return run.generate(input_ids=ids, threshold=0.3, max_new_tokens=12).token_ids
 
     first, second = ranks(2, run)
     assert first == second

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import dgraph
 from dgraph.passes import QuantizeWeights
 from tests.amounts import every_value
+from tests.models import test_llada2, test_sdar_moe
 from tests.oracle import canvas as oracle
 from tests.oracle import dllm_cache as dllm_cache_oracle
 from tests.oracle import dyllm as dyllm_oracle
-from tests.oracle import qwen3
+from tests.oracle import llada2, qwen3
 from tests.oracle import sparse as sparse_oracle
 from tests.oracle.eight_bits import linear_in
 from tests.recipes import bidirectional, block_causal
@@ -27,6 +29,8 @@ from tests.tiny import rewritten
 
 NEAR = 1e-5
 VOCAB = 97
+ROUTERS = (test_sdar_moe.EXPERTS, test_llada2.SIZES.experts)
+"""Rows of routers, which are left as they are, and of no other weight of these models."""
 
 
 @functools.cache
@@ -55,6 +59,13 @@ def with_every_key(how: QuantizeWeights, recipe: str, family: str, method: oracl
     on_canvas.check(setup, 8, setup.optimized(recipe, 8, **options), "threshold", method, near=NEAR)
 
 
+def with_experts(how: QuantizeWeights, recipe: str, family: Any, forward: Callable[..., Any], **options: Any) -> None:
+    model = dgraph.adopt(family.remote(), block_length=16)
+    setup = in_kind(block_causal.Setup(family.SIZES, family.WEIGHTS, model, dgraph.capture(model)), how)
+    run = block_causal.optimized(setup, recipe, **options)
+    block_causal.check(setup, 16, run, {"threshold": 0.6}, {"forward": forward}, NEAR)
+
+
 def with_some_rows(how: QuantizeWeights) -> None:
     setup, (options, method) = in_kind(bidirectional.setup_of("llada"), how), dyllm.CASES["defaults"]
     dyllm.check(setup, 16, setup.optimized("dyllm", 16, **options), "threshold", method, NEAR)
@@ -76,6 +87,8 @@ CASES: dict[str, Callable[[QuantizeWeights], None]] = {
     "dense": lambda how: on_blocks(how, "dense", {"block_cache": "off", "evict": False}),
     "focus": lambda how: on_blocks(how, "focus", {}),
     "focus, counted": lambda how: on_blocks(how, "focus", {}, count="device"),
+    "focus, experts": lambda how: with_experts(how, "focus", test_sdar_moe, test_sdar_moe.FORWARD),
+    "focus, experts, counted": lambda how: with_experts(how, "focus", test_llada2, llada2.forward, count="device"),
     "fast_dllm": lambda how: with_every_key(how, "fast_dllm", "dream", oracle.fast_dllm("dual"), first="policy"),
     "dkv_cache": lambda how: with_every_key(how, "dkv_cache", "llada", oracle.dkv_cache(8)),
     "dyllm": with_some_rows,
@@ -89,8 +102,9 @@ CASES: dict[str, Callable[[QuantizeWeights], None]] = {
 def test_a_recipe_decodes_as_its_oracle_over_rounded_rows(
     case: str, kind: str, head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = linear_in(kind, but=lambda weight: not head and len(weight) == VOCAB)
-    for module in (qwen3, oracle, dyllm_oracle, dllm_cache_oracle, sparse_oracle):
+    left = [*(ROUTERS if "experts" in case else ()), *(() if head else (VOCAB,))]
+    layer = linear_in(kind, but=lambda weight: len(weight) in left)
+    for module in (qwen3, llada2, oracle, dyllm_oracle, dllm_cache_oracle, sparse_oracle):
         monkeypatch.setattr(module, "linear", layer)
     for own, name in ((block_causal, "trace_of"), (on_canvas, "trace_of"), (dyllm, "traces_of")):
         monkeypatch.setattr(own, name, getattr(own, name).__wrapped__)  # what others traced is of other oracles

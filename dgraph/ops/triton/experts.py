@@ -13,51 +13,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.experts import can_group, check, chosen, combine, gated
-from dgraph.ops.stored import multiply
-from dgraph.ops.triton import stored
+from dgraph.ops.experts import can_group, check, chosen, combine, feed_forward, meets
+from dgraph.ops.triton import experts_rounded, stored
+from dgraph.ops.triton.experts_rounded import gated_rows
 from dgraph.ops.triton.rows import dense_rows, power_of_two
-from dgraph.quantised import QuantisedWeight
+from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 TILE = 8192
 """Values that one program moves."""
 
 
 def kernel(
-    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+    x: Tensor | QuantisedRows,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
+    activation: str = "silu",
+    inner: str | None = None,
 ) -> Tensor:
     """dgraph::experts; see its contract."""
-    check(x, choice, weight, gate_up, down, activation)
+    check(x, choice, weight, gate_up, down, activation, inner)
     if not choice.numel():
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if all(isinstance(each, QuantisedWeight) for each in (gate_up, down)) or can_group(x, gate_up):
-        return by_grouping(x, choice, weight, gate_up, down, activation)
-    return by_masking(x, choice, weight, gate_up, down, activation)
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    quantised = isinstance(gate_up, QuantisedWeight) and isinstance(down, QuantisedWeight)
+    by = by_grouping if quantised or can_group(x, gate_up) else by_masking
+    return by(x, choice, weight, gate_up, down, activation, inner)
 
 
 def by_grouping(
-    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+    x: Tensor | QuantisedRows,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
+    activation: str = "silu",
+    inner: str | None = None,
 ) -> Tensor:
     """Each slot's row is copied after the rows of lower experts; rows after the last bound are never written."""
-    (n, d), (experts, _, f), slots = x.shape, down.shape, choice.shape[1]
-    x, choice, weight = dense_rows(x), choice.contiguous(), weight.contiguous()
+    (n, d), experts, slots = x.shape, len(down), choice.shape[1]
+    choice, weight = choice.contiguous(), weight.contiguous()
     ends, rank = ordered(choice, experts)
     place = torch.empty_like(rank)
-    wide = power_of_two(slots)
-    block = power_of_two(d, 16, max(16, TILE // wide))
-    rows = torch.empty((n * slots, d), dtype=x.dtype, device=x.device)
-    _spread_rows[(n, triton.cdiv(d, block))](
-        x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, d, block, num_warps=4
-    )
-    both = _products(rows, gate_up, ends)
 
-    block = power_of_two(f, 16, 1024)
-    some = TILE // 4 // block
-    inner = torch.empty((n * slots, f), dtype=x.dtype, device=x.device)
-    _gate_rows[(triton.cdiv(n * slots, some), triton.cdiv(f, block))](
-        both, inner, ends, experts - 1, both.stride(0), f, some, block, activation == "silu", num_warps=4
-    )
-    each = _products(inner, down, ends)
+    def spread(x: Tensor) -> Tensor:
+        x, wide, size = dense_rows(x), power_of_two(slots), x.shape[1]
+        block = power_of_two(size, 16, max(16, TILE // wide))
+        rows = torch.empty((n * slots, size), dtype=x.dtype, device=x.device)
+        _spread_rows[(n, triton.cdiv(size, block))](
+            x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, size, block, num_warps=4
+        )
+        return rows
+
+    both = _products(x.each(spread) if isinstance(x, QuantisedRows) else spread(x), gate_up, ends)
+    between: Tensor | QuantisedRows
+    if inner is None:
+        between = gate(both, ends, activation == "silu")
+    else:
+        between = experts_rounded.gate(both, ends, inner, activation == "silu")
+        between = between if meets(inner, down) else between.dequantised()
+    each = _products(between, down, ends)
 
     block = power_of_two(d, 16, 1024)
     out = torch.empty((n, d), dtype=x.dtype, device=x.device)
@@ -65,8 +80,23 @@ def by_grouping(
     return out
 
 
-def _products(rows: Tensor, weight: Tensor | QuantisedWeight, ends: Tensor) -> Tensor:
+def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
+    """act(gate) * up of [N, 2f]; rows after the last end are not written."""
+    n, f = both.shape[0], both.shape[1] // 2
+    block = power_of_two(f, 16, 1024)
+    some = TILE // 4 // block
+    out = torch.empty((n, f), dtype=both.dtype, device=both.device)
+    _gate_rows[(triton.cdiv(n, some), triton.cdiv(f, block))](
+        both, out, ends, len(ends) - 1, both.stride(0), f, some, block, silu, num_warps=4
+    )
+    return out
+
+
+def _products(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor) -> Tensor:
     """The rows before each end by the weight of their expert; rows after the last end hold anything."""
+    if isinstance(rows, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        return experts_rounded.multiply_grouped(rows, weight, ends)
     if isinstance(weight, QuantisedWeight):
         return stored.multiply_grouped(rows, weight, ends)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
@@ -83,12 +113,18 @@ def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def by_masking(
-    x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
+    x: Tensor | QuantisedRows,
+    choice: Tensor,
+    weight: Tensor,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
+    activation: str = "silu",
+    inner: str | None = None,
 ) -> Tensor:
     """Every expert over every row, for what cannot be grouped: E / k times the work, but still without a host read."""
-    each = x.new_zeros((*choice.shape, x.shape[1]))
+    each = torch.zeros((*choice.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     for expert in range(gate_up.shape[0]):
-        result = multiply(gated(multiply(x, gate_up[expert]), activation), down[expert])
+        result = feed_forward(x, gate_up[expert], down[expert], activation, inner)
         each = torch.where((choice == expert)[:, :, None], result[:, None], each)
     return combine(each, weight, chosen(choice, gate_up.shape[0]))
 
@@ -145,14 +181,8 @@ def _gate_rows(
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < end)[:, None] & (column < SIZE)[None, :]
+    found = gated_rows(both_ptr, row, column, mask, both_row, SIZE, SILU)
     wide = row.to(tl.int64)[:, None]
-    at = both_ptr + wide * both_row + column[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        found = gate * tl.sigmoid(gate) * up
-    else:  # gelu by tanh: 1 + tanh(z) = 2 sigmoid(2 z)
-        found = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     tl.store(out_ptr + wide * SIZE + column[None, :], found.to(out_ptr.dtype.element_ty), mask=mask)
 
 

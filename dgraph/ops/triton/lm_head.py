@@ -12,6 +12,7 @@ exponentials and their mean distance to the maximum, and the token with its logi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -200,13 +201,13 @@ def _listed_rows(
     token, confidence, margin, entropy = found
     n = min(len(candidate), len(h))  # as many may be candidates
     for i, first in enumerate(range(0, n, chunk)):
-        part = rows.chunk(i, chunk)
+        part, most = rows.chunk(i, chunk), min(chunk, n - first)
         if packed:
             some = h[first : first + chunk]
         elif isinstance(h, QuantisedRows):
-            some = h.each(lambda x, part=part, most=min(chunk, n - first): gathered(x, part, most))
+            some = h.each(functools.partial(gathered, part=part, most=most))
         else:
-            some = gathered(h, part, min(chunk, n - first))
+            some = gathered(h, part, most)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
         of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
         reduce_logits(logits, *of_rows, listed=part, share=share)

@@ -41,16 +41,21 @@ def heads_of(heads: int, d: int, scale: Tensor | None) -> tuple[int, int, int, i
 
 @triton.jit
 def quantised(x):
-    """Vectors f32[R, WIDTH] over their scales, rounded to numbers of float8e4nv; and the scales f32[R].
-
-    Rounded here, by adding and subtracting a number so large that its last bit is worth as much as that of float8:
-    then the conversion, which not every back end rounds to even, is exact.
-    """
+    """Vectors f32[R, WIDTH] over their scales, rounded to numbers of float8e4nv; and the scales f32[R]."""
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], LARGEST, tl.float32)), LEAST)
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    return nearest(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))), scale
+
+
+@triton.jit
+def nearest(x):
+    """f32 up to LARGEST, rounded to numbers of float8e4nv, ties to even.
+
+    By adding and subtracting a number so large that its last bit is worth as much as that of float8: then the
+    conversion, which not every back end rounds to even, is exact.
+    """
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # at least that of 2 ** -6
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
-    return (x + large) - large, scale
+    return (x + large) - large
 
 
 @triton.jit

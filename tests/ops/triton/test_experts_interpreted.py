@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
 from tests.amounts import every_value
+from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.mixtures import draw, literal, mixture, routing, sharing
 
@@ -140,6 +142,71 @@ def test_every_form_is_the_literal_sum(
     args = mixture(n, k, count, d, f)
     got, _ = interpreted("experts", args, function=form)
     assert_close(got, literal(*args).float(), rtol=1e-5, atol=1e-6)
+
+
+def in_numbers(args: tuple[Tensor, ...], kind: str) -> tuple[Any, ...]:
+    """A mixture whose rows and weights are in 8 bits."""
+    x, choice, weight, gate_up, down = args
+    rows = QuantisedRows(*quantised_rows(x, kind), x.dtype)
+    return rows, choice, weight, quantise(gate_up, Format(kind)), quantise(down, Format(kind))
+
+
+@every_value(
+    ("kind", ROW_KINDS),
+    ("sizes", [(1, 1, 2, 8, 8), (7, 3, 5, 40, 24), (40, 2, 3, 300, 8), (5, 2, 3, 24, 2100)]),
+    ("activation", ["silu", "gelu_tanh"]),
+    ("between", [True, False]),
+)
+def test_numbers_by_numbers_in_every_expert(
+    interpreted: Interpreter, kind: str, sizes: tuple[int, ...], activation: str, between: bool
+) -> None:
+    args = *in_numbers(mixture(*sizes), kind), activation, kind if between else None
+    got, _ = interpreted("experts", args)
+    assert_close(got, experts(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("weights", ["as they are", "in other numbers"])
+def test_rows_are_rounded_between_products_by_other_weights(interpreted: Interpreter, kind: str, weights: str) -> None:
+    x, choice, weight, *stacks = mixture(9, 3, 4)
+    if weights != "as they are":
+        stacks = [quantise(each, Format("int4", (1, 8))) for each in stacks]  # type: ignore[misc]
+    args = x, choice, weight, *stacks, "silu", kind
+    got, _ = interpreted("experts", args)
+    assert_close(got, experts(*args), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got, experts(*args[:-1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_between_are_rounded_as_the_reference_rounds(interpreted: Interpreter, kind: str) -> None:
+    """Of gates so large that silu leaves them as they are, so that nothing else is inexact."""
+    up, ends = draw(20, 45), torch.tensor([4, 4, 17], dtype=torch.int32)
+    up[3], up[5, 7], up[6, 0], up[7] = 0.0, torch.nan, torch.inf, up[7] * 1e-38
+    got, _ = interpreted("experts_rounded", (torch.cat([torch.full_like(up, 64.0), up], 1), ends, kind, True), "gate")
+    values, scales = quantised_rows(64 * up[:17], kind)
+    assert_close(got.scales[:17], scales, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.values[:17].float(), values.float())
+
+
+@pytest.mark.release
+def test_numbers_of_experts_go_to_the_matrix_units_of_a_gpu_that_need_not_be_there() -> None:
+    found = found_by("compiled_experts")
+    products = {name: kinds for name, kinds in found.items() if "between" not in name}
+    assert len(products) == 8
+    assert all(kinds == ["e4m3" if name.startswith("fp8") else "s8"] for name, kinds in products.items()), found
+    for name in found.keys() - products.keys():
+        assert found[name][-1] == "div.rn.f32", "divisions are those of the reference"
+        assert ("e4m3" in found[name][0]) == name.startswith("fp8"), found
+
+
+def test_a_row_that_is_not_finite_changes_no_other(interpreted: Interpreter) -> None:
+    x, *rest = mixture(6, 2, 3)
+    x[2, 5] = torch.inf
+    args = *in_numbers((x, *rest), "int8"), "silu", "int8"
+    (got, _), want = interpreted("experts", args), experts(*args)
+    assert got[2].isnan().all()
+    assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert want[torch.arange(6) != 2].isfinite().all()
 
 
 def test_rows_wider_than_a_block(interpreted: Interpreter) -> None:

@@ -1,0 +1,137 @@
+"""Rows in 8 bits between and in the products of dgraph::experts, on CUDA.
+
+As in eight_bits.py, the weight is the left factor, and both are multiplied as they are. One program has some rows of an
+expert's weight, and takes all rows of x that go to it, a tile after the other.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgraph.ops.triton.eight_bits import IMPRECISE
+from dgraph.ops.triton.product import _store
+from dgraph.ops.triton.rows import power_of_two
+from dgraph.ops.triton.scales import nearest
+from dgraph.ops.triton.stored import Tile
+from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
+
+TILES = (
+    Tile(16, 16, 64, 256, 4, 4),
+    Tile(32, 32, 64, 256, 4, 4),
+    Tile(64, 64, 128, 128, 4, 4),
+    Tile(2**31 - 1, 128, 128, 128, 8, 4),
+)
+"""By rising number of rows of an expert, if all have as many; not yet chosen by timing."""
+TOGETHER = 2048
+"""Values of gate that one program takes, where a row has no more."""
+
+
+def multiply_grouped(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) -> Tensor:
+    """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by a stack of weights of the same
+    kind, with a scale for each row -> [N, d_out] of the rows' dtype; rows after the last end are not written.
+    """
+    (n, d_in), (experts, d_out) = x.shape, weight.shape[:2]
+    out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
+    tile = next(tile for tile in TILES if -(-n // experts) <= tile.up_to)
+    values, numbers = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.values, weight.values))
+    scales = weight.scales.contiguous()
+    high = d_out if weight.block[0] == WHOLE else weight.block[0]
+    _multiply_group_numbers[(experts, triton.cdiv(d_out, tile.columns))](
+        values, x.scales.contiguous(), numbers, scales, out, ends, d_out, d_in, values.stride(0), numbers.stride(0),
+        numbers.stride(1), scales.stride(0), high, values.dtype == torch.int8, tile.rows, tile.columns, tile.depth,
+        IMPRECISE, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def gate(both: Tensor, ends: Tensor, kind: str, silu: bool) -> QuantisedRows:
+    """act(gate) * up of [N, 2f], in the dtype of both, and each row rounded to a kind; rows after the last end are not
+    written. A program has whole rows: what was multiplied is read once, and no more is written than numbers and scales.
+    """
+    n, f = both.shape[0], both.shape[1] // 2
+    values = torch.empty((n, f), dtype=KINDS[kind].dtype, device=both.device)
+    scales = torch.empty((n, 1), dtype=torch.float32, device=both.device)
+    block = power_of_two(f, 16)
+    some = max(1, TOGETHER // block)
+    _gate_and_round_rows[(triton.cdiv(n, some),)](
+        both, values, scales, ends, len(ends) - 1, both.stride(0), f, some, block, silu,
+        values.dtype == torch.int8, KINDS[kind].reach, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return QuantisedRows(values, scales, both.dtype)
+
+
+@triton.jit
+def _multiply_group_numbers(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, ends_ptr, d_out, d_in, x_row, w_item, w_row, s_item,
+    HIGH: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):  # fmt: skip
+    """One expert's rows, a tile after the other, by some rows of its weight."""
+    expert = tl.program_id(0)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    first = tl.program_id(1) * COLUMNS
+    row = first + tl.arange(0, COLUMNS)
+    live = row < d_out
+    w_ptr += expert.to(tl.int64) * w_item
+    w_scale_ptr += expert.to(tl.int64) * s_item
+    for r in range(begin, end, ROWS):
+        x_rows = r + tl.arange(0, ROWS)
+        x_live = x_rows < end
+        acc = tl.zeros([COLUMNS, ROWS], tl.int32 if INTEGERS else tl.float32)
+        for k in range(0, d_in, DEPTH):
+            column = k + tl.arange(0, DEPTH)
+            there = (column < d_in)[None, :]
+            x_at = x_rows.to(tl.int64)[:, None] * x_row + column[None, :]
+            w_at = row.to(tl.int64)[:, None] * w_row + column[None, :]
+            x = tl.load(x_ptr + x_at, mask=x_live[:, None] & there, other=0.0)
+            w = tl.load(w_ptr + w_at, mask=live[:, None] & there, other=0.0)
+            if INTEGERS:
+                acc = tl.dot(w, x.T, acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=IMPRECISE)
+        found = acc.to(tl.float32) * tl.load(x_scale_ptr + x_rows, mask=x_live, other=0.0)[None, :]
+        found *= tl.load(w_scale_ptr + row // HIGH, mask=live, other=0.0)[:, None]
+        _store(out_ptr, out_ptr, found.T, x_rows, first, end, d_out, ROWS, COLUMNS, False, False)
+
+
+@triton.jit
+def gated_rows(both_ptr, row, column, mask, both_row, SIZE: tl.constexpr, SILU: tl.constexpr):
+    """f32: act(gate) * up of some rows and columns, zeros beside the mask."""
+    at = both_ptr + row.to(tl.int64)[:, None] * both_row + column[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        found = gate * tl.sigmoid(gate) * up
+    else:  # gelu by tanh: 1 + tanh(z) = 2 sigmoid(2 z)
+        found = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    return found
+
+
+@triton.jit(do_not_specialize=["last"])
+def _gate_and_round_rows(
+    both_ptr, values_ptr, scales_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SILU: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
+):  # fmt: skip
+    """Whole rows before the last bound; rounded as `dgraph.quantised.quantised_rows` has it."""
+    first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
+    if first >= end:
+        return
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (row < end)[:, None] & (column < SIZE)[None, :]
+    found = gated_rows(both_ptr, row, column, mask, both_row, SIZE, SILU).to(both_ptr.dtype.element_ty).to(tl.float32)
+    size = tl.abs(found)
+    broken = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1) > 0  # a maximum may pass over what is no number
+    scale = tl.div_rn(tl.max(size, 1), tl.full([ROWS], REACH, tl.float32))
+    scale = tl.where(scale == 0, 1.0, scale)
+    number = tl.div_rn(tl.where(broken[:, None], 0.0, found), tl.broadcast_to(scale[:, None], [ROWS, BLOCK]))
+    number = tl.minimum(tl.maximum(number, -REACH), REACH)
+    # 1.5 * 2 ** 23, whose last bit is worth 1: ties to even.
+    number = number + 12582912.0 - 12582912.0 if INTEGERS else nearest(number)
+    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(values_ptr + at, number.to(values_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + row, tl.where(broken, float("nan"), scale), mask=row < end)
