@@ -5,7 +5,8 @@ A size is a static integer or an expression over symbols. The symbols have one m
     b, t    sequences and tokens of a captured (padded) batch
     N       rows of a step (all tokens of all sequences, packed)
     K       rows left after an eviction (K1, K2, ... after further ones)
-    pages   pages of a KV cache;  P  pages addressed by one sequence
+    pages   pages of a KV cache;  P  pages addressed by one sequence; pages_1024, P_1024  the same of layers that see a
+            window of so many positions
     M       key rows that are read from a cache
     entries, sequences   entries of the packed caches, and sequences that have some
 """
@@ -13,6 +14,7 @@ A size is a static integer or an expression over symbols. The symbols have one m
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +59,16 @@ _PER = {
 _RESETS = {"sequence": ("step", "block", "response"), "position": ("never", "response"), "packed": ("never",)}
 
 
+def of_window(name: str, window: int) -> str:
+    """What pages, or their table, are called where layers see a window of positions; 0 for layers that see all."""
+    return f"{name}_{window}" if window else name
+
+
+def without_window(name: str) -> str:
+    """A symbol of all pages ("pages", "P") for one of the pages of a window; any other symbol as it is."""
+    return name.partition("_")[0]
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """A run-time input of a graph, as the pass that adds it declares it. The runtime allocates, fills, carries and
@@ -69,6 +81,9 @@ class InputSpec:
       `InputSpec("x_cache_3", torch.float32, ("pages", "page", 4, 64))`. Position p of sequence s lies at
       `cache[page_table[s, p // page], p % page]`. With `reset="response"` the pages of a sequence hold `initial` before
       its first step, so that a step may read what the one before it wrote; with "never" anything finite.
+      A cache that is read by rows which see a window of W positions alone may say so, `("pages_W", "page", ...)`: its
+      pages are others, its table is `InputSpec("page_table_W", torch.int32, ("b", "P_W"))` (see `of_window`), and a
+      position is gone once it is behind the windows of all rows to come. Such a cache is never reset.
     - per sequence, a state that goes from step to step: `InputSpec("level", torch.float32, ("b",), reset="block",
       initial=1.0)`, and an output of the graph of the same name and type. What a step returns, the next step of the
       sequence is given; it holds `initial` in the first step of a block or of a response, as `reset` says. In a prefill
@@ -101,6 +116,8 @@ class InputSpec:
         allowed = _RESETS.get(self.per, ("step",))
         if not self.reset:
             object.__setattr__(self, "reset", allowed[0])
+        if self.window:
+            allowed = allowed[:1]
         if self.reset not in allowed:
             raise InputError(
                 f"input {self.name!r}: an input per {self.per} (shape {self.shape}) resets with "
@@ -113,7 +130,13 @@ class InputSpec:
         are read from a cache), "position" (a paged cache), "packed" (entries of a packed cache, or their number per
         sequence), or "constant".
         """
-        return _PER.get(str(self.shape[0]), "constant") if self.shape else "constant"
+        return _PER.get(without_window(str(self.shape[0])), "constant") if self.shape else "constant"
+
+    @property
+    def window(self) -> int:
+        """Of a cache, or of a page table: the window of the layers that read it; 0 where they see all positions."""
+        found = (re.fullmatch(r"(?:pages|P)_(\d+)", str(dim)) for dim in self.shape[:2])
+        return next((int(match[1]) for match in found if match), 0)
 
     @property
     def in_place(self) -> bool:

@@ -150,7 +150,7 @@ def serve(
         max_logit_rows=logit_rows,
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
         pages=pages,
-        prefix_cache=not no_prefix_cache,
+        prefix_cache=False if no_prefix_cache else None,
     )
     done: list[Row] = []
     with ranks(tp, str(where)) as mesh, status("loading") as tell:

@@ -130,6 +130,8 @@ def _show(found: Profile) -> None:
         f"{found.sequences} sequences\n"
     )
     measured = "" if found.measured is None else f", measured {size_text(found.measured)}"
+    each = (f", {size_text(size)} of a window of {window}" for window, size, _ in found.kv_cost.rings)
+    windows = "".join(each)
     lines = [
         ("weights", found.weights, ""),
         ("libraries", found.libraries, ""),
@@ -139,7 +141,7 @@ def _show(found: Profile) -> None:
         ("  LM head, all rows", found.unbounded, "without a bound on rows of logits"),
         ("state", found.state, ""),
         ("guard", found.guard, ""),
-        ("keys and values", found.kv, f"{size_text(found.kv_cost.position)} per position"),
+        ("keys and values", found.kv, f"{size_text(found.kv_cost.position)} per position{windows}"),
         ("in all", found.memory, ""),
     ]
     print_table(("", "memory", ""), [(what, size_text(size), note) for what, size, note in lines])

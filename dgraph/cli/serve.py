@@ -182,7 +182,7 @@ def serve(
         max_logit_rows=max_logit_rows,
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
         policy=policy,
-        prefix_cache=not no_prefix_cache,
+        prefix_cache=False if no_prefix_cache else None,
         queue=queue,
     )
     if not ray and replicas != "auto":

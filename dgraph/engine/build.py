@@ -19,7 +19,7 @@ from dgraph.engine.scheduler import Scheduler
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.program import Program
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.requests import Shape
+from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
 from dgraph.runtime.scoring import Scorer
 from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stops import Decoder
@@ -52,7 +52,8 @@ class EngineSettings:
         pages: "block": a request of a block-causal model gets pages as it grows, and when there are none left the
             youngest gives way and comes back later, with the same tokens; "life": it gets all of them at first. Other
             models, and recipes that keep packed keys, always get all.
-        prefix_cache: keep the keys of prompts for others that begin alike; block-causal models alone.
+        prefix_cache: keep the keys of prompts for others that begin alike; block-causal models alone. Default: unless
+            layers with a window let keys go (see `CacheKV`).
         queue: requests that may wait; None for any number.
         block_length: tokens that are denoised together; default the model's.
         decoding: how most requests will be decoded. On a GPU what lies between their steps is compiled before the pool
@@ -70,7 +71,7 @@ class EngineSettings:
     kv_bytes: int | None = None
     policy: str | SchedulePolicy = "look_ahead"
     pages: str = "block"
-    prefix_cache: bool = True
+    prefix_cache: bool | None = None
     queue: int | None = None
     block_length: int | None = None
     decoding: Decoding | None = None
@@ -81,7 +82,7 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        if type(self.prefix_cache) is not bool:
+        if self.prefix_cache is not None and type(self.prefix_cache) is not bool:
             raise InputError(f"prefix_cache is true or false, got {self.prefix_cache!r}.")
         if self.pages not in PAGES:
             raise UnknownName("way of giving out pages", str(self.pages), PAGES)
@@ -147,17 +148,27 @@ def build_driver(
         costs = CostModel.fit(found.steps) if found.steps else None
         every = session.ranks.exchange((found.kv, costs))
         kv_bytes, costs = min(bytes for bytes, _ in every), every[0][1]  # the times that rank 0 has measured
-    limit = _pool_pages(session, slots, tokens + block, kv_bytes or CPU_BYTES)
-    scheduler = Scheduler(Budgets(rows, slots, limit), settings.policy, queue=settings.queue, costs=costs)
     causal = spec.attention == "block_causal"
+    if settings.prefix_cache and session.kv.rings:
+        raise InputError(
+            f"prefix_cache=True: the layers of {spec.family} with a window of {', '.join(map(str, session.kv.rings))} "
+            f"positions let keys behind it go, so prompts cannot share theirs; leave it out."
+        )
+    longest = Request([spec.mask_id] * (tokens - 1), Decoding(max_new_tokens=1))
+    limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES)
+    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.policy, queue=settings.queue, costs=costs)
     columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
     whole = causal and session.packed is None
     alike = block if spec.aligned else 1
-    prefix = PrefixCache(session.kv, alike) if settings.prefix_cache and whole and not session.lasting else None
+    shares = whole and not session.lasting and not session.kv.rings and settings.prefix_cache is not False
+    prefix = PrefixCache(session.kv, alike) if shares else None
     if kind == "cuda":
         session.compile_transition(shape, (settings.decoding or Decoding()).for_model(spec))
     session.kv.limit = limit
+    for ring, pages in zip(session.kv.rings.values(), rings, strict=True):
+        ring.limit = pages
+        ring.reserve(pages)
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim
     session.kv.reserve(limit)
@@ -173,14 +184,25 @@ def build_driver(
     )
 
 
-def _pool_pages(session: BlockSession, slots: int, tokens: int, kv_bytes: int) -> int:
-    """Pages of the pool: as many as the memory holds, and no more than slots of so many positions can use."""
-    kv = session.kv
+def _pool_pages(
+    session: BlockSession, slots: int, tokens: int, longest: Request, block: int, kv_bytes: int
+) -> tuple[int, tuple[int, ...]]:
+    """Pages of the pool, and of each of its rings: as many as the memory holds, and no more than slots of so many
+    positions can use. Where it does not hold as many, rings have the same share of theirs as the others of theirs.
+    """
+    kv, spec = session.kv, session.spec
     page_bytes = kv.position_bytes * kv.page_size
-    most = slots * kv.pages_for(tokens)
-    count = min(most, kv_bytes // max(page_bytes, 1)) if page_bytes else most
+    most, begun = slots * kv.pages_for(tokens), ring_pages(longest, block, spec, kv)
+    # One slot prefills its prompt, the others hold what they do after theirs.
+    after = kv.ring_pages(tokens, step_rows(block, spec))
+    held = [first + (slots - 1) * pages for first, pages in zip(begun, after, strict=True)]
+    share = min(1.0, kv_bytes / max(1, kv.pool_bytes(most, held)))
+    rings = tuple(max(first, int(share * pages)) for first, pages in zip(begun, held, strict=True))
+    left = kv_bytes - kv.pool_bytes(0, rings)
+    count = min(most, left // max(page_bytes, 1)) if page_bytes else most
     if count < 1:
         raise InputError(
-            f"kv_bytes={kv_bytes} does not hold one page of {kv.page_size} positions, which takes {page_bytes} bytes."
+            f"kv_bytes={kv_bytes} does not hold one page of {kv.page_size} positions, which takes {page_bytes} bytes"
+            f"{f', beside {kv_bytes - left} for layers with a window' if rings else ''}."
         )
-    return count
+    return count, rings

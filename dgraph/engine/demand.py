@@ -24,6 +24,7 @@ def job_of(
     priority: int,
     pages_first: int,
     pages_life: int,
+    rings: tuple[int, ...] = (),
 ) -> Job:
     """The job of a request; see `Job` for what its numbers mean.
 
@@ -33,7 +34,7 @@ def job_of(
         spec: the model.
         block: columns of a block.
         plan: which rows a bidirectional model forwards.
-        arrived, priority, pages_first, pages_life: as in `Job`.
+        arrived, priority, pages_first, pages_life, rings: as in `Job`.
     """
     prompt, new = len(request.ids), request.decoding.max_new_tokens
     rule = request.decoding.rule
@@ -46,6 +47,7 @@ def job_of(
         "priority": priority,
         "pages_first": pages_first,
         "pages_life": pages_life,
+        "rings": rings,
         "steps_per_block": rule.steps if isinstance(rule, FixedSteps) else None,
     }
     if spec.attention == "block_causal":

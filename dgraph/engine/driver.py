@@ -25,6 +25,7 @@ from dgraph.runtime.requests import (
     first_positions,
     positions,
     prefilled_positions,
+    ring_pages,
     settled_end,
     step_rows,
 )
@@ -173,7 +174,7 @@ class Driver:
             ticket = self.tickets.get(number)
             if ticket is not None:
                 self._end(ticket, "cancelled")
-        return self.scheduler.plan(self.clock() if now is None else now, self.free_pages)
+        return self.scheduler.plan(self.clock() if now is None else now, self.free_pages, self.free_rings)
 
     def turn(self, plan: Plan) -> Report | None:
         """Carry a plan out: admit, prefill, finish the step that runs, and launch the next. None where nothing runs."""
@@ -378,6 +379,7 @@ class Driver:
             priority=ticket.priority,
             pages_first=first,
             pages_life=life,
+            rings=ring_pages(request, block, session.spec, kv),
         )
 
     @property
@@ -386,6 +388,11 @@ class Driver:
         kv = self.session.kv
         spare = self.prefix.spare if self.prefix is not None else 0
         return kv.free_pages + spare + ((kv.limit or kv.pages) - kv.pages)
+
+    @property
+    def free_rings(self) -> tuple[int, ...]:
+        """The same of each ring."""
+        return tuple(ring.free_pages for ring in self.session.kv.rings.values())
 
     # -- what callers are told -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.sparse import REUSE, SELECT
 from dgraph.plans.kv import KVPlan
-from dgraph.shapes import InputSpec
+from dgraph.shapes import InputSpec, without_window
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,16 @@ class DummyStep:
         return {spec.name: self._input(spec, heads).to(device) for spec in declared}
 
     def _input(self, spec: InputSpec, heads: dict[int | None, int]) -> Tensor:
-        if spec.name in _VALUES:
-            return _VALUES[spec.name](self).to(spec.dtype)
+        offered = spec.name.removesuffix(f"_{spec.window}") if spec.window else spec.name
+        if offered in _VALUES:
+            return _VALUES[offered](self).to(spec.dtype)
         sizes = dict(self.sizes)
         if spec.per == "packed":
             each = self.entries(spec.layer or 0, heads[spec.layer])
             if spec.shape[0] == "sequences":
                 return torch.full((self.sequences, heads[spec.layer]), each // heads[spec.layer], dtype=spec.dtype)
             sizes["entries"] = each
-        shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
+        shape = [size if isinstance(size, int) else sizes[without_window(size)] for size in spec.shape]
         if spec.per == "row" and spec.dtype == torch.bool:
             return torch.ones(shape, dtype=torch.bool)
         return torch.full(shape, spec.initial, dtype=spec.dtype)

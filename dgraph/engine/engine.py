@@ -363,7 +363,7 @@ class Engine:
             longest_wait=counters.skipped,
             pages=scheduler.budgets.pages,
             free_pages=driver.free_pages,
-            kv_bytes=scheduler.budgets.pages * kv.page_size * kv.position_bytes,
+            kv_bytes=kv.pool_bytes(scheduler.budgets.pages, scheduler.budgets.rings),
             prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
             prefix_found=0 if driver.prefix is None else driver.prefix.found,
         )

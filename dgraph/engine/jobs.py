@@ -42,11 +42,13 @@ class Budgets:
         rows: of one step, of all slots together.
         sequences: slots: requests that run at the same time.
         pages: of the KV pool.
+        rings: pages of each of its rings, for layers with a window; see `dgraph.runtime.kv.Ring`.
     """
 
     rows: int
     sequences: int
     pages: int
+    rings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rows", "sequences", "pages"):
@@ -76,6 +78,7 @@ class Job:
         steps_per_block: if it is fixed; None where a threshold decides.
         pages_first: pages that must be free for its first step.
         pages_life: pages that it holds at its end.
+        rings: pages of each ring that must be free for its first step; it never holds more.
     """
 
     id: int
@@ -92,6 +95,7 @@ class Job:
     pages_first: int = 0
     pages_life: int = 0
     priority: int = 0
+    rings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("new", 1), ("block", 1), ("reuse_rows", 1), ("refresh_rows", 0), ("chunk", 0)):

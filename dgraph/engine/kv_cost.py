@@ -9,6 +9,8 @@ from typing import Any
 
 from dgraph.errors import InputError
 from dgraph.plans.kv import KVPlan
+from dgraph.runtime.kv import ring_size
+from dgraph.runtime.requests import step_rows
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
@@ -18,7 +20,7 @@ class KVCost:
     """Bytes of keys, values and whatever else is kept per position.
 
     Attributes:
-        position: of a position in the paged caches of all layers together.
+        position: of a position in the paged caches of all layers together, those with a window left out.
         page: positions of a page.
         plan: what a sequence keeps of its keys and values; None for all.
         packed: of each layer with packed keys: its number, bytes of an entry, KV heads, and bytes of the numbers of
@@ -26,6 +28,8 @@ class KVCost:
         causal: whether attention is block-causal.
         block, shift: rows of a block, and the logit shift of the model.
         after: positions after a sequence that its last block may take, where blocks begin anywhere.
+        rings: of each window that layers see: its positions, bytes of a position in the caches of these layers, and
+            pages that a sequence has there while it is decoded.
     """
 
     position: int
@@ -36,6 +40,7 @@ class KVCost:
     block: int
     shift: int
     after: int = 0
+    rings: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, inputs: Iterable[InputSpec], spec: ModelSpec, page: int, plan: KVPlan | None) -> KVCost:
@@ -51,9 +56,12 @@ class KVCost:
             InputError: a cache whose sizes are not numbers.
         """
         position, entries, counts = 0, dict[int, int](), dict[int, tuple[int, ...]]()
+        rings: dict[int, int] = {}
         for one in inputs:
             size = math.prod(one.element) * one.dtype.itemsize if one.in_place else 0
-            if one.per == "position":
+            if one.per == "position" and one.window:
+                rings[one.window] = rings.get(one.window, 0) + size
+            elif one.per == "position":
                 position += size
             elif one.per == "packed" and one.layer is not None:
                 if one.shape[0] == "sequences":
@@ -63,7 +71,10 @@ class KVCost:
         packed = tuple((layer, entries[layer], *counts[layer]) for layer in sorted(entries))
         causal = spec.attention == "block_causal"
         after = spec.block_length if spec.encoding == "causal" else 0
-        return cls(position, page, plan, packed, causal, spec.block_length, spec.logit_shift, after)
+        shape = spec.block_length, spec.logit_shift, after
+        rows = step_rows(spec.block_length, spec)
+        held = tuple((window, size, ring_size(window, rows, page)) for window, size in sorted(rings.items()))
+        return cls(position, page, plan, packed, causal, *shape, held)
 
     @property
     def page_bytes(self) -> int:
@@ -71,7 +82,7 @@ class KVCost:
         return self.position * self.page
 
     def sequence(self, length: int, response: int) -> int:
-        """Bytes of a sequence, as long as it lives.
+        """Bytes of a sequence, as long as it lives; while its prompt is prefilled, rings have more of it.
 
         Args:
             length: positions, prompt and response together.
@@ -82,8 +93,10 @@ class KVCost:
         """
         if not 1 <= response <= length:
             raise InputError(f"a sequence of {length} positions has a response of 1 to {length}, got {response}.")
-        pages = -(-(length + self.after) // self.page) - self._absent(length - response) // self.page
-        return pages * self.page_bytes + self._packed(length - response, response)
+        whole = -(-(length + self.after) // self.page)
+        pages = whole - self._absent(length - response) // self.page
+        kept = pages * self.page_bytes + self._packed(length - response, response)
+        return kept + sum(min(whole, held) * self.page * size for _, size, held in self.rings)
 
     def _absent(self, prompt: int) -> int:
         """Positions at the beginning of a sequence that have no place in the pages, since what is kept is packed."""
@@ -108,10 +121,12 @@ class KVCost:
             **vars(self),
             "plan": None if self.plan is None else self.plan.to_json(),
             "packed": [list(layer) for layer in self.packed],
+            "rings": [list(ring) for ring in self.rings],
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KVCost:
         """What `to_json` described."""
         plan = None if value["plan"] is None else KVPlan.from_json(value["plan"])
-        return cls(**{**value, "plan": plan, "packed": tuple(tuple(layer) for layer in value["packed"])})
+        pairs = {name: tuple(tuple(each) for each in value[name]) for name in ("packed", "rings")}
+        return cls(**{**value, "plan": plan, **pairs})

@@ -154,6 +154,12 @@ class Scheduler:
                 f"request {job.id} needs {job.pages_life} pages of the KV pool ({job.prompt} tokens of prompt, "
                 f"{job.new} new), which has {budgets.pages}; shorten it, or give the pool more memory."
             )
+        for needed, there in zip(job.rings, budgets.rings, strict=True):
+            if needed > there:
+                raise InputError(
+                    f"request {job.id} needs {needed} pages for the layers with a window ({job.prompt} tokens of "
+                    f"prompt, {job.new} new), of which the pool has {there}; give the pool more memory."
+                )
 
     def cancel(self, id: int) -> bool:
         """Take a request out, waiting or running; whether it was there.
@@ -192,12 +198,13 @@ class Scheduler:
         self.counters.requeued += 1
         self._enqueue(again)
 
-    def plan(self, now: float, free_pages: int) -> Plan:
+    def plan(self, now: float, free_pages: int, free_rings: tuple[int, ...] = ()) -> Plan:
         """The next step, from what is known.
 
         Args:
             now: seconds, on the clock that `Job.arrived` is on.
             free_pages: pages of the pool that no request holds.
+            free_rings: pages of each ring that no request holds.
         """
         self._now = max(self._now, now)
         iteration = self.counters.iterations
@@ -206,9 +213,12 @@ class Scheduler:
         view = View(self.budgets, running, needs, len(running), self.waiting, self.pace, sum(needs))
         admit = []
         while self._slots and (job := self._head()) is not None:
-            if job.pages_first + self._growing > free_pages or not self.policy.admits(job, view):
+            left = tuple(there - needed for needed, there in zip(job.rings, free_rings, strict=True))
+            if job.pages_first + self._growing > free_pages or min(left, default=0) < 0:
                 break
-            free_pages -= job.pages_first
+            if not self.policy.admits(job, view):
+                break
+            free_pages, free_rings = free_pages - job.pages_first, left
             view.admit(self._start(iteration))
             admit.append(job)
         order = self.policy.order(view) if running else []

@@ -28,7 +28,7 @@ from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import OPS, Op, op_of
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.quantised import QuantisedRows, QuantisedWeight
-from dgraph.shapes import InputSpec
+from dgraph.shapes import InputSpec, without_window
 
 HEAD = "LM head"
 GROUPS = ("attention", "projections", "feed-forward", "norms", HEAD, "other")
@@ -86,6 +86,7 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
     name, _, more = dim.partition("+")
+    name = name if name in sizes else without_window(name)  # of every window as many as of all positions
     if name not in sizes:
         raise InputError(f"size {name!r} of an input is not given; sizes has {', '.join(sizes) or 'none'}.")
     return sizes[name] + int(more or 0)

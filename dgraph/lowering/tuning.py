@@ -24,6 +24,7 @@ from dgraph.lowering.timing import tiling_seconds
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, op_of
 from dgraph.ops.tuning import Choice, Choices, Shape, text_of
+from dgraph.shapes import without_window
 
 FILE = "choices.json"
 MARGIN = 0.98
@@ -208,7 +209,8 @@ def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, li
         fake = value.meta["val"]
         if not isinstance(fake, Tensor):
             return fake
-        shape = [s if isinstance(s, int) else sizes.get(graph.symbols.text(s), rows) for s in fake.shape]
+        texts = [s if isinstance(s, int) else without_window(graph.symbols.text(s)) for s in fake.shape]
+        shape = [text if isinstance(text, int) else sizes.get(text, rows) for text in texts]
         return torch.empty(shape, dtype=fake.dtype, device="meta")
 
     for node in graph.calls:

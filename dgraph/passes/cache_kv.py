@@ -13,9 +13,14 @@ from dgraph.nodes import args_of, where
 from dgraph.ops import OPS
 from dgraph.ops.scales import KV_DTYPES
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec
+from dgraph.shapes import InputSpec, of_window
 
 PAGE_TABLE = InputSpec("page_table", torch.int32, ("b", "P"))
+
+
+def page_table(window: int) -> InputSpec:
+    """The declaration of the table of the pages of a window's layers; 0: of those that see all positions."""
+    return InputSpec(of_window(PAGE_TABLE.name, window), PAGE_TABLE.dtype, ("b", of_window("P", window)))
 
 
 @dataclass(frozen=True)
@@ -38,26 +43,37 @@ class CacheKV(Pass):
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows, k_scale, v_scale)
                 %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18, k_scale, v_scale)
 
+    Layers whose rows see a window of W positions keep their keys in pages of their own, of which a sequence has a few
+    that its positions take in turn: inputs `page_table_W` i32[b, P_W] and caches [pages_W, page, KV heads, head_dim].
+
+        after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table_1024, cu_rows)
+                %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table_1024, cu_rows, limit, 1.0, ..., 1024)
+
     Reassociates: attention over pages may sum its keys in another order. A dtype also rounds each vector, by what is in
     it alone.
 
     Attributes:
         dtype: "fp8" for float8_e4m3fn: about half of the memory of bf16, and of the bytes that attention reads. None
             for the dtype of the model.
+        rings: whether keys behind a window give their place to later ones; False: they stay.
     """
 
     dtype: str | None = None
+    rings: bool = True
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
     summary: ClassVar[str] = "attention reads a paged KV cache; only uncached rows are recomputed"
-    signature: ClassVar[frozenset[str]] = frozenset({"page_table", "k_cache_*", "v_cache_*", "k_scale_*", "v_scale_*"})
+    signature: ClassVar[frozenset[str]] = frozenset(
+        {"page_table", "page_table_*", "k_cache_*", "v_cache_*", "k_scale_*", "v_scale_*"}
+    )
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in KV_DTYPES:
             raise UnknownName("dtype of keys and values", str(self.dtype), KV_DTYPES)
 
     def __repr__(self) -> str:
-        return f"CacheKV({f'dtype={self.dtype!r}' if self.dtype else ''})"
+        said = [f"dtype={self.dtype!r}"] if self.dtype else []
+        return f"CacheKV({', '.join(said + ([] if self.rings else ['rings=False']))})"
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention"):
@@ -71,8 +87,9 @@ class CacheKV(Pass):
                 raise PassError(f"{where(node)}: a second attention in the layer; it cannot share the other's cache.")
             q, k, v, positions, cu_rows, limit, scale, *window = args_of(node)
             heads, dim = (int(s) for s in k.meta["val"].shape[1:])
-            shape = ("pages", "page", heads, dim)
-            table = graph.add_input(PAGE_TABLE)
+            of = window[-1] if window and self.rings else 0
+            shape = (of_window("pages", of), "page", heads, dim)
+            table = graph.add_input(page_table(of))
             dtype = KV_DTYPES[self.dtype] if self.dtype else k.meta["val"].dtype
             k_cache, v_cache = (graph.add_input(InputSpec(f"{n}_cache_{layer}", dtype, shape)) for n in "kv")
             scales = [

@@ -136,6 +136,15 @@ class Recipe:
 
         return replace(self, phases=tuple(map(stored, self.phases)))
 
+    def with_all_keys(self) -> Recipe:
+        """The same method with keys behind a layer's window kept, in every phase (`CacheKV`)."""
+
+        def kept(phase: Phase) -> Phase:
+            passes = (replace(p, rings=False) if isinstance(p, CacheKV) else p for p in phase.passes)
+            return replace(phase, passes=tuple(passes))
+
+        return replace(self, phases=tuple(map(kept, self.phases)))
+
     @property
     def logit_rows(self) -> int | None:
         """Rows whose logits exist at a time, at most; None for all of a step's."""

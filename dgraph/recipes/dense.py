@@ -64,7 +64,13 @@ def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
 
 
 @caching
-def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_num_logits: int = 2048) -> Recipe:
+def dense(
+    spec: ModelSpec,
+    block_cache: str = "off",
+    recommit: bool = True,
+    max_num_logits: int = 2048,
+    rings: bool = True,
+) -> Recipe:
     """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
 
     A block-causal model keeps the keys and values of earlier blocks, which is exact. A bidirectional one recomputes the
@@ -75,7 +81,9 @@ def dense(spec: ModelSpec, block_cache: str = "off", recommit: bool = True, max_
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time; of a model without a mask token none do.
+        rings: of a model whose layers see a window: let keys behind it go; see `CacheKV`.
     """
     plan = RowPlan() if spec.attention == "bidirectional" else None
     phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
-    return Recipe("dense", 2, phases, block_cache, recommit, plan)
+    made = Recipe("dense", 2, phases, block_cache, recommit, plan)
+    return made if rings else made.with_all_keys()

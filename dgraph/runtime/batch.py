@@ -34,7 +34,9 @@ from dgraph.runtime.requests import (
     first_positions,
     positions,
     prefilled_positions,
+    ring_pages,
     say,
+    step_rows,
 )
 from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
@@ -93,7 +95,8 @@ class Batch:
         if packed is not None:
             packed.widen(shape.slots)
         tables = 2 if rule.guided else 1
-        self._tables = torch.full((tables, shape.slots, shape.pages), NO_PAGE, dtype=torch.int32, device=kv.device)
+        none = torch.full((tables, shape.slots, shape.pages), NO_PAGE, dtype=torch.int32, device=kv.device)
+        self._tables = {name: none.clone() for name in kv.page_tables([])}
         self.advance = advance(rule, self._begin([]))
         pinned = kv.device.type == "cuda"
         self._orders = [torch.zeros(shape.slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -127,12 +130,13 @@ class Batch:
         """
         if not requests:
             return
-        tables = len(self._tables)
+        tables = 2 if self.rule.guided else 1
         tokens = [first_positions(request, self.shape.block, self.by_block, self.spec) for request in requests]
         # A block-causal model prefills what it gives back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
-        handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables)
+        rings = [ring_pages(request, self.shape.block, self.spec, self.kv) for request in requests]
+        handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables, rings * tables)
         if self.packed is not None:
             self.packed.open(slots, [self._candidates(request) for request in requests])
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
@@ -213,7 +217,8 @@ class Batch:
             return 0
         spans = [(self.running[slot].prefilled, self.running[slot].prompt) for slot in slots]
         begin, end = [0] * self.shape.slots, [0] * self.shape.slots
-        for slot, (first, last) in zip(slots, prefill_chunk(spans, block, max(most, block)), strict=True):
+        parts = prefill_chunk(spans, block, max(most, block), self.kv.part(block))
+        for slot, (first, last) in zip(slots, parts, strict=True):
             begin[slot], end[slot] = first, last
         count = sum(end) - sum(begin)
         state = self.advance.state
@@ -231,6 +236,7 @@ class Batch:
         for slot in slots:
             if end[slot] > begin[slot]:
                 self.running[slot].prefilled = end[slot]
+        self._settle([slot for slot in slots if end[slot] > begin[slot] and slot not in self.prefilling])
         return count
 
     @torch.no_grad()
@@ -358,13 +364,22 @@ class Batch:
     def caches(self) -> dict[str, Tensor]:
         """What programs read in place, by name."""
         packed = {} if self.packed is None else self.packed.tensors()
-        return {"page_table": self._tables[0], **self.kv.tensors(), **packed}
+        return {**{name: table[0] for name, table in self._tables.items()}, **self.kv.tensors(), **packed}
 
     def _write_tables(self, slots: Sequence[int]) -> None:
         at = torch.tensor(slots, dtype=torch.int64, device=self.kv.device)
-        for place, table in enumerate(self._tables):
-            handles = [self.running[slot].handles[place] for slot in slots]
-            table[at] = self.kv.page_table(handles, columns=self.shape.pages)
+        for place, handles in enumerate(zip(*(self.running[slot].handles for slot in slots), strict=True)):
+            for name, table in self.kv.page_tables(handles, columns=self.shape.pages).items():
+                self._tables[name][place, at] = table
+
+    def _settle(self, slots: Sequence[int]) -> None:
+        """Give back the pages that only the prompts of these slots needed, where keys behind a window are let go."""
+        if not self.kv.rings or not slots:
+            return
+        for slot in slots:
+            for handle in self.running[slot].handles:
+                self.kv.settle(handle, self.running[slot].prompt, step_rows(self.shape.block, self.spec))
+        self._write_tables(slots)
 
     def _release(self) -> None:
         """Give back the pages that no step after the first one reads, where the others' keys are packed."""
@@ -428,7 +443,7 @@ class Batch:
             **inputs,
             **states,
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
-            "page_table": self._tables[1],
+            **{name: table[1] for name, table in self._tables.items()},
         }
 
 

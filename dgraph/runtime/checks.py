@@ -5,7 +5,7 @@ to do.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
                 f"ones would be seen. Put the pass SlotKV after CacheKV."
             )
         packed = [] if "kv" in has else [spec.name for spec in asked.values() if spec.per == "packed"]
-        own = {spec.name for spec in asked.values() if spec.carried or spec.in_place} - {*packed}
+        own = {spec.name for spec in asked.values() if spec.carried or spec.in_place or spec.window} - {*packed}
         unknown = sorted(asked.keys() - offered.keys() - own)
         if unknown:
             raise LoweringError(
@@ -117,6 +117,19 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
                 f"the input {name!r} is a state that resets with a {spec.reset}, but no program returns it; give the "
                 f"graph an output of that name."
             )
+
+
+def check_keep_kv(plan: RowPlan | None, rings: Iterable[int]) -> None:
+    """Refuse to return keys by position where those of some positions do not exist; rings: see `KVStore`."""
+    if plan is not None and plan.region.hides:
+        raise InputError(
+            f"keep_kv returns keys by position, but {plan} hides rows, whose keys do not exist; leave it out."
+        )
+    if windows := sorted(rings):
+        raise InputError(
+            f"keep_kv returns keys by position, but layers with a window of {', '.join(map(str, windows))} positions "
+            f"let those behind it go; leave it out, or build the recipe with rings=False."
+        )
 
 
 def check_plan(policy: Policy, plan: RowPlan | None) -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError, PoolFull
-from dgraph.shapes import InputSpec
+from dgraph.shapes import InputSpec, of_window
 from dgraph.spec import ModelSpec
 
 NO_PAGE = -1
+PARTS = 2
+"""Windows of a prompt that a call prefills of one sequence at most, where keys behind a window are let go."""
 
 
 class KVStore:
@@ -23,6 +25,9 @@ class KVStore:
     Growing replaces the tensors, so ask for `tensors()` after the last `allocate`. Several may own a page: whoever
     wants it to live on, `retain`s it, and it is free when all have dropped it.
 
+    Caches of layers with a window are in pages of their own, one `Ring` for each window that is declared. Whatever is
+    said here of pages is said of those of the other layers; a sequence gets both, and loses both, together.
+
     Args:
         caches: declarations of inputs per position, `("pages", "page", ...)`; of each its own sizes and dtype.
         page_size: positions of a page.
@@ -32,10 +37,13 @@ class KVStore:
         limit: the most pages that there may be; None for as many as memory holds.
         spare: pages that whoever `keep`s them owns alone, and could do without.
         reclaim: asked for so many pages when too few are free, and the pool may not grow: drops what it can do without.
+        rings: the pages of layers with a window, by window.
 
     Raises:
         InputError: page_size below 1, or a cache whose sizes are not numbers.
     """
+
+    window = 0
 
     def __init__(self, caches: Iterable[InputSpec], *, page_size: int, device: torch.device | str = "cpu"):
         if page_size < 1:
@@ -43,6 +51,7 @@ class KVStore:
         self.page_size, self.device = page_size, torch.device(device)
         self._specs: dict[str, InputSpec] = {}
         self._caches: dict[str, Tensor] = {}
+        self.rings: dict[int, Ring] = {}
         self.limit: int | None = None
         self.reclaim: Callable[[int], None] = lambda pages: None
         self._pages = 0
@@ -61,7 +70,11 @@ class KVStore:
             InputError: a cache whose sizes are not numbers.
         """
         for spec in caches:
-            if spec.name not in self._specs:
+            if spec.window != self.window:
+                if spec.window not in self.rings:
+                    self.rings[spec.window] = Ring(spec.window, page_size=self.page_size, device=self.device)
+                self.rings[spec.window].declare([spec])
+            elif spec.name not in self._specs:
                 self._specs[spec.name] = spec
                 self._caches[spec.name] = self._empty(spec.name, self._pages)
 
@@ -72,11 +85,13 @@ class KVStore:
             self._pages, self._free, self._owners = 0, [], []
             for name in self._caches:
                 self._caches[name] = self._empty(name, 0)
+        for ring in self.rings.values():
+            ring.unlimited()
 
     @property
     def declared(self) -> tuple[InputSpec, ...]:
         """The declarations of the caches."""
-        return tuple(self._specs.values())
+        return (*self._specs.values(), *(spec for ring in self.rings.values() for spec in ring.declared))
 
     @property
     def pages(self) -> int:
@@ -91,7 +106,7 @@ class KVStore:
     @property
     def bytes(self) -> int:
         """Size of all caches in bytes."""
-        return sum(t.numel() * t.element_size() for t in self._caches.values())
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` positions."""
@@ -102,13 +117,23 @@ class KVStore:
         """Bytes that a position takes in all caches together."""
         return sum(math.prod(spec.element) * spec.dtype.itemsize for spec in self._specs.values())
 
+    def pool_bytes(self, pages: int, rings: Iterable[int] = ()) -> int:
+        """Bytes of so many pages, and so many of each ring."""
+        stores = zip((self, *self.rings.values()), (pages, *rings), strict=True)
+        return sum(count * each.page_size * each.position_bytes for each, count in stores)
+
     def allocate(
-        self, tokens: Sequence[int], first: Sequence[int] | None = None, shared: Sequence[Sequence[int]] | None = None
+        self,
+        tokens: Sequence[int],
+        first: Sequence[int] | None = None,
+        shared: Sequence[Sequence[int]] | None = None,
+        rings: Sequence[Sequence[int]] | None = None,
     ) -> list[int]:
         """Room for one sequence per entry, for that many positions; returns their handles in order.
 
         first: of each sequence, the first position that needs a page; those on pages before it have none. shared: of
-        each sequence, pages that it begins with, which others own as well.
+        each sequence, pages that it begins with, which others own as well. rings: of each sequence, how many pages it
+        gets in each ring for its whole life (see `ring_pages`); default as many as for all of its positions.
         What a page holds at first is what its cache is declared to begin a response with; else finite but arbitrary:
         zeros, or what an earlier sequence left.
 
@@ -121,19 +146,41 @@ class KVStore:
         for have in given:  # first of all, so that reclaiming cannot take them
             for page in have:
                 self.retain(page)
+        held = [[self.pages_for(n)] * len(self.rings) for n in tokens] if rings is None else rings
         try:
             self._make_room(sum(counts))
+            for at, ring in enumerate(self.rings.values()):
+                ring._make_room(sum(each[at] for each in held))
         except PoolFull:
             for have in given:
                 for page in have:
                     self.drop(page)
             raise
         handles = []
-        for count, none, have in zip(counts, absent, given, strict=True):
+        for count, none, have, each in zip(counts, absent, given, held, strict=True):
             self._owned[self._next] = [NO_PAGE] * none + [*have, *self._take(count)]
+            for ring, pages in zip(self.rings.values(), each, strict=True):
+                ring._owned[self._next] = ring._take(pages)
             handles.append(self._next)
             self._next += 1
         return handles
+
+    def ring_pages(self, tokens: int, rows: int) -> tuple[int, ...]:
+        """Pages that a sequence of so many positions takes in each ring, where a call forwards at most `rows` of its
+        rows.
+        """
+        return tuple(ring.pages_of(tokens, rows) for ring in self.rings.values())
+
+    def part(self, block: int) -> int | None:
+        """Rows of a prompt that a call prefills of one sequence at most, whole blocks; None for any number."""
+        return max(block, PARTS * max(self.rings) // block * block) if self.rings else None
+
+    def settle(self, sequence: int, start: int, rows: int) -> None:
+        """Give back what a sequence has no more use for in rings: from now on a call forwards at most `rows` of its
+        rows, none before the position `start`.
+        """
+        for ring in self.rings.values():
+            ring.settle(sequence, start, rows)
 
     def reserve(self, pages: int) -> None:
         """Make so many pages now, and no more if nobody owns any. Caches that grow later are replaced, and CUDA graphs
@@ -224,6 +271,8 @@ class KVStore:
         index = torch.tensor(pages, dtype=torch.int64, device=self.device)
         for name, spec in self._specs.items():
             self._caches[name][index] = spec.initial
+        for ring in self.rings.values():
+            ring.clear(sequence)
 
     def free(self, sequence: int) -> None:
         """Hand the pages of a sequence back."""
@@ -231,6 +280,8 @@ class KVStore:
             if page != NO_PAGE:
                 self.drop(page)
         del self._owned[sequence]
+        for ring in self.rings.values():
+            ring.free(sequence)
 
     def release(self, sequence: int, first: int) -> None:
         """Hand those pages of a sequence back that hold positions before `first` only."""
@@ -245,23 +296,35 @@ class KVStore:
 
         rows, columns: at least so many; rows past the sequences belong to none.
         """
-        pages = [self._pages_of(s) for s in sequences]
+        pages = [self._columns(s, columns) for s in sequences]
         shape = max(rows, len(pages)), max([columns, *map(len, pages)])
         table = torch.full(shape, NO_PAGE, dtype=torch.int32)
         for row, owned in zip(table, pages, strict=False):
             row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
         return table.to(self.device)
 
+    def page_tables(self, sequences: Sequence[int], columns: int = 0) -> dict[str, Tensor]:
+        """The tables of all pages and of each ring, under the names that programs ask for; see `page_table`."""
+        stores = (self, *self.rings.values())
+        return {of_window("page_table", each.window): each.page_table(sequences, 0, columns) for each in stores}
+
     def tensors(self) -> dict[str, Tensor]:
         """The caches under the names that programs ask for."""
-        return dict(self._caches)
+        found = dict(self._caches)
+        for ring in self.rings.values():
+            found |= ring.tensors()
+        return found
 
     def gather(self, name: str, sequence: int, tokens: int | None = None, first: int = 0) -> Tensor:
         """A copy of what a cache holds [tokens - first, ...] of positions first .. tokens-1 (default: all pages).
 
         Raises:
-            DgraphError: a cache that does not exist, or a position without a page.
+            DgraphError: a cache that does not exist or keeps a window alone, or a position without a page.
         """
+        if any(name in ring._caches for ring in self.rings.values()):
+            raise DgraphError(
+                f"KV store: {name!r} keeps a window of its positions alone; build the recipe with rings=False."
+            )
         if name not in self._caches:
             raise DgraphError(f"KV store: there is no cache {name!r}; it has {', '.join(self._caches) or 'none'}.")
         pages = torch.tensor(self._pages_of(sequence), dtype=torch.int64, device=self.device)
@@ -271,6 +334,10 @@ class KVStore:
         if (pages[first // self.page_size :] == NO_PAGE).any():
             raise DgraphError(f"KV store: sequence {sequence} has no pages for position {first}; ask for later ones.")
         return self._caches[name][pages].flatten(0, 1)[first:tokens]
+
+    def _columns(self, sequence: int, columns: int) -> list[int]:
+        """The row of a sequence in a page table."""
+        return self._pages_of(sequence)
 
     def _pages_of(self, sequence: int) -> list[int]:
         if sequence not in self._owned:
@@ -301,6 +368,42 @@ class KVStore:
         # and 0 * NaN would reach the result.
         spec = self._specs[name]
         return torch.zeros(pages, self.page_size, *spec.element, dtype=spec.dtype, device=self.device)
+
+
+class Ring(KVStore):
+    """Pages of layers whose rows see a window: a sequence has a few, which its positions take in turn.
+
+    Position p of a sequence of n pages lives at cache[ring[p // page % n], p % page], so its page table repeats its
+    pages and never changes while it is decoded. Who forwards at most r rows of a sequence at a time, in the order of
+    their positions, reads and writes r + window - 1 neighbouring positions, which n = ceil((r + window - 2) / page) + 1
+    pages hold wherever they begin: no row finds a position overwritten that it sees. What it does not see may be.
+    """
+
+    def __init__(self, window: int, *, page_size: int, device: torch.device | str = "cpu"):
+        self.window = window
+        super().__init__((), page_size=page_size, device=device)
+
+    def pages_of(self, tokens: int, rows: int) -> int:
+        """Pages that a sequence of so many positions takes, where a call forwards at most `rows` of its rows."""
+        return min(self.pages_for(tokens), ring_size(self.window, rows, self.page_size))
+
+    def settle(self, sequence: int, start: int, rows: int) -> None:
+        ring = self._pages_of(sequence)
+        count = min(len(ring), ring_size(self.window, rows, self.page_size))
+        first = max(0, start - self.window + 1) // self.page_size
+        kept = {column % count: ring[column % len(ring)] for column in range(first, first + count)}
+        for page in set(ring).difference(kept.values()):
+            self.drop(page)
+        self._owned[sequence] = [kept[column] for column in range(count)]
+
+    def _columns(self, sequence: int, columns: int) -> list[int]:
+        ring = self._pages_of(sequence)
+        return [ring[column % len(ring)] for column in range(columns)]
+
+
+def ring_size(window: int, rows: int, page: int) -> int:
+    """Pages that hold rows + window - 1 neighbouring positions wherever these begin; see `Ring`."""
+    return -(-(rows + window - 2) // page) + 1
 
 
 def page_size_for(block: int, device: torch.device) -> int:

@@ -12,6 +12,7 @@ import torch
 from dgraph.lowering.program import Program
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.kv import KVStore
 from dgraph.runtime.policies import Mixture, edits, row_of, settings_spec
 from dgraph.runtime.seeds import sequence_keys
 from dgraph.spec import ModelSpec
@@ -147,6 +148,14 @@ def first_positions(request: Request, block: int, by_block: bool, spec: ModelSpe
     """
     whole = positions(request, block, spec)
     return min(whole, (len(request.known) // block + 2) * block) if by_block else whole
+
+
+def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tuple[int, ...]:
+    """Pages that a request takes in each ring of a store when it is admitted; after its prompt it needs no more."""
+    whole, part = positions(request, block, spec), kv.part(block)
+    if spec.attention != "block_causal" or part is None:
+        return kv.ring_pages(whole, whole)  # its steps forward all of it
+    return kv.ring_pages(whole, max(step_rows(block, spec), min(part, prefilled_positions(request, block, spec))))
 
 
 def settled_end(request: Request, start: int) -> int:

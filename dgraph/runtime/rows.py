@@ -193,13 +193,15 @@ def first_limits(spec: ModelSpec, positions: Tensor, known: int, block: int) -> 
     return torch.where(positions < known, positions + 1, after.clamp(max=len(positions)))
 
 
-def prefill_chunk(spans: Sequence[tuple[int, int]], block: int, most: int) -> list[tuple[int, int]]:
+def prefill_chunk(
+    spans: Sequence[tuple[int, int]], block: int, most: int, part: int | None = None
+) -> list[tuple[int, int]]:
     """The next part (begin, end) of each of the prompts, of which [begin, length) is left: whole blocks, in order, at
-    most `most` rows together; empty for those that must wait. `most` is at least one block.
+    most `most` rows together, and `part` of each; empty for those that must wait. Both are at least one block.
     """
     found = []
     for begin, length in spans:
-        step = min(length - begin, most // block * block)
+        step = min(length - begin, most // block * block, part or most)
         most -= step
         found.append((begin, begin + step))
     return found

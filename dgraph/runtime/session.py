@@ -21,7 +21,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.agree import agree, agree_on_step
 from dgraph.runtime.batch import Batch
-from dgraph.runtime.checks import check_canvases, check_modes, check_request, check_rule, check_session
+from dgraph.runtime.checks import check_canvases, check_keep_kv, check_modes, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.decoding import Decoding
@@ -203,10 +203,8 @@ class BlockSession:
         began, stats = time.perf_counter(), GenerationStats()
         if not ids:
             return Generation([], stats, [] if keep_kv else None)
-        if keep_kv and self.plan is not None and self.plan.region.hides:
-            raise InputError(
-                f"keep_kv returns keys by position, but {self.plan} hides rows, whose keys do not exist; leave it out."
-            )
+        if keep_kv:
+            check_keep_kv(self.plan, self.kv.rings)
         given = check_canvases(self.spec, canvases, len(ids), chosen)
         requests = [Request.of(ids[n], chosen, n, given[n], self.spec) for n in range(len(ids))]
         fixed = self.pool is not None and observer is None

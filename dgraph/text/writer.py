@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.shapes import DTYPES
+from dgraph.shapes import DTYPES, without_window
 from dgraph.spec import ModelSpec
 from dgraph.text.folding import Group, fold
 from dgraph.text.listing import Line, Listing, listing
@@ -174,6 +174,9 @@ def symbols(found: Listing) -> Iterator[tuple[str, str]]:
     for name, meaning in _SYMBOLS.items():
         if name in used:
             yield name, meaning
+    for name in used:
+        if (all_pages := without_window(name)) != name and all_pages in _SYMBOLS:
+            yield name, f"{_SYMBOLS[all_pages]} in layers with a window of {name.removeprefix(f'{all_pages}_')}"
     for section in found.sections:
         for line in section.lines:
             if line.cut is not None:

@@ -210,7 +210,7 @@ class Turns:
             told.check(asked)
         assert not scheduler.running
         assert not scheduler.waiting
-        assert driver.free_pages == scheduler.budgets.pages
+        assert (driver.free_pages, driver.free_rings) == (scheduler.budgets.pages, scheduler.budgets.rings)
         assert sum(totals.finished.values()) == len(self.asked)
         for reason, count in totals.finished.items():
             assert sum(told.finish == reason for told in self.told) == count
@@ -224,7 +224,8 @@ class Turns:
             assert counters.skipped <= self.patience(scheduler.policy) + 1
         driver.close()
         assert kv.free_pages == kv.pages
-        assert all(kv.owners(page) == 0 for page in range(kv.pages))
+        assert all(store.owners(page) == 0 for store in (kv, *kv.rings.values()) for page in range(store.pages))
+        assert all(ring.free_pages == ring.pages for ring in kv.rings.values())
         packed = driver.session.packed
         if packed is not None:
             assert not any(runs._of or runs._taken for runs in packed._runs.values())

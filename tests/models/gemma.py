@@ -92,7 +92,8 @@ def caches_of(graph: Graph, lengths: Sequence[int]) -> dict[str, Tensor]:
         for name, spec in graph.inputs.items()
         if spec.per == "position"
     }
-    return {"page_table": table, **caches}
+    tables = {name: table for name in graph.inputs if name.startswith("page_table")}
+    return {**tables, **caches}
 
 
 def rows_of(sequences: Sequence[Sequence[int]], starts: Sequence[int], encoded: Sequence[bool]) -> dict[str, Tensor]:
@@ -141,12 +142,12 @@ def adopted(model: Any) -> dgraph.Model:
 
 
 @functools.cache
-def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = ()) -> Optimized:
-    """The dense recipe on it, op by op; stops: tokens that end a response."""
+def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = (), rings: bool = True) -> Optimized:
+    """The dense recipe on it, op by op; stops: tokens that end a response; rings: see `CacheKV`."""
     model = adopted(published(sharp, mixing))
     model = replace(model, spec=replace(model.spec, eos_ids=stops))
     graph = capture_module(model.module, model.spec, model.prefix)
-    recipe = build(RECIPES, "dense", model.spec, {})
+    recipe = build(RECIPES, "dense", model.spec, {"rings": rings})
     return Optimized(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
 
 

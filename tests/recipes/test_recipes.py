@@ -74,6 +74,7 @@ def test_options_and_their_defaults() -> None:
         "block_cache": "off",
         "recommit": True,
         "max_num_logits": 2048,
+        "rings": True,
         "kv_dtype": None,
     }
     assert options_of(RECIPES["focus"]) == {
