@@ -1,12 +1,13 @@
 """dgraph::vocabulary_attention next to logits, softmax and product as library calls, at the sizes of DiffusionGemma.
 
-    python -m benchmarks.vocabulary_attention [--rows 256 2048] [--width 2816] [--vocab 262144] [--tilings]
+    python -m benchmarks.vocabulary_attention [--rows 256 2048] [--width 2816] [--vocab 262144] [--chunks]
 
 Both give what a denoising step takes from its tied head: best token, confidence, a Gumbel draw, entropy and the soft
 embedding, with a softcap of 30 at temperature 0.8. `library` is eager torch in bf16 with statistics in fp32, its noise
 included. `head` is dgraph::lm_head on the same rows without a softcap, which draws and measures and gives no soft
 embedding: the rest is what that costs. The floor is the larger of reading the weight once and of the two products at
-the rate of one library product of these sizes. Peak memory is beside arguments and results.
+the rate of one library product of these sizes. Peak memory is beside arguments and results. On a GPU each time is that
+of a CUDA graph of the call.
 
 On a CPU the op's reference runs, in fp32, and the ratio says nothing of a GPU; give small sizes.
 """
@@ -17,7 +18,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,11 @@ class Rows:
     def library(self) -> Any:
         return library(self.h, self.weight, self.temperature)
 
-    def ours(self, tiling: Any = None) -> Any:
-        args = self.h, self.weight, self.temperature, self.seed, self.count, SOFTCAP, -1
-        if tiling is None:
-            return launcher(OPS["vocabulary_attention"], self.h.device)(*args)
-        from dgraph.ops.triton.vocabulary_attention import kernel
+    def arguments(self) -> tuple[Any, ...]:
+        return self.h, self.weight, self.temperature, self.seed, self.count, SOFTCAP, -1
 
-        return kernel(*args, tiling=tiling)
+    def ours(self) -> Any:
+        return launcher(OPS["vocabulary_attention"], self.h.device)(*self.arguments())
 
     def head(self) -> Any:
         candidate = torch.ones(len(self.h), dtype=torch.bool, device=self.h.device)
@@ -111,24 +109,15 @@ def peak(call: Callable[[], Any], device: torch.device) -> float:
     return (most - left) / 1e6
 
 
-def tilings(report: Report, rows: Rows) -> None:
-    """Changes of the default tiling, the fastest first."""
-    from dgraph.ops.triton.vocabulary_attention import tiling_for
+def chunks(report: Report, rows: Rows) -> None:
+    """Ids at a time, the fastest first."""
+    from dgraph.ops.triton.vocabulary_attention import kernel
 
-    default = tiling_for(len(rows.h), rows.h.shape[1], len(rows.weight), rows.h.element_size())
-    changes: list[dict[str, int]] = [{}, {"stages": 2}, {"stages": 4}, {"columns": 128}, {"rows": 64}, {"warps": 4}]
-    changes += [{"ids": ids, "chunk": max(1, default.chunk // ids) * ids} for ids in (64, 128, 256)]
-    changes += [{"chunk": factor * default.chunk} for factor in (2, 4)]
-    changes += [{"splits": splits} for splits in (1, 2, 3, 4, 6, 8)]
     lines: list[list[Cell]] = []
-    for change in changes:
-        tiling = replace(default, **change)
-        try:
-            lines.append([str(tiling), took(partial(rows.ours, tiling), rows.h.device)])
-        except Exception as error:  # too much shared memory, say: not a tiling for this device
-            print(tiling, str(error).partition("\n")[0])
+    for chunk in (4096, 8192, 16384, 32768):
+        lines.append([chunk, took(partial(kernel, *rows.arguments(), chunk=chunk), rows.h.device)])
     lines.sort(key=lambda line: float(line[1]))
-    report.table(f"tilings for {len(rows.h)} rows", ["tiling", "ms"], lines)
+    report.table(f"ids at a time, for {len(rows.h)} rows", ["ids", "ms"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
@@ -136,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--width", type=int, default=2816)
     parser.add_argument("--vocab", type=int, default=262_144)
-    parser.add_argument("--tilings", action="store_true", help="time changes of the default tiling, on a GPU")
+    parser.add_argument("--chunks", action="store_true", help="time other numbers of ids at a time, on a GPU")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -155,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         memory = [peak(call, device) for call in (rows.library, rows.ours)]
         times: list[Cell] = [theirs, ours, theirs / ours, head, floor, ours / floor]
         lines.append([count, *times, *memory, memory[1] / memory[0], f"{rows.error():.0e}"])
-        if options.tilings and device.type == "cuda":
-            tilings(report, rows)
+        if options.chunks and device.type == "cuda":
+            chunks(report, rows)
     columns = ["rows", "library ms", "ours ms", "library / ours", "head ms", "floor ms", "ours / floor"]
     columns += ["library MB", "ours MB", "ours / library", "error"]
     sizes = f"V {options.vocab}, d {options.width}, {str(dtype).removeprefix('torch.')}"

@@ -21,7 +21,7 @@ KERNELS: dict[str, frozenset[str]] = {
         | {"share", "divide", "count_joint", "list_best"}
     ),
     "kv write": frozenset({"_write"}),
-    "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine", "_score_ids", "_weigh_ids", "_finish"}),
+    "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine", "_weigh_ids", "_finish"}),
     "norms": frozenset({"_norm_rows", "_rotate_rows"}),
     "GEMM": frozenset(
         {"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_numbers"}

@@ -16,6 +16,7 @@ from torch import Tensor
 from dgraph.ops import vocabulary_part
 from dgraph.ops.registry import Sample, define, numeric
 from dgraph.ops.vocabulary_combine import decided
+from dgraph.ops.vocabulary_part import NUMBERS
 
 CONTRACT = """\
 h [N, d]; weight [V, d], V <= 2^24; temperature f32[N], >= 0; seed i64[N]; cu_rows i32 or i64 [b+1], of which only the
@@ -57,8 +58,8 @@ def fake(h: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, *rest: An
 
 
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk of ids; see `vocabulary_part.workspace`. On a CPU also the context before it is divided."""
-    more = 0 if device.type == "cuda" else numeric(h.dtype).itemsize * h.numel()
+    """Bytes of one chunk of ids, see `vocabulary_part.workspace`, and of its results, of which these are made."""
+    more = numeric(h.dtype).itemsize * (h.numel() + NUMBERS * len(h))
     return vocabulary_part.workspace(device, h, weight) + more
 
 

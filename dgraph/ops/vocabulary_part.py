@@ -17,8 +17,8 @@ from dgraph.ops.registry import Sample, define, numeric
 
 CONTRACT = """\
 h, temperature, seed, cu_rows, softcap, suppress: as dgraph::vocabulary_attention takes them; weight [V, d] of the ids
-first, ..., first + V - 1, of which those from `vocab` on are none: they are not chosen, and count for nothing. first
-i64[1]; suppress and vocab are numbers of ids in the whole vocabulary, at most 2^24.
+first, ..., first + V - 1, of which those from `vocab` on are none: their weight may be anything finite, none is chosen,
+and they count for nothing. first i64[1]; suppress and vocab are numbers of ids in the whole vocabulary, at most 2^24.
 -> context f32[N, d] (float64 for float64): the sum of exp(x - largest x) * weight over the ids of the share;
 numbers f32[N, 6] (likewise) of the share, where x is as in dgraph::vocabulary_attention:
 0, 1  the id of the largest x, and that x
@@ -139,7 +139,7 @@ def fake(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:
     """Bytes of one chunk of ids: on a GPU what its kernel says; on a CPU four times its logits, and its weight."""
     if device.type == "cuda":
-        from dgraph.ops.triton.vocabulary_attention import workspace as on_gpu
+        from dgraph.ops.triton.vocabulary_part import workspace as on_gpu
 
         return on_gpu(h, weight)
     ids = min(IDS, len(weight))

@@ -20,8 +20,8 @@ def _mix(x):
 
 
 @triton.jit
-def gumbel(low, high, index):
-    """Standard Gumbel noise of `index`, from the two halves of a seed."""
+def exponential(low, high, index):
+    """Standard exponential noise of `index`, above 1e-10, from the two halves of a seed."""
     bits = _mix(_mix(low) ^ high)
     noise = _mix(_mix(index ^ bits) + _mix(bits ^ 0x5BD1E995))
     survival = tl.minimum((noise.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
@@ -32,7 +32,13 @@ def gumbel(low, high, index):
     series = 1.0 / 4 + x * (1.0 / 5 + x * series)
     series = 1.0 / 2 + x * (1.0 / 3 + x * series)
     small = x + x * x * series
-    return -tl.log(tl.where(survival <= 0.125, small, -tl.log(1.0 - survival)))
+    return tl.where(survival <= 0.125, small, -tl.log(1.0 - survival))
+
+
+@triton.jit
+def gumbel(low, high, index):
+    """Standard Gumbel noise of `index`, from the two halves of a seed."""
+    return -tl.log(exponential(low, high, index))
 
 
 @triton.jit
