@@ -25,7 +25,7 @@ from dgraph.ops.vocabulary_part import NUMBERS, check
 CHUNK = 16384
 """Ids at a time: the fastest of 4,096 to 32,768 at 256 and 2,048 rows on an H200."""
 HELD = 1024
-"""Logits that a warp holds, 32 a thread: twice as many do not fit in its registers, and half were no faster."""
+"""Logits that a warp holds, 32 a thread; half as many were no faster there."""
 
 
 def workspace(h: Tensor, weight: Tensor) -> int:
