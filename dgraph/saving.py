@@ -135,6 +135,8 @@ def save_quantised(
     out = Path(out)
     check_out(out)
     chosen = QuantizeWeights(format=weights) if isinstance(weights, str) else weights
+    if chosen.embeddings:
+        raise InputError("compressed-tensors stores embeddings as they are; leave embeddings= out of what is written.")
     found = resolve(model, opened=True)
     if found.weights is None:
         raise InputError(

@@ -122,6 +122,7 @@ def test_an_interrupted_writing_leaves_nothing(folder: Path, tmp_path: Path) -> 
         (".", "int8", InputError, "exists already; give a folder that does not"),
         ("a/b", "int8", InputError, "cannot be written: there is no folder .*a"),
         ("q", "int5", UnknownName, "unknown format of weights 'int5'"),
+        ("q", QuantizeWeights("fp8", embeddings=True), InputError, "compressed-tensors stores embeddings as they are"),
         ("q", QuantizeWeights("fp8", (WHOLE, 8)), InputError, "compressed-tensors has no word for blocks of -1 x 8"),
     ],
 )

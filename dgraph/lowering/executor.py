@@ -35,7 +35,7 @@ from dgraph.lowering.steps import (
     read_by,
     written_by,
 )
-from dgraph.lowering.taken import arguments_of, is_taken, with_rounded_rows
+from dgraph.lowering.taken import arguments_of, as_taken, is_taken
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -72,7 +72,7 @@ class LoweredProgram:
     ):
         if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
             raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
-        graph = with_rounded_rows(graph)
+        graph = as_taken(graph)
         self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
         self.backend = compiler.backend
         if tuning is not None:

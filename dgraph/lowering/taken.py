@@ -5,9 +5,11 @@ A product by `dgraph::dequantise` of a weight reads what that reads: values, sca
 `dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where anything else reads
 the dequantised weight, it is computed, like any other value.
 
+A lookup of ids in such a weight is `dgraph::embedding_stored`, which dequantises the rows that it reads.
+
 Rows that a product reads rounded (`dgraph::round_rows`) it takes as numbers and scales, as one
 `dgraph.quantised.QuantisedRows`, where its weight is stored in numbers of the same kind with a scale for each of its
-rows (`Op.rounded`). `with_rounded_rows` writes so: rounding makes numbers and scales, which fuse into what makes the
+rows (`Op.rounded`). `as_taken` writes so: rounding makes numbers and scales, which fuse into what makes the
 rows, and what they stand for never lies in memory.
 """
 
@@ -23,7 +25,9 @@ from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.stored import stored_of
 
-LINEAR = torch.ops.aten.linear.default
+aten = torch.ops.aten
+
+LINEAR = aten.linear.default
 _WEIGHTS, _ROWS = OPS["dequantise"].overload, OPS["dequantise_rows"].overload
 
 
@@ -44,8 +48,9 @@ def _takes(user: Node, value: Node) -> bool:
     return sum(arg is value for arg in op.values(names, args)) == sum(arg is value for arg in args) > 0
 
 
-def with_rounded_rows(graph: Graph) -> Graph:
-    """A graph whose products take rounded rows as they are rounded; the graph itself if no rows are rounded.
+def as_taken(graph: Graph) -> Graph:
+    """A graph whose products take rounded rows as they are rounded, and whose lookups read quantised weights as stored;
+    the graph itself if there are none of either.
 
         before  %6 = dgraph.round_rows(%5, 'int8')                                       f32[N, 64]
                 %7 = linear(%6, %4)                                                      f32[N, 32]
@@ -55,9 +60,14 @@ def with_rounded_rows(graph: Graph) -> Graph:
 
     Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
     """
-    if not graph.find("round_rows"):
+    if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
     graph = graph.copy()
+    for node in _lookups_in(graph):
+        (*stored, block, dtype), ids = args_of(args_of(node)[0]), args_of(node)[1]
+        first = args_of(node)[2] if node.target is OPS["embedding_part"].overload else None
+        args = (*stored, ids, first, block, dtype)
+        graph.replace(node, graph.call(OPS["embedding_stored"], args, before=node, by=node.meta["by"]))
     for node in graph.find("round_rows"):
         for gather in [user for user in node.users if user.target is OPS["compact"].overload]:
             _round_after(graph, node, gather)
@@ -69,6 +79,12 @@ def with_rounded_rows(graph: Graph) -> Graph:
             graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
     graph.sweep()
     return graph
+
+
+def _lookups_in(graph: Graph) -> list[Node]:
+    """Lookups of ids in a weight that is dequantised."""
+    targets = aten.embedding.default, OPS["embedding_part"].overload
+    return [node for node in graph.calls if node.target in targets and args_of(node)[0].target is _WEIGHTS]
 
 
 def _round_after(graph: Graph, rounded: Node, gather: Node) -> None:

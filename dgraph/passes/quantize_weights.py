@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.linears import head_of, linears_of
+from dgraph.linears import embedding_of, head_of, linears_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class QuantizeWeights(Pass):
-    """Store the weights of linear layers and experts in 8 or 4 bits, with a scale for each block of them.
+    """Store the weights of linear layers, experts and embeddings in 8 or 4 bits, with a scale for each block of them.
 
         before  %4 = linear(%3, q_proj.weight)                                                       f32[b, t, 64]
         after   %4 = dgraph.dequantise(q_proj.weight, q_proj.weight_scale, None, [1, -1], f32)       f32[64, 64]
@@ -33,6 +33,11 @@ class QuantizeWeights(Pass):
 
     Weights are rounded to the nearest numbers (`dgraph.quantised`). A product that reads such a weight multiplies by
     what is stored, and no dequantised weight lies in memory (`dgraph.lowering.taken`); what else reads it dequantises.
+
+    Rows are rounded within the norm or the activation that makes them, and between the products of experts within the
+    gate. After attention, and after a gated unit that is part of its product (FuseGLU), rounding is a step of its own
+    that reads the rows again: there a program has some heads, or a tile, of a row whose scale is that of all of it, so
+    it would have to wait for the others of the row, or hand its values on in memory, which is what the step reads.
 
     It runs on a captured graph, before any other pass, so that all phases share what is stored, and ranks divide what
     was quantised whole: a sharded model has the scales of the whole one.
@@ -46,6 +51,9 @@ class QuantizeWeights(Pass):
         which: patterns of the names of weights ("*.mlp.*", "model.layers.3.*"), of which one must match.
         but: patterns of names of which none may match.
         lm_head: whether the LM head is among them.
+        embeddings: whether the vectors of ids are, of which a step reads those that it needs, and dequantises no
+            others. Where they are the LM head's weight too (tied), they are stored once, if both are chosen; that one
+            of the two be quantised alone would be two weights, and is left.
         router: whether the projections that decide which experts run are.
         activations: whether products by these weights also read their rows in the format's numbers, which then has 8
             bits and one scale for each row of a weight. Without a format: those by weights that a checkpoint stores so.
@@ -64,6 +72,7 @@ class QuantizeWeights(Pass):
     which: tuple[str, ...] = ("*",)
     but: tuple[str, ...] = ()
     lm_head: bool = False
+    embeddings: bool = False
     router: bool = False
     activations: bool = False
     weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
@@ -113,8 +122,9 @@ class QuantizeWeights(Pass):
     def _store(self, graph: Graph, format: Format, report: Report) -> None:
         """Weights in the format."""
         whole = dict(graph.tensors)
+        readers = {reader for reader, _ in self._known(graph)}
         for weight, layer in self._chosen(graph).items():
-            if (reason := _obstacle(weight, format)) is not None:
+            if (reason := _obstacle(graph, weight, format, readers)) is not None:
                 report.skip(f"{weight.meta['weight']}: {reason}", min(weight.users))
                 continue
             name = weight.meta["weight"]
@@ -168,9 +178,9 @@ class QuantizeWeights(Pass):
         """The weights that are chosen, in order, and the layer of each.
 
         Raises:
-            InputError: a pattern that matches the name of no weight of a linear layer or of experts.
+            InputError: a pattern that matches the name of no weight that could be.
         """
-        found = dict(self._known(graph))
+        found = {weight: reader.meta["layer"] for reader, weight in self._known(graph)}
         names = [node.meta["weight"] for node in found]
         for pattern in (*self.which, *self.but):
             if names and not any(fnmatchcase(name, pattern) for name in names):
@@ -180,11 +190,15 @@ class QuantizeWeights(Pass):
                 )
         return {node: layer for node, layer in found.items() if self._matches(node.meta["weight"])}
 
-    def _known(self, graph: Graph) -> Iterator[tuple[Node, int | None]]:
-        """The weights of layers, and those of LM head and routers if they are wanted."""
-        head = head_of(graph)
+    def _known(self, graph: Graph) -> Iterator[tuple[Node, Node]]:
+        """Calls that read weights of layers, and those that read embeddings, LM head and routers if these are wanted;
+        and the weights.
+        """
+        head, embedding = head_of(graph), embedding_of(graph) if self.embeddings else None
         for node in graph.calls:
             layer, weights = node.meta["layer"], []
+            if node is embedding:
+                weights.append(args_of(node)[0])
             for linear in linears_of([node], "plain"):
                 is_head = not isinstance(head, str) and linear.node is head.node
                 if self.lm_head if is_head else layer is not None and (self.router or not linear.routes):
@@ -193,7 +207,7 @@ class QuantizeWeights(Pass):
                 weights += args_of(node)[3:5]
             for weight in weights:
                 if "weight" in weight.meta:
-                    yield weight, layer
+                    yield node, weight
 
 
 SPELLINGS: Mapping[str, QuantizeWeights] = {
@@ -203,12 +217,17 @@ SPELLINGS: Mapping[str, QuantizeWeights] = {
 """The pass by name: a format for weights alone, or for the rows that meet them as well."""
 
 
-def _obstacle(weight: Node, format: Format) -> str | None:
-    """Why a weight cannot be quantised, or None."""
-    value = weight.meta["val"]
+def _obstacle(graph: Graph, weight: Node, format: Format, readers: Collection[Node]) -> str | None:
+    """Why a weight that is chosen cannot be quantised, or None.
+
+    Args:
+        readers: the calls whose weights may be.
+    """
+    value, head = weight.meta["val"], head_of(graph)
     for user in weight.users:
-        if not linears_of([user], "plain") and op_name(user.target) != "dgraph.experts":
-            return f"{op_name(user.target)} reads it too, so it must stay"
+        if user not in readers:
+            is_head = not isinstance(head, str) and user is head.node
+            return f"{'the LM head' if is_head else op_name(user.target)} reads it too, so it must stay"
     if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
         return f"it is {value.dtype}, not a floating weight"
     if KINDS[format.kind].bits == 4 and int(value.shape[-1]) % 2:

@@ -16,6 +16,7 @@ from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import PAGE_TABLE
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
 from dgraph.shapes import InputSpec
+from dgraph.stored import stored_of
 
 aten = torch.ops.aten
 
@@ -70,6 +71,10 @@ class SelfCondition(Pass):
         looked_up = embedding_of(graph)
         if isinstance(looked_up, str) or args_of(looked_up)[0] is not head.weight or head.bias is not None:
             report.skip("the LM head is not the embedding, so its rows are no mean of embeddings", head.node)
+            return
+        if (stored := stored_of(head.weight)) is not None and stored.quantised:
+            why = "and vocabulary attention reads it as it is; leave it so (QuantizeWeights(embeddings=False))"
+            report.skip(f"{stored.name} is stored in {stored.parts[0].meta['val'].dtype}, {why}", head.node)
             return
         by, soft = report.name, graph.input("soft")
         cache = graph.add_input(

@@ -16,7 +16,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
-from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by, with_rounded_rows
+from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
 from dgraph.nodes import op_name, viewed
 from dgraph.ops import OPS
 from dgraph.passes import QuantizeWeights
@@ -142,7 +142,7 @@ def by_rows(read: str) -> Graph:
 @pytest.mark.parametrize("read", ["alone", "a sum", "plain", "fp8"])
 def test_rows_are_taken_by_products_of_their_kind_alone(read: str) -> None:
     graph = by_rows(read)
-    made = with_rounded_rows(graph)
+    made = as_taken(graph)
     assert len(graph.find("round_rows")) == 1, "the graph itself stays"
     assert len(made.find("round_rows")) == (read != "alone")
     assert [is_taken(node) for node in made.find("dequantise_rows")] == [True] * (read == "alone")
@@ -156,7 +156,7 @@ def test_rows_are_rounded_where_they_are_gathered() -> None:
     weights = stored(hand, 6, 8), stored(hand, 4, 8)
     results = (hand.call(aten.linear.default, value, w) for value, w in zip((rows, some), weights, strict=True))
     graph = hand.returns(**dict(zip(("all", "some"), results, strict=True)))
-    made = with_rounded_rows(graph)
+    made = as_taken(graph)
     assert [is_taken(node) for node in made.find("dequantise_rows")] == [True, True]
     given = {"x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)), "index": torch.tensor([3, 0])}
     for name, value in interpret(graph, given).items():

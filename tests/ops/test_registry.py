@@ -44,6 +44,7 @@ def test_every_module_of_an_op_is_imported() -> None:
         "dequantise_rows",
         "drifted",
         "embedding_part",
+        "embedding_stored",
         "feature_take",
         "lm_head_combine",
         "low_rank",

@@ -16,6 +16,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.taken import is_taken
 from dgraph.nodes import args_of, viewed
 from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
@@ -34,9 +35,9 @@ from tests.tiny import MASK, Hand, interpret, ops_of, report_of, rewritten
 aten = torch.ops.aten
 FORMATS = (
     QuantizeWeights("fp8"),
-    QuantizeWeights("int8"),
+    QuantizeWeights("int8", embeddings=True),
     QuantizeWeights("int4", (1, 8)),
-    QuantizeWeights("int4", (1, 8), zeros=True, lm_head=True, router=True),
+    QuantizeWeights("int4", (1, 8), zeros=True, lm_head=True, router=True, embeddings=True),
     QuantizeWeights("fp8", (8, 8)),
     QuantizeWeights("int8", (WHOLE, WHOLE)),
 )
@@ -130,6 +131,63 @@ def test_it_is_written_as_json_and_read_again() -> None:
     for step in (*FORMATS, *ROUNDING):
         assert pass_from_json(step.to_json(), dgraph.passes.PASSES) == step
         assert pass_from_json({**step.to_json(), "which": ["*"]}, dgraph.passes.PASSES) == step
+
+
+# -- embeddings ------------------------------------------------------------------------------------------------------
+
+
+def tied() -> Graph:
+    """Rows of a table, and logits by the same."""
+    hand = Hand()
+    ids, table = hand.input("input_ids", "N", dtype=torch.int64), hand.weight("embed.weight", 13, 16)
+    h = hand.call(aten.tanh.default, hand.call(aten.embedding.default, table, ids))
+    return hand.returns(logits=hand.call(aten.linear.default, h, table))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        ({"embeddings": True}, "embed.weight: the LM head reads it too, so it must stay"),
+        ({"lm_head": True}, "embed.weight: embedding reads it too, so it must stay"),
+    ],
+)
+def test_a_tied_head_and_its_embeddings_are_stored_once_or_not_at_all(chosen: dict[str, bool], reason: str) -> None:
+    report = report_of(tied(), QuantizeWeights("int8", **chosen))  # type: ignore[arg-type]
+    assert (report.applied, [skipped.reason for skipped in report.skipped]) == ([], [reason])
+    made = rewritten(tied(), QuantizeWeights("int8", lm_head=True, embeddings=True))
+    assert {name: t.dtype for name, t in made.tensors.items()} == {
+        "embed.weight": torch.int8,
+        "embed.weight_scale": torch.float32,
+    }
+
+
+@every_value(
+    ("format", FORMATS),
+    ("backend", ["eager", "inductor"]),
+    ("activations", [False, True]),
+    ("ids", [[3, 0, 12, 3], [5]]),
+)
+def test_ids_are_looked_up_in_what_is_stored(
+    format: QuantizeWeights, backend: str, activations: bool, ids: list[int]
+) -> None:
+    activations &= format.block is None and format.format != "int4"
+    step = replace(format, embeddings=True, lm_head=True, activations=activations)
+    graph, given = rewritten(tied(), step), {"input_ids": torch.tensor(ids, dtype=torch.int64)}
+    program = LoweredProgram(graph, RegionCompiler(backend), Buckets())
+    assert program.graph.find("embedding_stored")
+    assert all(map(is_taken, program.graph.find("dequantise"))), "no dequantised table lies in memory"
+    (got,) = program(given, len(ids)).outputs.values()
+    torch.testing.assert_close(got, interpret(graph, given)["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_vectors_on_their_grid_lose_nothing() -> None:
+    graph = tied()
+    numbers = torch.randint(-127, 128, (13, 16), generator=torch.Generator().manual_seed(0))
+    numbers[:, 3] = 127
+    graph.tensors["embed.weight"] = numbers * torch.linspace(0.25, 2, 13)[:, None]
+    given = {"input_ids": torch.arange(13)}
+    made = rewritten(graph, QuantizeWeights("int8", lm_head=True, embeddings=True))
+    assert torch.equal(interpret(made, given)["logits"], interpret(graph, given)["logits"])
 
 
 # -- rows in 8 bits --------------------------------------------------------------------------------------------------

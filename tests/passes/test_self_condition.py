@@ -10,6 +10,8 @@ from dgraph.errors import PassError
 from dgraph.graph import Graph
 from dgraph.ops.lm_head import gumbel
 from dgraph.passes import CacheKV, EncodeRows, FuseProjections, OnlyKV, PackRows, SelfCondition
+from dgraph.quantised import Format
+from dgraph.stored import quantised_as
 from dgraph.verify import verify
 from tests.golden_files import check_golden
 from tests.models.gemma import CANVAS, HIDDEN, caches_of, draw, optimized, rows_of, run
@@ -90,7 +92,7 @@ def test_reasons_to_skip(captured: Graph, cached: Graph) -> None:
         rewritten(other, SelfCondition())
 
 
-@pytest.mark.parametrize("change", ["untied", "not capped"])
+@pytest.mark.parametrize("change", ["untied", "not capped", "quantised"])
 def test_heads_that_are_no_tied_ones(cached: Graph, change: str) -> None:
     graph = cached.copy()
     logits = graph.result("logits")
@@ -99,6 +101,10 @@ def test_heads_that_are_no_tied_ones(cached: Graph, change: str) -> None:
         weight = graph.add_weight("lm_head.weight", torch.randn(97, HIDDEN))
         head.args = (head.args[0], weight)
         expected = "the LM head is not the embedding"
+    elif change == "quantised":
+        weight = graph.weight_nodes()["model.decoder.embed_tokens.weight"]
+        quantised_as(graph, weight, Format("int8"), "")
+        expected = "embed_tokens.weight is stored in torch.int8, and vocabulary attention reads it as it is"
     else:
         wrong = graph.call(torch.ops.aten.exp.default, (logits,), before=graph.output, by="")
         graph.set_outputs({"logits": wrong})
