@@ -269,14 +269,16 @@ class Divided:
         dims = [i for i in range(len(new) - 1, -1, -1) if _product(new[i:]) == span]
         if not dims:
             raise self.error(node, source, f"expected a reshape that keeps its parts, got {self.graph.type_text(node)}")
-        at, inner, outer = dims[0], _product(old[found.dim + 1 :]), _product(new[dims[0] + 1 :])
-        parts = []
-        for whole, own in found.parts:
-            scaled = tuple(length * inner / outer for length in (whole, own))
-            if any(value != int(value) for value in scaled):
-                raise self.error(node, source, f"expected whole entries of {self.graph.type_text(node)} on each rank")
-            parts.append((int(scaled[0]), int(scaled[1])))
-        result = found.at(at, parts)
+        inner = _product(old[found.dim + 1 :])
+        # Of a head that all ranks have, [1, head_dim], the head.
+        for at in reversed(dims):
+            outer = _product(new[at + 1 :])
+            parts = [(whole * inner / outer, own * inner / outer) for whole, own in found.parts]
+            if all(value == int(value) for part in parts for value in part):
+                break
+        else:
+            raise self.error(node, source, f"expected whole entries of {self.graph.type_text(node)} on each rank")
+        result = found.at(at, [(int(whole), int(own)) for whole, own in parts])
         if op_name(node.target) in ("reshape", "view", "expand", "_unsafe_view"):
             self._resize(node, at, result.own)
         elif op_name(node.target) == "unflatten":

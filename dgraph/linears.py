@@ -173,6 +173,28 @@ def head_of(graph: Graph) -> Linear | str:
     return linear
 
 
+def capped_head(graph: Graph) -> tuple[Linear, float | None] | str:
+    """The linear layer of the logits, and their cap c where they are c * tanh(z / c) of what it gives; or why there is
+    none. That of a sharded graph has the ids of a rank.
+    """
+    logits = graph.result("logits")
+    gather = gathered(logits)
+    node, cap = _before_cast(logits if gather is None else args_of(gather)[0]), None
+    if node.target is aten.mul.Tensor and isinstance(args_of(node)[1], float):
+        bounded, limit = args_of(node)
+        scaled = args_of(bounded)[0] if bounded.target is aten.tanh.default else node
+        if scaled.target is aten.div.Tensor and args_of(scaled)[1] == limit:
+            node, cap = _before_cast(args_of(scaled)[0]), limit
+    linear = linear_of(node)
+    if linear is None or linear.kind != "plain":
+        return f"the logits come from {op_name(logits.target)}, not from a linear LM head"
+    return linear, cap
+
+
+def _before_cast(value: Node) -> Node:
+    return args_of(value)[0] if op_name(value.target) == "to" else value
+
+
 def gathered(logits: Node) -> Node | None:
     """The call that gathers logits of all ids from those that each rank has; None if they are not gathered."""
     node = args_of(logits)[0] if logits.target is aten.slice.Tensor else logits

@@ -374,6 +374,11 @@ TINY: dict[str, Any] = {
 }
 
 
+SHARDED = {
+    f"*self_conditioning.{name}_proj.weight": kind
+    for name, kind in (("gate", "column"), ("up", "column"), ("down", "row"))
+}
+"""What ranks have of the unit that no layer has."""
 ADDED = ("post_attention_layernorm", "post_feedforward_layernorm", "self_conditioning.down_proj")
 """Weights that say how much is added to what tokens are embedded as: of a tiny model less, so that steps that read what
 the ones before predicted do not make more and more of how these were rounded.
@@ -405,4 +410,5 @@ family = Family(
     build=build,
     translate=translate,
     tiny=TINY,
+    hints=SHARDED,
 )

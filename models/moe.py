@@ -204,6 +204,7 @@ class MoEFamily:
         wrap: a built model as a module that can be captured.
         prefix: where `wrap` keeps the model, before every weight's name.
         tiny: keys of the config in which a tiny model of the family differs from others'.
+        hints: see `dgraph.families.Model`.
     """
 
     name: str
@@ -215,6 +216,7 @@ class MoEFamily:
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     prefix: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
@@ -251,4 +253,4 @@ class MoEFamily:
     def model(self, name: str, built: Any, config: Mapping[str, Any], dtype: torch.dtype, **facts: Any) -> Model:
         """A built and filled model with its facts."""
         spec = native_spec(WithOwnKeys(built.config, config), self.name, dtype, self.facts, **facts)
-        return Model(name, self.wrap(built.eval()), spec, None, self.prefix)
+        return Model(name, self.wrap(built.eval()), spec, None, self.prefix, self.hints)

@@ -244,6 +244,8 @@ def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
         bounds = [levels[c] for c in cuts if node < c]
         bounds += [later[a] for a in node.all_input_nodes if a in later]
         slots[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])
+        if isinstance(node.meta["val"], (tuple, list)):  # only its parts leave a region
+            slots.update(dict.fromkeys(node.users, slots[node]))
     return slots
 
 

@@ -133,7 +133,7 @@ def faded(part: Tensor, whole: Tensor) -> Tensor:
 
 def fake(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype = numeric(h.dtype)
-    return h.new_empty(h.shape, dtype=dtype), h.new_empty((len(h), NUMBERS), dtype=dtype)
+    return h.new_empty(h.shape, dtype=dtype), h.new_empty((h.shape[0], NUMBERS), dtype=dtype)
 
 
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.linears import Linear, embedding_of, linear_of
-from dgraph.nodes import args_of, op_name
+from dgraph.linears import capped_head, embedding_of, gathered
+from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import PAGE_TABLE
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
 from dgraph.shapes import InputSpec
+from dgraph.sharding import FIRST_ID
 from dgraph.stored import stored_of
 
 aten = torch.ops.aten
@@ -42,6 +43,13 @@ class SelfCondition(Pass):
                 dgraph.feature_write(%95, soft_cache, positions, page_table, cu_rows)
                 return token=%91, confidence=%92, draw=%93, entropy=%94
 
+    On ranks each computes the numbers of its ids, which are gathered, and a share of the mean, which is summed:
+
+        after   %91, %92 = dgraph.vocabulary_part(%89, embed_tokens.weight, ..., shard.first_id, 262144)
+                %93 = dgraph.all_gather(%92, 'tp', 2)                                         f32[N, 12]
+                ..., %98 = dgraph.vocabulary_combine(%93, %92, %91)                           f32[N, 2816]
+                %99 = dgraph.all_reduce(%98, 'tp')                                            f32[N, 2816]
+
     Reassociates: sums over the vocabulary run tile by tile, and logits are not rounded to the dtype of the model.
     """
 
@@ -64,10 +72,11 @@ class SelfCondition(Pass):
         if PAGE_TABLE.name not in graph.inputs:
             report.skip("no cache has a place for what is predicted; run CacheKV first", logits)
             return
-        head, cap = capped(logits)
-        if head is None:
-            report.skip(f"the logits come from {op_name(logits.target)}, not from a linear LM head", logits)
+        found = capped_head(graph)
+        if isinstance(found, str):
+            report.skip(found, logits)
             return
+        head, cap = found
         looked_up = embedding_of(graph)
         if isinstance(looked_up, str) or args_of(looked_up)[0] is not head.weight or head.bias is not None:
             report.skip("the LM head is not the embedding, so its rows are no mean of embeddings", head.node)
@@ -89,30 +98,25 @@ class SelfCondition(Pass):
         graph.drop_input("soft")
         per_row = [graph.add_input(spec) for spec in (TEMPERATURE, SEED)]
         args = (head.x, head.weight, *per_row, place[-1], cap, graph.spec.mask_id)
-        found = graph.call(OPS["vocabulary_attention"], args, before=logits, by=by)
-        *decided, mean = graph.parts(found, 5, by)
-        best, confidence, draw, entropy = decided
+        if gathered(logits) is None:
+            decided = graph.call(OPS["vocabulary_attention"], args, before=logits, by=by)
+            *said, mean = graph.parts(decided, 5, by)
+        else:
+            *said, mean = self._of_ranks(graph, args, logits, by)
         graph.call(OPS["feature_write"], (mean, cache, *place), before=mean.next, by=by)
-        graph.set_outputs(dict(zip(OUTPUTS, (best, confidence, draw, entropy), strict=True)))
+        graph.set_outputs(dict(zip(OUTPUTS, said, strict=True)))
         graph.sweep()
         report.did("LM head -> vocabulary_attention; soft embeddings in a cache")
 
-
-def capped(logits: Node) -> tuple[Linear | None, float | None]:
-    """The linear layer of logits, and their cap c where they are c * tanh(z / c) of what it gives."""
-    node, cap = _wide(logits), None
-    if node.target is aten.mul.Tensor and isinstance(args_of(node)[1], float):
-        bounded, cap = args_of(node)
-        if bounded.target is not aten.tanh.default:
-            return None, None
-        scaled = args_of(bounded)[0]
-        if scaled.target is not aten.div.Tensor or args_of(scaled)[1] != cap:
-            return None, None
-        node = _wide(args_of(scaled)[0])
-    linear = linear_of(node)
-    return (linear, cap) if linear is not None and linear.kind == "plain" else (None, None)
-
-
-def _wide(node: Node) -> Node:
-    """The value before a cast."""
-    return args_of(node)[0] if op_name(node.target) == "to" else node
+    def _of_ranks(self, graph: Graph, args: tuple[Any, ...], logits: Node, by: str) -> list[Node]:
+        """The same, of which each rank computes what its ids give: some numbers of a row, and a share of its mean."""
+        given = (*args, graph.own_number(FIRST_ID), graph.spec.vocab)
+        context, own = graph.parts(graph.call(OPS["vocabulary_part"], given, before=logits, by=by), 2, by)
+        every = graph.of_all_ranks(own, by)
+        decided = graph.call(OPS["vocabulary_combine"], (every, own, context), before=every.next, by=by)
+        *said, share = graph.parts(decided, 5, by)
+        total = graph.over_ranks(share, by)
+        dtype = args[0].meta["val"].dtype
+        if total.meta["val"].dtype == dtype:
+            return [*said, total]
+        return [*said, graph.call(aten.to.dtype, (total, dtype), before=total.next, by=by)]

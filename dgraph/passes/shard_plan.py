@@ -12,7 +12,7 @@ from dgraph.division import Division, partial
 from dgraph.errors import InputError, PassError
 from dgraph.graph import Graph
 from dgraph.layers import Layer, layers_of
-from dgraph.linears import Linear, Projection, embedding_of, head_of
+from dgraph.linears import Linear, Projection, capped_head, embedding_of
 from dgraph.nodes import args_of
 from dgraph.sharding import Part
 from dgraph.stored import Stored, parts_of, stored_of
@@ -105,14 +105,15 @@ class Plan:
     # -- the view ------------------------------------------------------------------------------------------------
 
     def _outside(self) -> None:
-        embedding, head = embedding_of(self.graph), head_of(self.graph)
+        embedding, found = embedding_of(self.graph), capped_head(self.graph)
         if isinstance(embedding, str):
             self.reasons[None] = embedding
         else:
             self._by_ids(args_of(embedding)[0])
-        if isinstance(head, str):
-            self.reasons[None] = head
+        if isinstance(found, str):
+            self.reasons[None] = found
         else:
+            head, _ = found
             for weight in (head.weight, head.bias):
                 if weight is not None:
                     self._by_ids(weight)

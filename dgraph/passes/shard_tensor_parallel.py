@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -112,7 +113,7 @@ class ShardTensorParallel(Pass):
         _check_types(graph, whole, divided)
         if logits in divided.of:
             self._gather_logits(graph, logits, divided, report.name)
-        _localise_spec(graph, graph.sharding, self.rank)
+        _localise_spec(graph, graph.sharding, self.rank, whole)
         for layer in layers_of(graph):
             q, k, _ = args_of(layer.attention)[:3]
             heads, kv = (f"{v.meta['val'].shape[1]} of {whole[v].shape[1]}" for v in (q, k))
@@ -191,13 +192,21 @@ def _check_types(graph: Graph, whole: dict[Node, Any], divided: Divided) -> None
                 )
 
 
-def _localise_spec(graph: Graph, sharding: Sharding, rank: int) -> None:
-    """Let the spec count the heads that a rank has, and keep what it was, and which heads these are.
+def _localise_spec(graph: Graph, sharding: Sharding, rank: int, whole: Mapping[Node, Any]) -> None:
+    """Let the spec count the heads that a rank has, and keep what it was, and which heads these are. It counts those of
+    most layers, where they differ in the whole model.
 
     Raises:
-        PassError: layers that differ in them.
+        PassError: layers that differ in what a rank has of as many heads.
     """
-    found = {tuple(int(v.meta["val"].shape[1]) for v in args_of(layer.attention)[:2]) for layer in layers_of(graph)}
+    heads_of = [args_of(layer.attention)[:2] for layer in layers_of(graph)]
+    before = [tuple(int(whole[v].shape[1]) for v in pair) for pair in heads_of]
+    counted = max(before, key=before.count)
+    found = {
+        tuple(int(v.meta["val"].shape[1]) for v in pair)
+        for pair, were in zip(heads_of, before, strict=True)
+        if were == counted
+    }
     if len(found) > 1:
         raise PassError(
             f"ranks have {sorted(found)} heads and KV heads of layers; divide the attention of all or of none."

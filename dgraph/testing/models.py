@@ -85,7 +85,8 @@ def _quantised(tiny: TinyModel, step: QuantizeWeights) -> TinyModel:
 @functools.lru_cache(maxsize=64)
 def _part(tiny: TinyModel, rank: int, world: int, experts: str) -> Graph:
     graph = tiny.graph.copy()
-    run_passes(graph, [ShardTensorParallel(world, experts=experts, rank=rank)])
+    hints = tuple(tiny.model.hints.items())
+    run_passes(graph, [ShardTensorParallel(world, experts=experts, hints=hints, rank=rank)])
     return graph
 
 
