@@ -5,7 +5,8 @@
 
 Both arms ask one engine, in turns, for the same requests: so many clients, each with one request at a time. The clients
 over HTTP are a process of their own, those of `Engine.stream` tasks of one event loop beside the engine's thread. The
-time to the first tokens begins when a client asks; ratios are to the mean of the engine's arms.
+time to the first tokens begins when a client asks, and is told of all requests but the first of each client: those come
+in one burst, which an engine answers as fast as it reads their prompts. Ratios are to the mean of the engine's arms.
 
 Who asks the moment that it was answered asks between two steps, and a task in the engine's own process is then in time
 for the next step, which a message over a socket misses. With `--think` clients pause before each request, for times
@@ -55,17 +56,23 @@ class Words:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as its client saw it. Times in seconds from when it asked; tokens: of the response."""
+    """One request as its client saw it. Times in seconds from when it asked; tokens: of the response; opening: whether
+    it was its client's first.
+    """
 
     first: float
     ended: float
     tokens: int
+    opening: bool = False
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What the clients of one arm saw together; `first_p50` and `first_p99`: seconds to the first tokens. loop: seconds
-    of CPU that the event loop took, which has the server, or the tasks that read `Engine.stream`.
+    """What the clients of one arm saw together.
+
+    Attributes:
+        first_p50, first_p99: seconds to the first tokens, of requests that were not their client's first.
+        loop: seconds of CPU that the event loop took, which has the server, or the tasks that read `Engine.stream`.
     """
 
     label: str
@@ -83,7 +90,7 @@ class Arm:
 
 def arm_of(label: str, asked: Sequence[Asked], seconds: float, loop: float) -> Arm:
     """What requests tell together."""
-    first = sorted(one.first for one in asked)
+    first = sorted(one.first for one in asked if not one.opening)
     return Arm(label, seconds, sum(one.tokens for one in asked), quantile(first, 0.5), quantile(first, 0.99), loop)
 
 
@@ -103,10 +110,12 @@ async def in_turns(count: int, clients: int, think: float, ask: Any) -> list[Ask
     done: list[Asked] = []
 
     async def client() -> None:
+        opening = True
         for place in left:
             if think:
                 await asyncio.sleep(pauses[place])
-            done.append(await ask(place))
+            done.append(replace(await ask(place), opening=opening))
+            opening = False
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return done
@@ -263,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.as_client:
         as_client()
         return
+    if args.requests < 2 * args.clients:
+        parser.error(f"--requests {args.requests} must be at least twice --clients {args.clients}")
     test = with_words(test_of(args))
     arms = measure(test, args.clients, args.rounds, 1e-3 * args.think)
     title = f"A server over its engine, {test.optimized.model.name} under {args.recipe}, dgraph {dgraph.__version__}"
