@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as Blocks
 
-from dgraph.ops.triton.hopper import LAYOUT, understood
+from dgraph.ops.triton.hopper import layout_of, understood
 from dgraph.ops.triton.rows import offsets_block
 
 ROWS, KEYS, STAGES = 128, 128, 2
@@ -65,7 +65,7 @@ def launch(
     (n, heads, d), b = q.shape, cu_rows.shape[0] - 1
     group = heads // kv_heads
     rows = ROWS // group
-    keys, values = (TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, LAYOUT) for x in blocks)
+    keys, values = (TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, layout_of(2)) for x in blocks)
     cos, sin = rotation or (q, q)
     _attend_in_roles[(kv_heads, b + 1 + n // rows)](
         q, keys, values, page_table, cu_rows, limit, cos, sin, out,

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.triton.product import _live_rows, _store
+from dgraph.ops.triton import product_cases, product_roles
+from dgraph.ops.triton.attention_tiling import multiprocessors
+from dgraph.ops.triton.product import _corner, _live_rows, _rows_of_tile, _store
 from dgraph.ops.triton.stored import Tile
 from dgraph.quantised import WHOLE, QuantisedRows, QuantisedWeight
 
@@ -27,6 +29,8 @@ TILES = (
 """By rising number of rows; not yet chosen by timing."""
 IMPRECISE = 128
 """Products of float8 that are summed in the bits of the matrix units; no more than a tile is deep."""
+GROUP = 8
+"""Tiles over rows that run side by side on one part of the weight."""
 
 
 def launch(
@@ -50,13 +54,18 @@ def launch(
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tile = tile or next(tile for tile in TILES if n <= tile.up_to)
     values, numbers = (t if t.stride(1) == 1 else t.contiguous() for t in (x.values, weight.values))
-    scales = x.scales.contiguous()
+    scales, by = x.scales.contiguous(), weight.scales.contiguous()
     high = len(weight) if weight.block[0] == WHOLE else weight.block[0]
+    if tile is None and product_roles.fits(values, numbers):
+        choices = product_cases.cases(pair, itemsize=1)
+        programs = multiprocessors(x.device)
+        product_roles.launch(values, numbers, bias, cu_rows, out, choices, programs, GROUP, pair, (scales, by, high))
+        return out
+    tile = tile or next(tile for tile in TILES if n <= tile.up_to)
     grid = (triton.cdiv(n, tile.rows) * triton.cdiv(d_out, tile.columns // 2 if pair else tile.columns),)
     _multiply_numbers[grid](
-        values, scales, numbers, weight.scales.contiguous(), scales if bias is None else bias, out,
+        values, scales, numbers, by, scales if bias is None else bias, out,
         scales if cu_rows is None else cu_rows, 0 if cu_rows is None else cu_rows.shape[0] - 1, n, d_out, d_in,
         values.stride(0), numbers.stride(0), high, values.dtype == torch.int8, bias is not None, cu_rows is not None,
         pair, tile.rows, tile.columns, tile.depth, IMPRECISE, num_warps=tile.warps, num_stages=tile.stages,
@@ -72,27 +81,21 @@ def _multiply_numbers(
 ):  # fmt: skip
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     rows = _live_rows(cu_ptr, b, n) if COUNTED else n
-    along = tl.cdiv(d_out, WIDE)
-    r, first = tl.program_id(0) // along * ROWS, tl.program_id(0) % along * WIDE
+    r, first = _corner(tl.program_id(0), d_out, ROWS, WIDE)
     if r >= rows:
         return
-    place = tl.arange(0, COLUMNS)
-    inside = first + place % WIDE
-    row, live = inside + place // WIDE * d_out, inside < d_out
-    x_rows = r + tl.arange(0, ROWS)
-    x_live = x_rows < rows
+    row, x_rows = _rows_of_tile(first, d_out, COLUMNS, WIDE), r + tl.arange(0, ROWS)
+    read = tl.minimum(x_rows, rows - 1)
     acc = tl.zeros([COLUMNS, ROWS], tl.int32 if INTEGERS else tl.float32)
     for k in range(0, d_in, DEPTH):
         column = k + tl.arange(0, DEPTH)
         there = (column < d_in)[None, :]
-        x_at = x_rows.to(tl.int64)[:, None] * x_row + column[None, :]
-        w_at = row.to(tl.int64)[:, None] * w_row + column[None, :]
-        x = tl.load(x_ptr + x_at, mask=x_live[:, None] & there, other=0.0)
-        w = tl.load(w_ptr + w_at, mask=live[:, None] & there, other=0.0)
+        x = tl.load(x_ptr + read.to(tl.int64)[:, None] * x_row + column[None, :], mask=there, other=0.0)
+        w = tl.load(w_ptr + row.to(tl.int64)[:, None] * w_row + column[None, :], mask=there, other=0.0)
         if INTEGERS:
             acc = tl.dot(w, x.T, acc, out_dtype=tl.int32)
         else:
             acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=IMPRECISE)
-    found = acc.to(tl.float32) * tl.load(x_scale_ptr + x_rows, mask=x_live, other=0.0)[None, :]
-    found *= tl.load(w_scale_ptr + row // HIGH, mask=live, other=0.0)[:, None]
+    found = acc.to(tl.float32) * tl.load(x_scale_ptr + read)[None, :]
+    found *= tl.load(w_scale_ptr + row // HIGH)[:, None]
     _store(out_ptr, bias_ptr, found.T, x_rows, first, rows, d_out, ROWS, COLUMNS, BIAS, PAIR)

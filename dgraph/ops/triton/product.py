@@ -18,6 +18,22 @@ def _live_rows(cu_ptr, b, n):
 
 
 @triton.jit
+def _corner(tile, d_out, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Where a tile begins: its first row and column of the result, tiles numbered along the columns first."""
+    along = tl.cdiv(d_out, WIDE)
+    return tile // along * ROWS, tile % along * WIDE
+
+
+@triton.jit
+def _rows_of_tile(first, d_out, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """Which rows of the weight a tile reads whose columns begin there, of a pair gate's and up's; beyond the end the
+    last one again and again.
+    """
+    place = tl.arange(0, COLUMNS)
+    return tl.minimum(first + place % WIDE, d_out - 1) + place // WIDE * d_out
+
+
+@triton.jit
 def _quotient(a, b):
     """a // b for a from 0 to 2**20 and a positive b, in much less time than integers take.
 

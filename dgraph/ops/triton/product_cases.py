@@ -1,6 +1,7 @@
 """Which tiles the product in roles has (product_roles.py), what of them its ring holds, and which it takes of them.
 
-Rows and columns are those of the result; a box is a part of either factor.
+Rows and columns are those of the result; a box is a part of either factor. Along the inner dimension it has so many
+bytes, be they values of 16 or of 8 bits, which take as long to load and to multiply.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from dgraph.ops.triton.product import _quotient
 
-BOX = gl.constexpr(64)
-"""Rows and columns of a box: what the loading warp asks for at a time."""
+BOX, BYTES = gl.constexpr(64), gl.constexpr(128)
+"""Rows of a box, and bytes of each: what the loading warp asks for at a time."""
 BOXES, MOST_STAGES = gl.constexpr(26), gl.constexpr(8)
 """Boxes that the ring holds, as shared memory does, and stages that it has at most."""
 ANY = 2**31 - 1
@@ -39,14 +40,18 @@ class Case:
     splits: int
 
 
-def cases(pair: bool) -> tuple[Case, ...]:
-    """What the kernel chooses from."""
+def cases(pair: bool, itemsize: int = 2) -> tuple[Case, ...]:
+    """What the kernel chooses from, for values of so many bytes.
+
+    Of one byte no tile has 256 columns: sums of float8 are held twice, and registers do not hold so many; of int8,
+    Triton knows no instruction that is so wide.
+    """
     few = [(0, 16), (16, 64)]
     narrow = (128, 256) if pair else (64, 128)
     wide = [(128, 4), (256, 1)] if pair else [(64, 4), (128, 4), (192, 4), (256, 1)]
     return (
         *(Case(above, rows, rows, columns, 8) for above, rows in few for columns in narrow),
-        *(Case(64, ANY, 128, columns, splits) for columns, splits in wide),
+        *(Case(64, ANY, 128, columns, splits) for columns, splits in wide if columns < 256 or itemsize > 1),
     )
 
 
@@ -74,7 +79,7 @@ def _parts(rows, columns, pair):
 
 @gluon.constexpr_function
 def _ring(rows, columns, pair):
-    """Where in the ring, in rows of 64 values, x begins and what either accumulator takes of the weight.
+    """Where in the ring, in rows of a box, x begins and what either accumulator takes of the weight.
 
     Each holds all stages. In this order each begins at a multiple of what an instruction reads of it.
     """
@@ -84,14 +89,15 @@ def _ring(rows, columns, pair):
 
 
 @gluon.jit
-def _choose(rows, d_out, d_in, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
+def _choose(rows, d_out, deep, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
     """The case that takes the least time, and shares of its tiles at most.
 
-    Times are microseconds, as measured on an H200: of an iteration over 64 values, of what a tile takes beside them,
-    and of adding up shares, which may be more than they save. No product takes less than the reading of its weight.
+    Times are microseconds, as measured on an H200: of an iteration over a box, of which the inner dimension has `deep`,
+    of what a tile takes beside them, and of adding up shares, which may be more than they save. No product takes less
+    than the reading of its weight.
     """
-    deep = gl.cdiv(d_in, BOX).to(gl.float32)
-    weight = deep * (gl.cdiv(d_out, BOX) * (2 if PAIR else 1)).to(gl.float32) * (BOX * BOX * 2 / 4.2e6)
+    deep = deep.to(gl.float32)
+    weight = deep * (gl.cdiv(d_out, BOX) * (2 if PAIR else 1)).to(gl.float32) * (BOX * BYTES / 4.2e6)
     least, chosen, splits = gl.to_tensor(float("inf")), gl.to_tensor(-1), gl.to_tensor(1)
     for i in gl.static_range(len(CASES)):
         if (rows > CASES[i][0]) & (rows <= CASES[i][1]):

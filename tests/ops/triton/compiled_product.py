@@ -6,6 +6,8 @@ python -m tests.ops.triton.compiled_product
 from __future__ import annotations
 
 import json
+import re
+from itertools import product
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -16,13 +18,17 @@ from dgraph.ops.triton import hopper, product_cases, product_roles
 from tests.ops.triton.compiled import source_of
 
 
-def source(pair: bool) -> Any:
-    """Factors in bf16, all cases."""
-    boxes = {rows: f"tensordesc<bf16[{rows}, 64],{hopper.LAYOUT!r}>" for rows in (16, 64)}
-    types = {"x_boxes": boxes[64], "x_low": boxes[16], "w_boxes": boxes[64], "part_ptr": "*fp32"}
+def source(dtype: str, pair: bool) -> Any:
+    """All cases; factors of 8 bits have a scale for each row, and all rows are live."""
+    itemsize = 2 if dtype == "bf16" else 1
+    layout, depth = hopper.layout_of(itemsize), product_cases.BYTES.value // itemsize
+    boxes = {rows: f"tensordesc<{dtype}[{rows}, {depth}],{layout!r}>" for rows in (16, 64)}
+    types = {"x_boxes": boxes[64], "x_low": boxes[16], "w_boxes": boxes[64]}
+    types |= {"part_ptr": "*i32" if dtype == "i8" else "*fp32"} | dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     types |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("ended_ptr", "cu_ptr"), "*i32")
-    sizes = tuple((c.above, c.up_to, c.rows, c.columns, c.splits) for c in product_cases.cases(pair))
-    constants = {"CASES": sizes, "GROUP": 8, "PROGRAMS": 132, "BIAS": True, "PAIR": pair}
+    cases = product_cases.cases(pair, itemsize)
+    constants = {"CASES": tuple((c.above, c.up_to, c.rows, c.columns, c.splits) for c in cases), "GROUP": 8}
+    constants |= {"PROGRAMS": 132, "COUNTED": itemsize == 2, "HIGH": 2 - itemsize, "BIAS": True, "PAIR": pair}
     made = source_of(GluonASTSource, product_roles._multiply_in_roles, constants, types)
     names = product_roles._multiply_in_roles.arg_names
     made.attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in ("out_ptr", "part_ptr", "d_out", "d_in")}
@@ -32,11 +38,12 @@ def source(pair: bool) -> Any:
 def main() -> None:
     """Print one JSON object."""
     found = {}
-    for name, pair in (("linear", False), ("unit", True)):
-        kernel = compiled(source(pair), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    for dtype, (name, pair) in product(("bf16", "fp8e4nv", "i8"), (("linear", False), ("unit", True))):
+        kernel = compiled(source(dtype, pair), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
         text = kernel.asm["ptx"]
-        found[name] = {
+        found[f"{dtype} {name}"] = {
             "products": text.count("wgmma.mma_async.sync"),
+            "of": sorted(set(re.findall(r"wgmma\S+\.(bf16|e4m3|s8)\.(?:bf16|e4m3|s8)", text))),
             "loads": text.count("cp.async.bulk.tensor"),
             "registers moved between roles": "setmaxnreg" in text,
             "stores of 16 bytes": text.count("st.global.v4.b32"),

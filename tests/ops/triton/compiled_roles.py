@@ -19,7 +19,7 @@ from tests.ops.triton.compiled import source_of
 def source() -> Any:
     """Queries in bf16 that are rotated, four heads on one of K and V."""
     function = attention_roles._attend_in_roles
-    blocks = f"tensordesc<bf16[{attention_roles.KEYS}, 128],{hopper.LAYOUT!r}>"
+    blocks = f"tensordesc<bf16[{attention_roles.KEYS}, 128],{hopper.layout_of(2)!r}>"
     pointers = dict.fromkeys(("q_ptr", "cos_ptr", "sin_ptr", "out_ptr"), "*bf16")
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32")
     constants = {

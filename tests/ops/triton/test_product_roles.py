@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops import OPS
+from dgraph.quantised import ROW_KINDS, Format, quantise, quantised_rows
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, flat, product, settled
@@ -17,15 +18,16 @@ from tests.ops.triton.problems import compare, expected, flat, product, settled
 pytest.importorskip("triton", reason="needs Triton")
 
 
+@pytest.mark.parametrize("itemsize", [1, 2], ids=["8 bits", "16 bits"])
 @pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
-def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool) -> None:
+def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool, itemsize: int) -> None:
     from dgraph.ops.triton import product_cases as of
 
     for rows in (1, 15, 16, 17, 64, 65, 128, 5000, of.ANY):
-        fitting = [case for case in of.cases(pair) if case.above < rows <= case.up_to]
-        assert len({case.columns for case in fitting}) == len(fitting) > 1
+        fitting = [case for case in of.cases(pair, itemsize) if case.above < rows <= case.up_to]
+        assert len({case.columns for case in fitting}) == len(fitting) > 0
         assert all(case.rows == 128 or rows <= case.rows for case in fitting)
-    for case in of.cases(pair):
+    for case in of.cases(pair, itemsize):
         stages, units = (int(f(case.rows, case.columns)) for f in (of._stages, of._units))
         assert 4 <= stages <= of.MOST_STAGES.value
         assert stages * units * (case.rows + case.columns) <= 64 * of.BOXES.value
@@ -59,11 +61,13 @@ def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter, name: st
 @pytest.mark.release
 def test_it_compiles_for_the_device_it_is_made_for() -> None:
     found = found_by("compiled_product")
-    # Four instructions of 16 for each box along the inner dimension and each accumulator. Few rows: two boxes, and of
-    # tiles by 16 and by 64 rows one accumulator in each of two widths; many rows: 1, 1, 2 and 1. Of units few rows have
-    # two accumulators, and the wider tiles one box; many rows have 1 and 1.
-    assert found["linear"]["products"] == 4 * (2 * 2 * 2 + 5)
-    assert found["unit"]["products"] == 4 * (2 * 2 * 2 + 2 * 2 + 2)
+    # Four instructions of 32 bytes for each box along the inner dimension and each accumulator. Few rows: two boxes,
+    # and of tiles by 16 and by 64 rows one accumulator in each of two widths; many rows: 1, 1, 2 and 1. Of units few
+    # rows have two accumulators, and the wider tiles one box; many rows have 1 and 1. The last are of 256 columns.
+    for dtype, multiplied, widest in (("bf16", "bf16", 1), ("fp8e4nv", "e4m3", 0), ("i8", "s8", 0)):
+        assert found[f"{dtype} linear"]["products"] == 4 * (2 * 2 * 2 + 4 + widest)
+        assert found[f"{dtype} unit"]["products"] == 4 * (2 * 2 * 2 + 2 * 2 + 1 + widest)
+        assert found[f"{dtype} linear"]["of"] == found[f"{dtype} unit"]["of"] == [multiplied]
     for kind in found.values():
         assert kind["registers moved between roles"]
         assert kind["shared"] < 227 << 10
@@ -96,14 +100,13 @@ def on_a_gpu(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any,
 @pytest.mark.parametrize("size", SIZES)
 def test_it_on_a_gpu(size: str, name: str, bias: bool, dtype: torch.dtype) -> None:
     """Rows that are not live hold NaN, and so does what lies beside x; equal calls give equal bits."""
-    from dgraph.ops.triton import product_roles, rows_linear
+    from dgraph.ops.triton import product_roles
 
     d_in, d_out, counts = SIZES[size]
     for rows in counts:
         args = product(rows, 1000, d_in, 2 * d_out if name == "rows_glu" else d_out, bias=bias)
         there = on_a_gpu(name, args, dtype)
         assert product_roles.fits(*there[:2])
-        assert all(map(rows_linear._can_be_copied_in_bulk, there[:2]))
         want = expected(name, tuple(None if t is None else t.to(dtype).float() for t in args[:3]) + args[3:])
         first, second = (settled(name, args, [OPS[name].overload(*there)]) for _ in range(2))
         compare(first, want, 2e-2)
@@ -127,6 +130,32 @@ def test_every_case_on_a_gpu(name: str) -> None:
                 roles.launch(x, weight, bias, cu_rows, out, (case,), 132, 8, pair)
                 want = expected(name, tuple(t.bfloat16().float() for t in args[:3]) + args[3:])
                 compare([out[:rows]], [want[0][:rows]], 2e-2)
+                assert out[rows:].isnan().all(), "padding rows are not written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
+def test_every_case_of_numbers_of_8_bits_on_a_gpu(pair: bool, kind: str) -> None:
+    """Also where another would have been faster."""
+    from dgraph.ops.triton import product_cases
+    from dgraph.ops.triton import product_roles as roles
+
+    for case in product_cases.cases(pair, 1):
+        for d_in, d_out in ((12288, 256), (208, 1040)):
+            for rows in {case.above + 1, min(case.up_to, 700)}:
+                values = product(rows, 700, d_in, d_out, bias=True)
+                x, weight, bias, cu_rows = on_a_gpu("rows_linear", values, torch.bfloat16)
+                numbers, scales = quantised_rows(x.nan_to_num(), kind)
+                stored = quantise(weight, Format(kind))
+                out = x.new_full((700, d_out // 2 if pair else d_out), torch.nan)
+                by = scales, stored.scales, 1
+                roles.launch(numbers, stored.values, bias, cu_rows, out, (case,), 132, 8, pair, by)
+                want = numbers[:rows].double() * scales[:rows] @ stored.dequantised(torch.float64).T + bias
+                if pair:
+                    gate, up = want.chunk(2, 1)
+                    want = torch.nn.functional.silu(gate) * up
+                assert (out[:rows] - want).norm() <= 5e-3 * want.norm()
                 assert out[rows:].isnan().all(), "padding rows are not written"
 
 
