@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dgraph.ops import stored
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.stored import multiply
 
 CONTRACT = """\
 x @ weight.T + bias: x [..., d_in]; weight [d_out, d_in]; bias [d_out] or None -> [..., d_out], in the dtype of x.
@@ -19,11 +19,16 @@ given number of rows."""
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return multiply(x, weight, bias)
+    return stored.multiply(x, weight, bias)
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
+    """What a GPU dequantises of a stored weight for many rows, see `dgraph.ops.stored`."""
+    return stored.workspace(device, x, weight)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
@@ -50,4 +55,5 @@ OP = define(
     kernel="dgraph.ops.triton.linear:kernel",
     stored=("weight",),
     rounded=("x",),
+    workspace=workspace,
 )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops import stored
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.registry import Sample, define, numeric
-from dgraph.ops.stored import multiply
 
 CONTRACT = """\
 Only rows with candidate = True are projected, in chunks of at most max_num_logits rows; the logits of a chunk
@@ -95,7 +95,7 @@ def each_chunk(
     first = 0
     for rows in candidate.nonzero().squeeze(1).split(max_num_logits):
         if len(rows):
-            logits = multiply(h[first : first + len(rows)] if packed else h[rows], weight, bias)
+            logits = stored.multiply(h[first : first + len(rows)] if packed else h[rows], weight, bias)
             first += len(rows)
             take(rows, logits)
             del logits  # or two chunks would be alive at once
@@ -184,11 +184,14 @@ def workspace(
     packed: bool = False,
     *rest: Any,
 ) -> int:
-    """Bytes of one chunk: its logits; with its rows on a GPU, with three copies in fp32 on a CPU (at temperature 0)."""
+    """Bytes of one chunk: its logits; on a GPU with its rows, and the weight if it is dequantised first
+    (`dgraph.ops.stored`); on a CPU with three copies in fp32 (at temperature 0).
+    """
     rows = min(len(candidate), max_num_logits)
     logits = rows * len(weight)
     if device.type == "cuda":
-        return h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
+        first = stored.workspace(device, h[:rows], weight)
+        return first + h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
     copies = 3 if suppress >= 0 or h.dtype != numeric(h.dtype) else 2
     return logits * (h.element_size() + copies * numeric(h.dtype).itemsize)
 

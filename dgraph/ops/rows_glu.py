@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.ops import rows_linear
+from dgraph.ops import rows_linear, stored
 from dgraph.ops.registry import Sample, define
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
@@ -41,8 +41,12 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
 
 
 def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
-    """Nothing on a GPU; on a CPU what `reference` computes first, [N, 2F] twice, in place of the result later."""
-    return 0 if device.type == "cuda" else 3 * x.element_size() * len(x) * (len(weight) // 2)
+    """On a GPU what it dequantises of a stored weight for many rows, see `dgraph.ops.stored`; on a CPU what `reference`
+    computes first, [N, 2F] twice, in place of the result later.
+    """
+    if device.type == "cuda":
+        return stored.workspace(device, x, weight)
+    return 3 * x.element_size() * len(x) * (len(weight) // 2)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops import stored
 from dgraph.ops.draws import cu_rows_of, pad_rows
 from dgraph.ops.registry import Sample, define
-from dgraph.ops.stored import multiply
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 CONTRACT = """\
@@ -44,7 +44,7 @@ def check_sizes(
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Tensor:
     check_sizes(x, weight, bias)
     live = min(int(cu_rows[-1]), x.shape[0])
-    made = multiply(x[:live], weight, bias)
+    made = stored.multiply(x[:live], weight, bias)
     out = made.new_full((x.shape[0], weight.shape[0]), torch.nan)
     out[:live] = made
     return out
@@ -56,8 +56,10 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
 
 
 def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
-    """Nothing that grows with the rows on a GPU; on a CPU the product before it is copied to the live rows."""
-    return 0 if device.type == "cuda" else x.element_size() * len(x) * len(weight)
+    """On a GPU what it dequantises of a stored weight for many rows, see `dgraph.ops.stored`; on a CPU the product
+    before it is copied to the live rows.
+    """
+    return stored.workspace(device, x, weight) if device.type == "cuda" else x.element_size() * len(x) * len(weight)
 
 
 def samples(generator: torch.Generator, parts: int = 1) -> Iterator[Sample]:

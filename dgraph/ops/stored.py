@@ -15,6 +15,8 @@ AT_A_TIME = 2**18
 """Elements of a weight that are dequantised at a time: what a core's cache holds."""
 FEW_ROWS = 16
 """Up to so many rows, torch's product by int8 is faster than a conversion."""
+MANY_ROWS, MOST_NUMBERS = 128, 2**28
+"""For more rows a GPU dequantises a weight before the product, into memory of its own, if it has no more numbers."""
 _BYTE = 2.0**8
 """A float8 whose bits are those of a float16 is so many times as large: the exponents count from 7 and from 15."""
 
@@ -45,6 +47,18 @@ def multiply(
     parts = [_product(x, weight.rows(at, min(at + some, rows))) for at in range(0, rows, some)]
     made = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else x.new_empty((*x.shape[:-1], 0))
     return made if bias is None else made.add_(bias)
+
+
+def workspace(device: torch.device, x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight) -> int:
+    """Bytes of the weight if a GPU dequantises it first, see `dequantised_first`."""
+    return x.element_size() * weight.shape.numel() if device.type == "cuda" and dequantised_first(x, weight) else 0
+
+
+def dequantised_first(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight) -> bool:
+    """Whether a GPU dequantises a weight before it multiplies x [..., columns] by it, and not within the product."""
+    if isinstance(x, QuantisedRows) or isinstance(weight, Tensor):
+        return False
+    return x.shape[:-1].numel() > MANY_ROWS and weight.shape.numel() <= MOST_NUMBERS
 
 
 def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:

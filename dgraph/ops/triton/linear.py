@@ -14,7 +14,7 @@ def kernel(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Te
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         made = eight_bits.launch(x.flat(), weight, bias, None)
-    elif isinstance(weight, Tensor):
+    elif isinstance(weight := stored.taken(weight, x), Tensor):
         return torch.nn.functional.linear(x, weight, bias)
     else:
         made = stored.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)

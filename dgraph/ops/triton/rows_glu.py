@@ -22,6 +22,6 @@ def kernel(
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
-    if isinstance(weight, QuantisedWeight):
+    if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows, pair=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

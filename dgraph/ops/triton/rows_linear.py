@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgraph.ops.rows_linear import check_sizes
 from dgraph.ops.triton import eight_bits, product_cases, product_roles, stored
 from dgraph.ops.triton.attention_tiling import multiprocessors
+from dgraph.ops.triton.hopper import in_bulk
 from dgraph.ops.triton.product import _add_up, _multiply
 from dgraph.ops.triton.product_cases import ANY
 from dgraph.ops.tuning import LinearShape, chosen, dtype_name
@@ -135,7 +136,7 @@ def kernel(
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         return eight_bits.launch(x, weight, bias, cu_rows)
-    if isinstance(weight, QuantisedWeight):
+    if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows)
     tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())
     return launch(x, weight, bias, cu_rows, tiling)
@@ -153,8 +154,7 @@ def launch(
     if not out.numel():
         return out
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    bulk = tiling.bulk and all(map(_can_be_copied_in_bulk, (x, weight)))
-    if tiling.roles and bulk and product_roles.fits(x, weight):
+    if tiling.roles and tiling.bulk and product_roles.fits(x, weight):
         choices = product_cases.cases(pair)
         product_roles.launch(x, weight, bias, cu_rows, out, choices, multiprocessors(x.device), tiling.group, pair)
         return out
@@ -163,6 +163,7 @@ def launch(
     if tiling.splits > 1:
         largest = max(tiles.rows * tiles.columns for tiles in tiling.tiles)
         part = torch.empty((programs, largest), dtype=torch.float32, device=x.device)
+    bulk = tiling.bulk and in_bulk(x) and in_bulk(weight)
     blocks: list[Tensor | TensorDescriptor] = [x] * MOST_CASES + [weight] * MOST_CASES
     if bulk:
         used = [tiles for _, _, tiles in cases] + [cases[-1][2]] * (MOST_CASES - len(cases))
@@ -180,12 +181,6 @@ def launch(
     if tiling.splits > 1:
         _add_up[(4 * programs,)](part, given, out, cu_rows, b, n, d_out, d_in, *sizes, SOME, num_warps=4)
     return out
-
-
-def _can_be_copied_in_bulk(x: Tensor) -> bool:
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (9, 0):
-        return False
-    return bool(x.stride(0)) and not (x.stride(0) * x.element_size() | x.data_ptr()) % 16
 
 
 def _blocks(x: Tensor, rows: int, columns: int, pair: bool = False) -> TensorDescriptor:

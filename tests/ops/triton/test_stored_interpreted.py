@@ -98,6 +98,38 @@ def test_tiles_over_all_rows_and_over_some(
     torch.testing.assert_close(got[:some], want[:some], rtol=2e-4, atol=2e-4)
 
 
+@every_value(("format", (*FORMATS, Format("int4", (1, 32)))), ("pair", [False, True]))
+def test_tiles_that_several_programs_share(interpreted: Interpreter, format: Format, pair: bool) -> None:
+    """Eight shares of a tile, the last one shorter, where a CPU counts as four multiprocessors."""
+    from dgraph.ops.triton.stored import Tile
+
+    draw = torch.Generator().manual_seed(8)
+    weight, x = quantise(torch.randn((24, 984), generator=draw), format), torch.randn((9, 984), generator=draw)
+    want = multiply(x, weight)
+    if pair:
+        gate, up = want.chunk(2, 1)
+        want = torch.nn.functional.silu(gate) * up
+    tile = Tile(16, 16, 32, 16, 4, 1, programs=16)
+    (got, _) = interpreted("stored", (x, weight, None, None, pair, tile), "launch")
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-3)
+
+
+@every_value(("format", FORMATS), ("pair", [False, True]))
+def test_many_rows_have_the_weight_dequantised(interpreted: Interpreter, format: Format, pair: bool) -> None:
+    draw = torch.Generator().manual_seed(9)
+    weight, x = quantise(torch.randn((74, 136), generator=draw), format), torch.randn((150, 136), generator=draw)
+    (got, _) = interpreted("stored", (weight, x), "taken")
+    torch.testing.assert_close(got, weight.dequantised(torch.float32), rtol=1e-6, atol=1e-6)
+    name = "rows_glu" if pair else "rows_linear"
+    args = x, weight, None, cu_rows_of((140,))
+    (got, _), want = interpreted(name, args), OPS[name].reference(*args)
+    torch.testing.assert_close(got[:140], want[:140], rtol=2e-4, atol=1e-3)
+    taken = OPS[name].workspace
+    assert taken is not None
+    assert taken(torch.device("cuda"), *args) == weight.dequantised(torch.float32).nbytes
+    assert not taken(torch.device("cuda"), x[:128], *args[1:])
+
+
 @every_value(
     ("kind", ROW_KINDS),
     ("rows, live", [(21, None), (140, 130), (5, 9), (40, 17), (0, None)]),
@@ -165,13 +197,14 @@ def test_rows_of_experts(interpreted: Interpreter, bounds: tuple[int, ...]) -> N
 def test_numbers_go_to_the_matrix_units_of_a_gpu_that_need_not_be_there() -> None:
     pytest.importorskip("triton")
     found = found_by("compiled_eight_bits")
-    assert len(found) == 16
-    assert all(kinds == ["e4m3" if name.startswith("fp8") else "s8"] for name, kinds in found.items()), found
+    assert len(found) == 16 + 24
+    multiplied = {"fp8e4nv": "e4m3", "i8": "s8", "words": "bf16"}
+    assert all(kinds == [multiplied[name.split()[0]]] for name, kinds in found.items()), found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.kind} {f.block}")
-@pytest.mark.parametrize("rows", [1, 17, 64, 200])
+@pytest.mark.parametrize("rows", [1, 17, 64, 100, 200])
 def test_a_gpu_multiplies_by_what_is_stored(format: Format, rows: int) -> None:
     draw = torch.Generator("cuda").manual_seed(5)
 
@@ -186,14 +219,15 @@ def test_a_gpu_multiplies_by_what_is_stored(format: Format, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("high", [1, WHOLE])
 @pytest.mark.parametrize("rows", [1, 17, 64, 200])
-def test_a_gpu_multiplies_numbers_by_numbers(kind: str, rows: int) -> None:
+def test_a_gpu_multiplies_numbers_by_numbers(kind: str, high: int, rows: int) -> None:
     draw = torch.Generator("cuda").manual_seed(5)
 
     def values(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
 
-    weight = quantise(values(512, 4096), Format(kind))
+    weight = quantise(values(512, 4096), Format(kind, (high, WHOLE)))
     x = QuantisedRows(*quantised_rows(values(rows, 4096), kind), torch.bfloat16)
     got = OPS["linear"].on_gpu(x, weight, None)
     want = torch.nn.functional.linear(x.values.double() * x.scales.double(), weight.dequantised(torch.float64))
