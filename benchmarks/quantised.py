@@ -4,10 +4,13 @@
     python -m benchmarks.quantised --scale 4 --rows 1 32 --rounds 20
 
 First the four products of an 8B layer (qkv, out, gate and up, down), their sizes divided by --scale, in every format
-and for some row counts: all four of an arm in a row, arms in turn. Then a block step of a model on a CPU, in every
-format. Ratios are medians over rounds of the time of weights as they are over that of quantised ones: above 1 is
-faster. On a GPU times are those between events around all calls of a round, whose weights are read from memory; on a
-CPU they are CPU time of the process, on one thread.
+and for some row counts: all four of an arm in a row; of weights in 8 bits also with rows in 8 bits. Then a block step
+of a model on a CPU, in every format. Above 1 is faster than weights as they are.
+
+On a GPU the calls of an arm are one CUDA graph, whose weights are read from memory, and a time is the median over its
+replays; rows in 8 bits were rounded before it, or within it, by a compiled kernel a product, and torch's own product
+of float8 rows and weights is beside them. On a CPU times are CPU time of the process on one thread, arms in turn, and
+ratios medians over rounds.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ from torch import Tensor
 import dgraph
 from benchmarks.cpu_step import inputs_of
 from benchmarks.tables import Cell, Report
+from dgraph.lowering.timing import graph_seconds
 from dgraph.ops import OPS, launcher
-from dgraph.quantised import Format, QuantisedWeight, quantise
+from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from dgraph.settings import torch_dtype
 
 LAYER = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (24576, 4096), "down": (4096, 12288)}
@@ -37,35 +42,27 @@ COLD = 2
 """Sets of weights at least, so that no call finds its own in a cache of the last level."""
 
 
-def milliseconds(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """What times a call: by events on a GPU, by CPU time else."""
-
-    def on_gpu(call: Callable[[], Any]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def on_cpu(call: Callable[[], Any]) -> float:
-        start = time.process_time()
-        call()
-        return 1e3 * (time.process_time() - start)
-
-    return on_gpu if device.type == "cuda" else on_cpu
+def cpu_milliseconds(call: Callable[[], Any]) -> float:
+    """CPU time of a call."""
+    start = time.process_time()
+    call()
+    return 1e3 * (time.process_time() - start)
 
 
 @torch.no_grad()
-def in_turn(
-    arms: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], float]
-) -> dict[str, list[float]]:
-    """Milliseconds of each arm, round by round; two rounds before them are not counted."""
+def in_turn(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU time of each arm, round by round; two rounds before them are not counted."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for i in range(rounds + 2):
         for name, arm in list(arms.items())[:: 1 if i % 2 else -1]:
-            times[name].append(clock(arm))
+            times[name].append(cpu_milliseconds(arm))
     return {name: found[2:] for name, found in times.items()}
+
+
+@torch.no_grad()
+def in_graphs(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each arm on a GPU: one number, the median over replays of a graph."""
+    return {name: [1e3 * graph_seconds([arm], rounds)] for name, arm in arms.items()}
 
 
 def compared(times: Mapping[str, list[float]]) -> list[list[Cell]]:
@@ -75,6 +72,42 @@ def compared(times: Mapping[str, list[float]]) -> list[list[Cell]]:
         [name, statistics.median(found), statistics.median(a / b for a, b in zip(plain, found, strict=True))]
         for name, found in times.items()
     ]
+
+
+Weights = Sequence[Tensor | QuantisedWeight]
+
+
+def in_a_row(linear: Callable[..., Tensor], xs: Mapping[int, Any], weights: Weights) -> None:
+    """Products of all weights and the rows that each takes, by their width."""
+    for weight in weights:
+        linear(xs[weight.shape[1]], weight, None)
+
+
+def rounded(linear: Callable[..., Tensor], kind: str, compile: bool) -> Callable[..., Tensor]:
+    """A product that rounds its rows first."""
+    round_rows = torch.compile(quantised_rows, dynamic=True) if compile else quantised_rows
+    return lambda x, weight, bias: linear(QuantisedRows(*round_rows(x, kind), x.dtype), weight, bias)
+
+
+def by_torch(x: QuantisedRows, weight: QuantisedWeight, bias: None) -> Tensor:
+    """torch's product of float8 rows and weights, with a scale for each row of either."""
+    scales = x.scales, weight.scales.t()
+    found: Tensor = torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=x.dtype)
+    return found
+
+
+def arms_of(xs: Mapping[int, Tensor], weights: Mapping[str, Weights], device: torch.device) -> dict[str, Any]:
+    """What is timed, by name, and the weights that each reads."""
+    linear, on_gpu = launcher(OPS["linear"], device), device.type == "cuda"
+    found = {name: (partial(in_a_row, linear, xs, mine), mine) for name, mine in weights.items()}
+    for kind in ROW_KINDS:
+        mine = weights[kind]
+        numbers = {width: QuantisedRows(*quantised_rows(x, kind), x.dtype) for width, x in xs.items()}
+        found[f"w8a8-{kind}"] = partial(in_a_row, linear, numbers, mine), mine
+        found[f"w8a8-{kind} and rounding"] = partial(in_a_row, rounded(linear, kind, on_gpu), xs, mine), mine
+        if kind == "fp8" and on_gpu:
+            found[f"w8a8-{kind} by torch"] = partial(in_a_row, by_torch, numbers, mine), mine
+    return found
 
 
 def products(
@@ -87,26 +120,22 @@ def products(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=device, dtype=dtype)
 
-    weights: dict[str, list[Tensor | QuantisedWeight]] = {PLAIN: [random(*size) for _ in range(COLD) for size in sizes]}
+    weights: dict[str, Weights] = {PLAIN: [random(*size) for _ in range(COLD) for size in sizes]}
     for kind in FORMATS:
         weights[kind] = [quantise(weight, Format(kind)) for weight in weights[PLAIN] if isinstance(weight, Tensor)]
-    linear = launcher(OPS["linear"], device)
     table: list[list[Cell]] = []
     for count in rows:
-        xs = {inputs: random(count, inputs) for _, inputs in sizes}
-
-        def run(mine: Sequence[Tensor | QuantisedWeight], xs: Mapping[int, Tensor] = xs) -> None:
-            for weight in mine:
-                linear(xs[weight.shape[1]], weight, None)
-
-        arms = {name: (lambda mine=mine: run(mine)) for name, mine in weights.items()}  # type: ignore[misc]
-        found = compared(in_turn(arms, rounds, milliseconds(device)))
-        table += [[f"{count} rows, {name}", median / COLD, ratio] for name, median, ratio in found]  # type: ignore[operator]
+        arms = arms_of({inputs: random(count, inputs) for _, inputs in sizes}, weights, device)
+        timed = in_graphs if device.type == "cuda" else in_turn
+        found = compared(timed({name: arm for name, (arm, _) in arms.items()}, rounds))
+        for name, median, ratio in found:
+            gigabytes = 1e-6 * sum(weight.nbytes for weight in arms[str(name)][1]) / float(median)
+            table.append([f"{count} rows, {name}", float(median) / COLD, ratio, gigabytes])
         report.data[f"products of {count} rows"] = found
     title = (
         f"The four products of a layer, sizes of 8B / {scale}, {str(dtype).removeprefix('torch.')}, median of {rounds}"
     )
-    report.table(title, ["rows, weights", "ms a layer", "times as fast"], table)
+    report.table(title, ["rows, weights", "ms a layer", "times as fast", "GB/s of weights"], table)
 
 
 def step(report: Report, model: str, recipe: str, dtype: torch.dtype, prompt: int, rounds: int, backend: str) -> None:
@@ -122,7 +151,7 @@ def step(report: Report, model: str, recipe: str, dtype: torch.dtype, prompt: in
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in program.graph.tensors.values()
         }
         bytes_of[weights or PLAIN] = sum(storages.values())
-    found = compared(in_turn(arms, rounds, milliseconds(torch.device("cpu"))))
+    found = compared(in_turn(arms, rounds))
     table = [[*row, bytes_of[str(row[0])] / 2**20] for row in found]
     kind = str(dtype).removeprefix("torch.")
     title = f"A block step of {model} under {recipe}, {kind}, {prompt} tokens before it, median of {rounds}"
@@ -136,7 +165,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", action="append", help="float32 or bfloat16; may be repeated; default: bfloat16")
     parser.add_argument("--scale", type=int, default=1, help="sizes of the products are divided by it")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128, 256, 512, 2048])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--model", default="tiny_sdar", help="of the step, an embedded model or a checkpoint folder")
     parser.add_argument("--recipe", default="dense")
     parser.add_argument("--prompt", type=int, default=64, help="tokens before the block of the step")
