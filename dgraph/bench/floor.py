@@ -22,6 +22,7 @@ from torch.fx import Node
 from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.graph import Graph
 from dgraph.linears import head_of, linear_of, linears_of
+from dgraph.lowering.taken import as_taken, is_taken
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
@@ -30,6 +31,9 @@ from dgraph.stored import stored_of
 
 COLD = 400e6
 """Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
+
+SCALE_BYTES = 4
+"""Of the scale of a row in 8 bits."""
 
 SETTLE, STAY = 0.2, 0.03
 """Seconds of load on a GPU before a shape's first measurement, and of each that follows at once: so the clocks are
@@ -66,6 +70,7 @@ class Work:
         dtype: of the weights.
         spared: by product, how many bytes less than in that dtype its weights take as they are stored; of products of
             one shape, the most of any.
+        narrow: products that take rows, and so weights, in 8 bits; of products of one shape, if any does.
     """
 
     products: tuple[dict[Shape, int], ...]
@@ -77,6 +82,7 @@ class Work:
     query_bytes: int
     dtype: torch.dtype
     spared: Mapping[Shape, int] = field(default_factory=dict)
+    narrow: frozenset[Shape] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,11 @@ def work_of(graph: Graph) -> Work:
     routed at random; what orders the rows does not. Attention that updates or selects is not counted, so the floor of
     such programs is below what they must do.
     """
+    graph = as_taken(graph)
     row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
     products: list[dict[Shape, int]] = [{} for _ in row_sets]
     spared: dict[Shape, int] = {}
+    narrow: set[Shape] = set()
     attentions = [0] * len(row_sets)
     listed: dict[Shape, int] = {}
     linears, mixed = {linear.node: linear for linear in linears_of(graph.calls)}, graph.find("experts")
@@ -116,12 +124,16 @@ def work_of(graph: Graph) -> Work:
         found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
         found[shape] = found.get(shape, 0) + 1
         _spare(spared, shape, args_of(node)[3:5] if node in mixed else [linears[node].weight])
+        if is_taken(args_of(node)[0]):
+            narrow.add(shape)
     for node in graph.find("paged_attention"):
         attentions[row_sets.index(str(graph.row_set(node)))] += 1
     last = head_of(graph)
     head = None if isinstance(last, str) or last.kind != "head" else last  # logits are counted among the products
     if head is not None:
         _spare(spared, head.shape, [head.weight])
+        if is_taken(head.x):
+            narrow.add(head.shape)
     spec = graph.spec
     return Work(
         tuple(products),
@@ -133,6 +145,7 @@ def work_of(graph: Graph) -> Work:
         2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
         spec.dtype,
         spared,
+        frozenset(narrow),
     )
 
 
@@ -154,7 +167,9 @@ def _bytes(node: Node) -> int:
 
 def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
     """Seconds of a product at least. By a quantised weight it is that by the weight as it was, without the time to read
-    what is not stored, and not below the time to read what is.
+    what is not stored, and not below the time to read what is. Of rows in 8 bits as well, it is the share of it that a
+    byte is of the dtype, as matrix units multiply so many times as many numbers of a byte, and not below the time to
+    read weight and rows and to write the result.
     """
     seconds, less = device.product(shape, work.dtype, rows), float(work.spared.get(shape, 0))
     if not less or rows <= 0:
@@ -162,9 +177,14 @@ def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
     if isinstance(shape, Mixture):
         read = min(1.0, rows * shape.chosen / shape.experts)  # of the experts, at most
         whole = 3.0 * shape.experts * shape.hidden * shape.inner
+        outputs = inputs = shape.hidden
     else:
         read, whole = 1.0, float(shape[0] * shape[1])
+        outputs, inputs = shape
     whole, less = whole * work.dtype.itemsize * read, less * read
+    if shape in work.narrow:
+        of_rows = rows * (inputs + SCALE_BYTES + outputs * work.dtype.itemsize)
+        return max(seconds / work.dtype.itemsize, (whole - less + of_rows) / device.bandwidth)
     return max(seconds - less / device.bandwidth, (whole - less) / device.bandwidth)
 
 

@@ -259,3 +259,27 @@ def test_quantised_weights_count_with_what_is_stored_of_them() -> None:
     device._times[work.head, work.dtype] = {64: 1e-9}
     assert floor_of(work, count, device).head == pytest.approx((head - work.spared[work.head]) / 1e6)
     assert floor_of(replace(work, spared={}), count, device).head == 1e-9
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus", "dyllm"])
+def test_rows_in_8_bits_count_with_their_bytes_and_at_the_pace_of_bytes(recipe: str) -> None:
+    (tiny,) = models(None, "sdar_moe")
+    step, spec = QuantizeWeights("int8", lm_head=True), tiny.model.spec
+    plain = work_of(tiny.quantised(step).optimized(recipe).graph("step"))
+    work = work_of(tiny.quantised(replace(step, activations=True)).optimized(recipe).graph("step"))
+    assert replace(work, narrow=frozenset()) == plain
+    router = (len(tiny.graph.tensors["model.layers.0.mlp.gate.weight"]), spec.hidden)
+    shapes = {work.head, *work.listed, *(s for shapes in work.products for s in shapes)}
+    assert work.narrow == shapes - {router}
+
+    device = Device(torch.device("cpu"))
+    device._bandwidth = 1e6
+    for shape in shapes:
+        device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
+    count = [StepCount((64,) * len(work.products), (64,) * len(work.products), 64)]
+    assert floor_of(work, count, device).head == 1 / 4
+    assert floor_of(work, count, device).experts == spec.layers / 4
+    device._times[work.head, work.dtype] = {64: 1e-9}
+    of_rows = 64 * (spec.hidden + 4 + 4 * spec.vocab)
+    weight = spec.vocab * (spec.hidden + 4)
+    assert floor_of(work, count, device).head == pytest.approx((weight + of_rows) / 1e6)
