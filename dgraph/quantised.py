@@ -272,11 +272,12 @@ def quantise(weight: Tensor, format: Format) -> QuantisedWeight:
     for item in [()] if weight.dim() == 2 else [(i,) for i in range(len(weight))]:
         for begin in range(0, sizes[-2], some):
             blocks, at = slice(begin, begin + some), slice(begin * high, (begin + some) * high)
-            found, scale, zero = _rounded(weight[item][at].float(), format.block, kind, format.zeros)
+            some_rows = weight[item][at].float()
+            scale, zero = scales_of(some_rows, format.block, kind, format.zeros)
             scales[item][blocks] = scale
             if zeros is not None and zero is not None:
                 zeros[item][blocks] = zero
-            values[item][at] = packed(found) if kind.bits == 4 else found.to(kind.dtype)
+            values[item][at] = stored_numbers(numbers_of(some_rows, scale, zero, format.block, kind), kind)
     if weight.device.type != "meta" and not bool(scales.isfinite().all()):
         raise InputError(f"a weight {list(weight.shape)} to quantise is not finite.")
     return QuantisedWeight(values, scales, zeros, format.block)
@@ -286,21 +287,24 @@ _AT_A_TIME = 2**22
 """Elements of a weight that are looked at at a time."""
 
 
-def _rounded(rows: Tensor, block: tuple[int, int], kind: Kind, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """f32 rows of a weight as numbers of a kind, not yet of its dtype, with scales, and zeros if they are wanted."""
+def scales_of(rows: Tensor, block: tuple[int, int], kind: Kind, zeros: bool) -> tuple[Tensor, Tensor | None]:
+    """Scales of the blocks of f32 rows of a weight by which their numbers reach what they can, and zeros if wanted."""
     least, most = kind.limits
-    if zeros:
-        low, high = _extremes(rows, block)
-        scale = _positive((high - low) / (most - least))
-        zero = (least - low / scale).round_().clamp_(least, most)
-        numbers = (rows / spread(scale, block, rows.shape)).round_().add_(spread(zero, block, rows.shape))
-        return numbers.clamp_(least, most), scale, zero
     low, high = _extremes(rows, block)
-    scale = _positive(torch.maximum(-low, high) / kind.reach)
+    if not zeros:
+        return _positive(torch.maximum(-low, high) / kind.reach), None
+    scale = _positive((high - low) / (most - least))
+    return scale, (least - low / scale).round_().clamp_(least, most)
+
+
+def numbers_of(rows: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, int], kind: Kind) -> Tensor:
+    """f32 rows of a weight as the nearest numbers of a kind, by scales and zeros of their blocks; in fp32, which those
+    of float8 are still to be converted from.
+    """
     numbers = rows / spread(scale, block, rows.shape)
     if not kind.dtype.is_floating_point:
-        numbers = numbers.round_().add_(kind.zero)
-    return numbers.clamp_(least, most), scale, None
+        numbers = numbers.round_().add_(kind.zero if zero is None else spread(zero, block, rows.shape))
+    return numbers.clamp_(*kind.limits)
 
 
 def _extremes(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -316,6 +320,11 @@ def _extremes(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 def _positive(scale: Tensor) -> Tensor:
     """1 for blocks of zeros, whose scale nothing says."""
     return scale.masked_fill(scale == 0, 1.0)
+
+
+def stored_numbers(numbers: Tensor, kind: Kind) -> Tensor:
+    """f32 numbers [..., columns] as they are stored."""
+    return packed(numbers) if kind.bits == 4 else numbers.to(kind.dtype)
 
 
 def packed(numbers: Tensor) -> Tensor:

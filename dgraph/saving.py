@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ def save_quantised(
     device: str | torch.device = "cpu",
     shard_bytes: int = SHARD_BYTES,
     folds: Sequence[Fold] = (),
+    rounded: Mapping[str, QuantisedWeight] = MappingProxyType({}),
     progress: Callable[[int, int], None] | None = None,
 ) -> Saved:
     """Write a checkpoint again, with quantised weights; `dgraph.load` and whatever reads compressed-tensors read it.
@@ -126,6 +128,8 @@ def save_quantised(
         device: where weights are quantised.
         shard_bytes: of weights in a file at most, unless one weight has more.
         folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`.
+        rounded: by name in the graph, weights that are written as they are rounded here, and not to the nearest, see
+            `dgraph.evaluate.gptq.gptq_for`.
         progress: called with (bytes read, bytes in all) after every weight.
 
     Raises:
@@ -145,7 +149,15 @@ def save_quantised(
     formats = formats_for(found, chosen)
     stored = found.weights.stored()
     items = [
-        _item(name, tensor, formats.get(native), [f for f in folds if native in (f.made, *f.read)], native, device)
+        _item(
+            name,
+            tensor,
+            formats.get(native),
+            [f for f in folds if native in (f.made, *f.read)],
+            rounded.get(native),
+            native,
+            device,
+        )
         for native, name, tensor in stored
     ]
     before = sum(tensor.nbytes for _, _, tensor in stored)
@@ -250,6 +262,7 @@ def _item(
     tensor: Tensor,
     format: Format | None,
     folds: Sequence[Fold],
+    rounded: QuantisedWeight | None,
     weight: str,
     device: str | torch.device,
 ) -> Item:
@@ -269,6 +282,13 @@ def _item(
             f"{name} {list(tensor.shape)} is no weight of one layer, which is what compressed-tensors has; leave it as "
             f"it is (QuantizeWeights(but=...))."
         )
+    if rounded is not None and folds:
+        raise InputError(f"{name} has a fold, without which it was rounded; give folds or rounded weights.")
+    if rounded is not None and (rounded.shape, rounded.block) != (tensor.shape, format.block):
+        raise InputError(
+            f"{name} {list(tensor.shape)} was rounded in blocks of {rounded.block}, and is to be written in "
+            f"{format.block}; round the weights of this checkpoint in the format that is written."
+        )
     assert format.block is not None  # filled in by the format
     rows, columns = map(int, tensor.shape)
     (_, dtype), (scales, _), *_ = sizes_of((rows, columns), format)
@@ -283,7 +303,8 @@ def _item(
     chosen: Format = format
 
     def make() -> Sequence[Tensor]:
-        return [part.cpu() for part in _parts(quantise(folded(), chosen), chosen)]
+        found = quantise(folded(), chosen) if rounded is None else rounded
+        return [part.cpu() for part in _parts(found, chosen)]
 
     return Item(tuple((f"{module}.{part}", dtype, shape) for part, dtype, shape in kinds), make)
 

@@ -12,7 +12,10 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.calibrate import prompts_of, read_prompts
 from dgraph.cli.output import ERR, print_json, print_text, status
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
+
+METHODS = ("awq", "gptq")
+"""Of --calibrated."""
 
 
 def quantize(
@@ -27,9 +30,13 @@ def quantize(
     ] = None,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="The LM head, too.")] = False,
     calibrated: Annotated[
-        bool,
-        typer.Option("--calibrated", help="Measure inputs on prompts, and round columns of large ones more finely."),
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Measure inputs on prompts: awq rounds columns of large ones more finely, gptq lets columns make up "
+            "for the rounding of those before them.",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help='With --calibrated: a JSONL file of {"prompt": ...}, instead of prompts of its own tasks.'),
@@ -46,36 +53,39 @@ def quantize(
 
     \b
     dgraph quantize tiny_sdar --out tiny_sdar-int4
-    dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated
+    dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated gptq
     dgraph quantize ./SDAR-8B-Chat-b32 --weights fp8 --out SDAR-8B-Chat-b32-FP8 --device cuda
     """
+    from dgraph.evaluate.gptq import gptq_for
+    from dgraph.evaluate.inputs import inputs_for
     from dgraph.evaluate.scales import scales_for
     from dgraph.passes import QuantizeWeights
+    from dgraph.quantised import QuantisedWeight
     from dgraph.saving import Fold, check_out, save_quantised
 
     if count < 1:
         raise InputError(f"--count must be at least 1, got {count}.")
-    if prompts is not None and not calibrated:
+    if calibrated not in (None, *METHODS):
+        raise UnknownName("method of --calibrated", calibrated, METHODS)
+    if prompts is not None and calibrated is None:
         raise InputError("--prompts is what --calibrated measures on; give that too, or leave it out.")
     check_out(out)
     block, where = None if group is None else (1, group), given.torch_device(device)
     chosen = QuantizeWeights(weights, block, zeros, lm_head=lm_head)
     folds: tuple[Fold, ...] = ()
-    if calibrated:
+    rounded: dict[str, QuantisedWeight] = {}
+    if calibrated is not None:
         texts = prompts_of(model, count, 0) if prompts is None else read_prompts(prompts)[:count]
         with status("measuring inputs") as say:
-            folds = scales_for(
-                model,
-                texts,
-                chosen,
-                dtype=given.torch_dtype(dtype),
-                device=where,
-                progress=lambda done, total: say(f"scales of {done} of {total} groups of weights"),
-            )
+            inputs = inputs_for(model, texts, chosen, dtype=given.torch_dtype(dtype), device=where)
+            if calibrated == "awq":
+                folds = scales_for(inputs, lambda done, total: say(f"scales of {done} of {total} groups of weights"))
+            else:
+                rounded = gptq_for(inputs, lambda done, total: say(f"{done} of {total} weights"))
     with _progress() as tell:
-        saved = save_quantised(model, out, chosen, device=where or "cpu", folds=folds, progress=tell)
+        saved = save_quantised(model, out, chosen, device=where or "cpu", folds=folds, rounded=rounded, progress=tell)
     if json:
-        facts = {"weights": weights, "tensors": saved.quantised, "folds": len(folds)}
+        facts = {"weights": weights, "tensors": saved.quantised, "folds": len(folds), "rounded": len(rounded)}
         sizes = {"bytes_before": saved.before, "bytes_after": saved.after}
         print_json({"model": model, "folder": str(saved.folder), **facts, **sizes})
     else:

@@ -4,8 +4,6 @@ A channel of large inputs weighs more in a product, so its column of the weight 
 are multiplied by s before rounding, and what makes the inputs is divided by s. That is a norm, whose vector is divided,
 or the product that is gated before a down projection, whose rows are; so nothing is computed besides. Per group of
 weights that read the same inputs, s = (mean |x|)^a, and a is what makes the squared error of the outputs least.
-
-Inputs are those of a first step: a prompt, and a response that is masked throughout.
 """
 
 from __future__ import annotations
@@ -18,24 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.cache.store import open_store
-from dgraph.captured import Weights, graph_of_model, quantising
-from dgraph.errors import InputError
-from dgraph.evaluate.calibrate import encoded, first_step, response_length
-from dgraph.families import resolve
+from dgraph.evaluate.inputs import Inputs
 from dgraph.graph import Graph
 from dgraph.linears import linears_of
-from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.regions import RegionCompiler
 from dgraph.nodes import args_of, op_name
-from dgraph.passes.manager import run_passes
-from dgraph.passes.pack_rows import PackRows
 from dgraph.quantised import Format, quantise
-from dgraph.runtime.checks import check_request
-from dgraph.runtime.decoding import Decoding
-from dgraph.saving import Fold, formats_for
-from dgraph.verify import verify
+from dgraph.saving import Fold
 
 aten = torch.ops.aten
 
@@ -62,67 +48,26 @@ class Group:
     read: tuple[str, ...]
 
 
-def scales_for(
-    model: Any,
-    prompts: Sequence[str] | None = None,
-    weights: Weights = "int4",
-    *,
-    input_ids: Sequence[Sequence[int]] | None = None,
-    max_new_tokens: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    facts: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[Fold, ...]:
+def scales_for(inputs: Inputs, progress: Callable[[int, int], None] | None = None) -> tuple[Fold, ...]:
     """The scales with which `dgraph.save_quantised(model, out, weights, folds=...)` writes a checkpoint.
 
-    The whole model, as it is, is in memory meanwhile.
-
     Args:
-        model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
-        prompts: texts, framed by the model's chat template.
-        weights: how they will be stored.
-        input_ids: instead of texts, ids per prompt, used as they are.
-        max_new_tokens: masks after each prompt; None for a block of a block-causal model, 128 of a bidirectional one.
-        dtype, device: where and how to load a name or folder; see `dgraph.load`.
-        facts: fields of the spec that a model object does not know.
+        inputs: of the model.
         progress: called with (groups done, groups in all).
 
     Returns:
         A fold for each group of weights that rounds better with one.
-
-    Raises:
-        InputError: no prompt, or one that cannot be used; a model that is quantised already.
-        UnknownName, CheckpointError, CaptureError: as `dgraph.optimize`.
     """
-    if (prompts is None) == (input_ids is None):
-        raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
-    found, step = resolve(model, dtype, device, **dict(facts or {})), quantising(weights)
-    ids = [list(row) for row in input_ids] if input_ids is not None else encoded(found, prompts or ())
-    if not ids:
-        raise InputError("no prompt to find scales on; give at least one.")
-    if step is None:
-        return ()
-    masks = response_length(found.spec) if max_new_tokens is None else max_new_tokens
-    checked = check_request(found.spec, ids, Decoding(max_new_tokens=masks), None)
-    formats = formats_for(found, step)
-    graph = graph_of_model(found, open_store()).copy()
-    run_passes(graph, [PackRows()])
-    groups = [group for group in groups_of(graph) if not formats.keys().isdisjoint(group.read)]
-    tensors = dict(graph.tensors)
-    graph.set_outputs({f"inputs_{i}": group.inputs for i, group in enumerate(groups)})
-    graph.sweep()
-    verify(graph, "scales")
-    program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
+    formats = inputs.formats
+    groups = [group for group in groups_of(inputs.graph) if not formats.keys().isdisjoint(group.read)]
     seen = [Seen() for _ in groups]
-    each = -(-ROWS // len(checked))
-    for prompt in checked:
-        outputs = program(first_step(found.spec, prompt, masks, graph.device), len(prompt) + masks).outputs
-        for i, one in enumerate(seen):
-            one.add(outputs[f"inputs_{i}"], each)
+    each = -(-ROWS // len(inputs.prompts))
+    for values in inputs.of([group.inputs for group in groups]):
+        for one, value in zip(seen, values, strict=True):
+            one.add(value, each)
     folds = []
     for i, (group, one) in enumerate(zip(groups, seen, strict=True)):
-        scales = best(one, [(tensors[name], formats[name]) for name in group.read if name in formats])
+        scales = best(one, [(inputs.graph.tensors[name], formats[name]) for name in group.read if name in formats])
         if scales is not None:
             folds.append(Fold(group.made, group.read, scales.cpu()))
         if progress is not None:

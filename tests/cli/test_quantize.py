@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 
@@ -27,16 +29,18 @@ def test_json(run: Run, folder: Path) -> None:
     assert 0 < found["bytes_after"] < found["bytes_before"]
 
 
-def test_calibrated(run: Run, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "field", "most"), [("awq", "folds", 6), ("gptq", "rounded", 14)])
+def test_calibrated(run: Run, folder: Path, tmp_path: Path, method: str, field: str, most: int) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "w3 w4 w5"}\n{"prompt": "w6 w7"}\n')
-    how = "--calibrated", "--prompts", "p.jsonl", "--group", 16
+    how = "--calibrated", method, "--prompts", "p.jsonl", "--group", 16
     result = run("quantize", folder, "--out", "q", *how, "--json")
     assert result.exit_code == 0, result.stderr
-    assert 0 < json.loads(result.stdout)["folds"] <= 6
+    assert 0 < json.loads(result.stdout)[field] <= most
 
 
 def test_refusals(run: Run, folder: Path) -> None:
     refused(run("quantize", folder, "--out", folder), f"{folder} exists already")
     refused(run("quantize", folder, "--out", "q", "--prompts", "p"), "--prompts is what --calibrated measures on")
+    refused(run("quantize", folder, "--out", "q", "--calibrated", "gptc"), "unknown method of --calibrated 'gptc'")
     refused(run("quantize", folder, "--out", "q", "--weights", "int3"), "unknown format of weights 'int3'")
     refused(run("quantize", folder, "--out", "q", "--weights", "fp8", "--zeros"), "zero of their own")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import InputError
+from dgraph.evaluate.inputs import inputs_for
 from dgraph.evaluate.scales import groups_of, scales_for
 from dgraph.passes import PackRows, QuantizeWeights
 from dgraph.passes.manager import run_passes
@@ -69,7 +70,7 @@ def test_weights_round_better_with_scales(folder: Path, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 90, (12,), generator=draw).tolist() for _ in range(8)]
     told: list[tuple[int, int]] = []
-    folds = scales_for(folder, weights=STEP, input_ids=ids[:4], progress=lambda *now: told.append(now))
+    folds = scales_for(inputs_for(folder, weights=STEP, input_ids=ids[:4]), lambda *now: told.append(now))
     assert told[-1] == (3 * LAYERS, 3 * LAYERS)
     assert len(folds) > LAYERS
     assert all(fold.scales[LARGE] == fold.scales.max() > 1 for fold in folds if "layernorm" in fold.made)
@@ -102,9 +103,9 @@ ROUTED = "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.gate_up_p
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give either prompts"):
-        scales_for(folder)
-    with pytest.raises(InputError, match="no prompt to find scales on"):
-        scales_for(folder, input_ids=[])
+        inputs_for(folder)
+    with pytest.raises(InputError, match="no prompt to measure inputs on"):
+        inputs_for(folder, input_ids=[])
     saved = save_quantised(folder, tmp_path / "q", "int8").folder
     with pytest.raises(InputError, match="quantised already"):
-        scales_for(saved, input_ids=[[3, 4]])
+        inputs_for(saved, input_ids=[[3, 4]])
