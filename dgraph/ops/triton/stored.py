@@ -110,7 +110,6 @@ def launch(
     cu_rows: Tensor | None,
     pair: bool = False,
     tile: Tile | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """The product of x [N, d_in] and a quantised weight; of a pair silu(gate) * up. For many rows it is faster to
     multiply by what `taken` gives.
@@ -118,10 +117,9 @@ def launch(
     Args:
         cu_rows: the last entry says how many rows are live, on the device; the others are not written. None: all.
         tile: in place of that for so many rows.
-        out: where the result goes, contiguous; None: new memory.
     """
     (n, d_in), d_out = x.shape, weight.shape[0] // 2 if pair else weight.shape[0]
-    out = torch.empty((n, d_out), dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
