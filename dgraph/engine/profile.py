@@ -97,7 +97,7 @@ class Profile:
         return self.memory - taken
 
     def pages(self, page_size: int) -> int:
-        """Pages of so many positions that fit.
+        """Pages of so many positions that fit, were there none for layers with a window.
 
         Raises:
             InputError: page_size below 1.
