@@ -169,9 +169,25 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     origin = torch.tensor([7, 7, 9, 9, 0, 2, 4]).int()
     assert two.padded is not None
     yield Sample("windows", (*two.args, None, None, origin, 3), (*two.padded, None, None, pad_rows(origin, 5), 3))
+    yield _ring(generator)
     for sample in (two, _sample("one row", (1,), torch.tensor([70]).int(), 16, 6, 2, 20, generator)):
         assert sample.padded is not None
         yield Sample(f"{sample.name}, float8", in_float8(sample.args), in_float8(sample.padded))
+
+
+def _ring(generator: torch.Generator) -> Sample:
+    """Rows that see a window, over pages that positions behind it have given to later ones."""
+    counts, ends, page, window, ring = (4, 3), (26, 19), 4, 3, 3
+    at = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)]).int()
+    table = torch.tensor(
+        [[s * ring + column % ring for column in range(-(-max(ends) // page))] for s in range(2)]
+    ).int()
+    q = torch.randn(len(at), 4, 8, generator=generator)
+    k_cache, v_cache = (torch.randn(2 * ring, page, 2, 8, generator=generator) for _ in range(2))
+    rest = (k_cache, v_cache, table, cu_rows_of(counts))
+    limit, windows = at + 1, (0.3, None, None)
+    padded = (pad_rows(q, 5), *rest, pad_rows(limit, 5), *windows, pad_rows(at, 5), window)
+    return Sample("windows over a ring of pages", (q, *rest, limit, *windows, at, window), padded)
 
 
 def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
