@@ -232,3 +232,35 @@ def test_a_gpu_multiplies_numbers_by_numbers(kind: str, high: int, rows: int) ->
     got = OPS["linear"].on_gpu(x, weight, None)
     want = torch.nn.functional.linear(x.values.double() * x.scales.double(), weight.dequantised(torch.float64))
     assert (got - want).norm() <= 5e-3 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("rows", [3, 40, 400])
+def test_a_gpu_multiplies_numbers_by_numbers_in_every_expert(kind: str, rows: int) -> None:
+    """Every fifth row goes to none."""
+    draw = torch.Generator("cuda").manual_seed(5)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    x = QuantisedRows(*quantised_rows(values(rows, 1024), kind), torch.bfloat16)
+    choice = torch.rand((rows, 8), generator=draw, device="cuda").argsort(-1)[:, :3]
+    choice[::5] = -1
+    stacks = [quantise(values(8, *shape) / shape[-1] ** 0.5, Format(kind)) for shape in ((1536, 1024), (1024, 768))]
+    args = x, choice, values(rows, 3).abs(), *stacks, "silu", kind
+    got, want = OPS["experts"].on_gpu(*args), OPS["experts"].reference(*args)
+    assert (got - want).float().norm() <= 1e-2 * want.float().norm()
+    assert not got[::5].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_gpu_decides_by_candidates_in_8_bits(kind: str, listed: bool) -> None:
+    h, *rest, _, suppress = heading(70, vocab=4096, d=256)
+    args = [None if x is None else x.cuda() for x in (h, *rest)]
+    args = [*in_numbers(OPS["lm_head"], (*args, 32, suppress, False), kind)]
+    got, want = OPS["lm_head"].on_gpu(*args, listed=listed), OPS["lm_head"].reference(*args)
+    assert (got[0] == want[0]).float().mean() > 0.95  # logits that are summed in another order may be level
+    torch.testing.assert_close(got[1][got[0] == want[0]], want[1][got[0] == want[0]], rtol=1e-2, atol=1e-3)
