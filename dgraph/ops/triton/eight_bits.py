@@ -86,16 +86,27 @@ def _multiply_numbers(
         return
     row, x_rows = _rows_of_tile(first, d_out, COLUMNS, WIDE), r + tl.arange(0, ROWS)
     read = tl.minimum(x_rows, rows - 1)
+    x_at, w_at = x_ptr + read.to(tl.int64) * x_row, w_ptr + row.to(tl.int64) * w_row
+    acc = sum_numbers(x_at, w_at, d_in, INTEGERS, ROWS, COLUMNS, DEPTH, IMPRECISE)
+    found = acc.to(tl.float32) * tl.load(x_scale_ptr + read)[None, :]
+    found *= tl.load(w_scale_ptr + row // HIGH)[:, None]
+    _store(out_ptr, bias_ptr, found.T, x_rows, first, rows, d_out, ROWS, COLUMNS, BIAS, PAIR)
+
+
+@triton.jit
+def sum_numbers(
+    x_at, w_at, d_in, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):  # fmt: skip
+    """Products of COLUMNS rows of a weight and ROWS rows of x, summed but not scaled, from where each row begins."""
     acc = tl.zeros([COLUMNS, ROWS], tl.int32 if INTEGERS else tl.float32)
     for k in range(0, d_in, DEPTH):
         column = k + tl.arange(0, DEPTH)
         there = (column < d_in)[None, :]
-        x = tl.load(x_ptr + read.to(tl.int64)[:, None] * x_row + column[None, :], mask=there, other=0.0)
-        w = tl.load(w_ptr + row.to(tl.int64)[:, None] * w_row + column[None, :], mask=there, other=0.0)
+        x = tl.load(x_at[:, None] + column[None, :], mask=there, other=0.0)
+        w = tl.load(w_at[:, None] + column[None, :], mask=there, other=0.0)
         if INTEGERS:
             acc = tl.dot(w, x.T, acc, out_dtype=tl.int32)
         else:
             acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=IMPRECISE)
-    found = acc.to(tl.float32) * tl.load(x_scale_ptr + read)[None, :]
-    found *= tl.load(w_scale_ptr + row // HIGH)[:, None]
-    _store(out_ptr, bias_ptr, found.T, x_rows, first, rows, d_out, ROWS, COLUMNS, BIAS, PAIR)
+    return acc

@@ -1,6 +1,6 @@
 """Rows in 8 bits between and in the products of dgraph::experts, on CUDA.
 
-As in eight_bits.py, the weight is the left factor, and both are multiplied as they are. One program has some rows of an
+As in eight_bits.py, whose tiles go by how many rows an expert has if all have as many. One program has some rows of an
 expert's weight, and takes all rows of x that go to it, a tile after the other.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -12,20 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.triton.eight_bits import IMPRECISE
+from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
 from dgraph.ops.triton.product import _store
 from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.scales import nearest
-from dgraph.ops.triton.stored import Tile
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
-TILES = (
-    Tile(16, 16, 64, 256, 4, 4),
-    Tile(32, 32, 64, 256, 4, 4),
-    Tile(64, 64, 128, 128, 4, 4),
-    Tile(2**31 - 1, 128, 128, 128, 8, 4),
-)
-"""By rising number of rows of an expert, if all have as many; not yet chosen by timing."""
 TOGETHER = 2048
 """Values of gate that one program takes, where a row has no more."""
 
@@ -75,27 +67,15 @@ def _multiply_group_numbers(
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
     first = tl.program_id(1) * COLUMNS
-    row = first + tl.arange(0, COLUMNS)
-    live = row < d_out
-    w_ptr += expert.to(tl.int64) * w_item
-    w_scale_ptr += expert.to(tl.int64) * s_item
+    row = tl.minimum(first + tl.arange(0, COLUMNS), d_out - 1)
+    w_at = w_ptr + expert.to(tl.int64) * w_item + row.to(tl.int64) * w_row
+    by = tl.load(w_scale_ptr + expert.to(tl.int64) * s_item + row // HIGH)
     for r in range(begin, end, ROWS):
         x_rows = r + tl.arange(0, ROWS)
-        x_live = x_rows < end
-        acc = tl.zeros([COLUMNS, ROWS], tl.int32 if INTEGERS else tl.float32)
-        for k in range(0, d_in, DEPTH):
-            column = k + tl.arange(0, DEPTH)
-            there = (column < d_in)[None, :]
-            x_at = x_rows.to(tl.int64)[:, None] * x_row + column[None, :]
-            w_at = row.to(tl.int64)[:, None] * w_row + column[None, :]
-            x = tl.load(x_ptr + x_at, mask=x_live[:, None] & there, other=0.0)
-            w = tl.load(w_ptr + w_at, mask=live[:, None] & there, other=0.0)
-            if INTEGERS:
-                acc = tl.dot(w, x.T, acc, out_dtype=tl.int32)
-            else:
-                acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=IMPRECISE)
-        found = acc.to(tl.float32) * tl.load(x_scale_ptr + x_rows, mask=x_live, other=0.0)[None, :]
-        found *= tl.load(w_scale_ptr + row // HIGH, mask=live, other=0.0)[:, None]
+        read = tl.minimum(x_rows, end - 1)
+        x_at = x_ptr + read.to(tl.int64) * x_row
+        acc = sum_numbers(x_at, w_at, d_in, INTEGERS, ROWS, COLUMNS, DEPTH, IMPRECISE)
+        found = acc.to(tl.float32) * tl.load(x_scale_ptr + read)[None, :] * by[:, None]
         _store(out_ptr, out_ptr, found.T, x_rows, first, end, d_out, ROWS, COLUMNS, False, False)
 
 
