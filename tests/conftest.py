@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -14,6 +15,10 @@ import dgraph
 from dgraph.graph import Graph
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, rewritten
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in whatever a shell starts in the background. Processes inherit it, and those that tests interrupt would go on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
