@@ -12,6 +12,8 @@ from tests.golden_files import check_golden
 from tests.parallel.divided import check_equal, run_of
 
 RULE = Renoise(1.0, confidence=0.2, steps=5)
+OTHERS = ((4, "split"), (2, "parallel"))
+"""Ranks, and how they divide experts, that only a release tries."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,10 @@ def tiny() -> TinyModel:
     return found
 
 
-@pytest.mark.parametrize(("world", "experts"), [(2, "split"), (4, "split"), (2, "parallel"), (4, "parallel")])
+@pytest.mark.parametrize(
+    ("world", "experts"),
+    [(2, "split"), (4, "parallel"), *(pytest.param(*case, marks=pytest.mark.release) for case in OTHERS)],
+)
 def test_ranks_decode_as_one_process_does(tiny: TinyModel, world: int, experts: str) -> None:
     """Of layers with two KV heads and with one: ranks share a head where there are more of them."""
     whole, each = check_equal(tiny, world, "dense", {"rings": False}, experts, policy=RULE, max_new_tokens=20, seed=1)

@@ -130,7 +130,7 @@ def test_a_cache_of_a_window_is_never_reset() -> None:
 # -- generations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 6, 24])
+@pytest.mark.parametrize("window", [24, *(pytest.param(n, marks=pytest.mark.release) for n in (1, 6))])
 def test_tokens_equal_those_with_every_key(window: int) -> None:
     """Prompts of many windows, prefilled in parts, in one batch; the pages of a ring are few, and come back."""
     prompts = [ids(count, count) for count in (3, 90, 41, 64)]
