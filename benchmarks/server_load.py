@@ -8,9 +8,8 @@ over HTTP are a process of their own, those of `Engine.stream` tasks of one even
 time to the first tokens begins when a client asks, and is told of all requests but the first of each client: those come
 in one burst, which an engine answers as fast as it reads their prompts. Ratios are to the mean of the engine's arms.
 
-Who asks the moment that it was answered asks between two steps, and a task in the engine's own process is then in time
-for the next step, which a message over a socket misses. With `--think` clients pause before each request, for times
-that are drawn alike in both arms, so that requests come at any moment of a step in both.
+Who asks the moment that it was answered asks between two steps. With `--think` clients pause before each request, for
+times that are drawn alike in both arms, so that requests come at any moment of a step in both.
 
 Weights of a shape are random; a trace commits as a trained model did, `--steps` the same number of tokens in each.
 """

@@ -19,9 +19,15 @@ Row by row: a padding row influences no other row. Inline: the compiler fuses it
 
 
 def reference(weight: Tensor, ids: Tensor, first: Tensor) -> Tensor:
+    place, outside = place_of(ids, first, weight.shape[0])
+    return F.embedding(place, weight).masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def place_of(ids: Tensor, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of ids in a part of so many, whose first one is of id `first`, and which ids are outside of it: row 0."""
     local = ids - first
-    outside = (local < 0) | (local >= weight.shape[0])
-    return F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside.unsqueeze(-1), 0.0)
+    outside = (local < 0) | (local >= count)
+    return local.masked_fill(outside, 0), outside
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.ops import dequantise
+from dgraph.ops.embedding_part import place_of
 from dgraph.ops.registry import Sample, define
 from dgraph.quantised import WHOLE, dequantised
 
@@ -33,9 +34,7 @@ def reference(
 ) -> Tensor:
     place, outside = ids, None
     if first is not None:
-        place = ids - first
-        outside = (place < 0) | (place >= values.shape[0])
-        place = place.masked_fill(outside, 0)
+        place, outside = place_of(ids, first, values.shape[0])
     high, wide = block
     place = place.flatten()
     of = torch.zeros_like(place) if high == WHOLE else place // high

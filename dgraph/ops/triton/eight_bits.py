@@ -17,7 +17,7 @@ from torch import Tensor
 from dgraph.ops.triton import product_cases, product_roles
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.product import _corner, _live_rows, _rows_of_tile, _store
-from dgraph.ops.triton.stored import Tile
+from dgraph.ops.triton.stored import Tile, tile_for
 from dgraph.quantised import WHOLE, QuantisedRows, QuantisedWeight
 
 TILES = (
@@ -62,7 +62,7 @@ def launch(
         programs = multiprocessors(x.device)
         product_roles.launch(values, numbers, bias, cu_rows, out, choices, programs, GROUP, pair, (scales, by, high))
         return out
-    tile = tile or next(tile for tile in TILES if n <= tile.up_to)
+    tile = tile or tile_for(n, TILES)
     grid = (triton.cdiv(n, tile.rows) * triton.cdiv(d_out, tile.columns // 2 if pair else tile.columns),)
     _multiply_numbers[grid](
         values, scales, numbers, by, scales if bias is None else bias, out,

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
-from dgraph.ops.triton.product import _store
+from dgraph.ops.triton.product import _rows_of_tile, _store
 from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.scales import nearest
+from dgraph.ops.triton.stored import tile_for
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
 TOGETHER = 2048
@@ -28,7 +29,7 @@ def multiply_grouped(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) ->
     """
     (n, d_in), (experts, d_out) = x.shape, weight.shape[:2]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
-    tile = next(tile for tile in TILES if -(-n // experts) <= tile.up_to)
+    tile = tile_for(-(-n // experts), TILES)
     values, numbers = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.values, weight.values))
     scales = weight.scales.contiguous()
     high = d_out if weight.block[0] == WHOLE else weight.block[0]
@@ -67,7 +68,7 @@ def _multiply_group_numbers(
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
     first = tl.program_id(1) * COLUMNS
-    row = tl.minimum(first + tl.arange(0, COLUMNS), d_out - 1)
+    row = _rows_of_tile(first, d_out, COLUMNS, COLUMNS)
     w_at = w_ptr + expert.to(tl.int64) * w_item + row.to(tl.int64) * w_row
     by = tl.load(w_scale_ptr + expert.to(tl.int64) * s_item + row // HIGH)
     for r in range(begin, end, ROWS):

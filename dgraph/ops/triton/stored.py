@@ -13,6 +13,7 @@ Rows of the weight beyond the last one are read as the last one is, and what com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +64,9 @@ SHARES, LEAST = 8, 4
 """Shares of a tile at most, and iterations of a share at least."""
 
 
-def tile_for(rows: int) -> Tile:
+def tile_for(rows: int, tiles: Sequence[Tile] = TILES) -> Tile:
     """The tile for so many rows of x."""
-    return next(tile for tile in TILES if rows <= tile.up_to)
+    return next(tile for tile in tiles if rows <= tile.up_to)
 
 
 @dataclass(frozen=True)
