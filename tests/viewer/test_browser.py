@@ -122,6 +122,13 @@ def test_two_models_side_by_side(server: FakeServer, open_page: Open) -> None:
     assert page.locator(".panel").count() == 1
 
 
+def test_models_are_titled_by_recipe_and_by_a_name_that_says_more(open_page: Open) -> None:
+    with serving(FakeServer({"tiny_sdar:focus": FOCUS, "dense": DENSE, "mine": FOCUS})) as server:
+        titles = open_page(server.address).locator('[name="model"] option')
+        titles.nth(2).wait_for(state="attached")
+        assert titles.all_inner_texts() == ["focus on tiny_sdar", "dense on tiny_sdar", "mine: focus on tiny_sdar"]
+
+
 def test_a_response_can_be_stopped(alone: FakeServer, open_page: Open) -> None:
     alone.held_after = 2
     page = open_page(alone.address)

@@ -63,7 +63,8 @@ function explain(error) {
 
 function title({ id, recipe, model }) {
   if (!recipe) return id;
-  return id === recipe ? `${recipe} on ${model}` : `${id}: ${recipe} on ${model}`;
+  const said = [recipe, model, `${model}:${recipe}`].includes(id);
+  return said ? `${recipe} on ${model}` : `${id}: ${recipe} on ${model}`;
 }
 
 async function load() {
