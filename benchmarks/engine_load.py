@@ -118,19 +118,18 @@ def side_by_side(test: LoadTest, report: Report, policies: Sequence[str], loads:
     report.table("Policies", ["policy", "load", *COLUMNS, "p99 ratio", *INSIDE], rows, note)
 
 
-def concurrency(test: LoadTest, report: Report, policy: str, clients: Sequence[int]) -> None:
-    """Closed loops."""
+def concurrency(test: LoadTest, report: Report, policy: str, clients: Sequence[int], each: int) -> None:
+    """Closed loops, in which every client has so many requests, one after the other."""
     rows: list[list[Cell]] = []
     base: Summary | None = None
     for count in clients:
-        found = test.run(policy, clients=count, count=max(8, 4 * count))
+        found = test.run(policy, clients=count, count=max(8, each * count))
         base = base or found.summary
         rows.append([count, *cells(found.summary, base), *inside(found)])
         report.data[f"{count} clients"] = found.to_json()
         print(f"{count} clients: {found.summary.tokens_per_second:.1f} tokens/s", flush=True)
-    report.table(
-        "Concurrency", ["clients", *COLUMNS, *INSIDE], rows, f"Under {policy}; ratio: to {clients[0]} clients."
-    )
+    note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to {clients[0]} clients."
+    report.table("Concurrency", ["clients", *COLUMNS, *INSIDE], rows, note)
 
 
 def test_of(args: argparse.Namespace) -> LoadTest:
@@ -196,9 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-generate", action="store_true", help="leave batches of Optimized.generate out")
     parser.add_argument("--load", type=float, nargs="+", default=[0.9], help="as shares of the capacity")
     parser.add_argument(
-        "--load-requests", type=int, default=160, help="of policies; latencies leave the first 10 % out"
+        "--load-requests", type=int, default=160, help="of policies; latencies leave the first 10 %% out"
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--each", type=int, default=4, help="requests of a client")
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     test = test_of(args)
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, Callable[[], Any]] = {
         "offline": lambda: offline(test, report, args.policies[0], not args.no_generate),
         "policies": lambda: side_by_side(first_of(test, args.load_requests), report, args.policies, args.load),
-        "clients": lambda: concurrency(test, report, args.policies[0], args.clients),
+        "clients": lambda: concurrency(test, report, args.policies[0], args.clients, args.each),
     }
     for part in args.parts:
         parts[part]()

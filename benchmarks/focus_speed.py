@@ -26,8 +26,8 @@ from dgraph.runtime.session import Progress
 ARMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dense", "dense", {}),
     ("dense, DC+", "dense", {"block_cache": "dc+"}),
-    ("focus, alpha 1.5", "focus", {"alpha": 1.5}),
-    ("focus, alpha 1.2", "focus", {"alpha": 1.2}),
+    ("focus, alpha 1.5", "focus", {"alpha": 1.5, "full_steps": 0}),
+    ("focus, alpha 1.2", "focus", {"alpha": 1.2, "full_steps": 0}),
 )
 
 

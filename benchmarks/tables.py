@@ -28,9 +28,13 @@ class Report:
     tables: list[tuple[str, list[str], list[list[Cell]], str]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], note: str = "") -> None:
-        """Add a table and print it."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], note: str = "", show: bool = True
+    ) -> None:
+        """Add a table; show: and print it."""
         self.tables.append((title, list(columns), [list(r) for r in rows], note))
+        if not show:
+            return
         shown = Table(title=title, caption=note or None)
         for i, column in enumerate(columns):
             shown.add_column(column, justify="left" if i == 0 else "right")

@@ -9,9 +9,10 @@ out; of one rank (each by itself, with the whole model) and of all together. The
 
     products(W) + sums(W) + the rest of one rank's step, a share of which (attention) is divided as well
 
-where products are timed here at the sizes of a rank, sums are those that `benchmarks.collectives` has measured (for its
-number of ranks) or follow from LATENCY and LINK, and the rest is one rank's step without its products: launches, norms,
-attention, and what lies between steps. What is modelled is labelled so; it has not been measured.
+where products are timed here at the sizes of a rank and the rows that steps ran on, sums are those that
+`benchmarks.collectives` has measured (for its number of ranks) or follow from LATENCY and LINK, and the rest is one
+rank's step without its products: launches, norms, attention, and what lies between steps. What is modelled is labelled
+so; it has not been measured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import traceback
@@ -33,7 +35,8 @@ import dgraph.parallel
 from benchmarks.engine_steps import per_step
 from benchmarks.tables import Cell, Report
 from dgraph.api import Optimized
-from dgraph.bench.floor import Device, StepCount, floor_of, work_of
+from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
+from dgraph.bench.measure import Counter
 from dgraph.families import Model
 from dgraph.graph import Graph
 from dgraph.models.shapes import random_model
@@ -51,24 +54,40 @@ TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 512, "intermediat
 
 def measured(model: Model, recipe: str, given: argparse.Namespace, mesh: Any) -> tuple[float, Optimized]:
     """Milliseconds per step over a mesh, or of this process alone."""
-    prompts = [[100 + (7 * at + row) % 1000 for at in range(given.prompt)] for row in range(given.batch)]
     optimized = dgraph.optimize(model, recipe, backend=given.backend, mesh=mesh, artifacts=not given.tiny)
-    block = model.spec.block_length
-    steps = given.steps or max(1, block // 4)
-    times = per_step(optimized, prompts, given.blocks * block, steps, given.repeat)
+    tokens, steps = given.blocks * model.spec.block_length, steps_of(model, given)
+    times = per_step(optimized, prompts_of(given), tokens, steps, given.repeat)
     return statistics.median(times), optimized
 
 
-def sums(graph: Graph, rows: int, world: int, known: Mapping[int, float] | None) -> tuple[float, int]:
-    """Seconds that the sums of a step over ranks take in a row, and how many there are."""
-    calls = graph.find("all_reduce")
+def prompts_of(given: argparse.Namespace) -> list[list[int]]:
+    """As many and as long as asked for."""
+    return [[100 + (7 * at + row) % 1000 for at in range(given.prompt)] for row in range(given.batch)]
+
+
+def steps_of(model: Model, given: argparse.Namespace) -> int:
+    """Steps per block."""
+    return given.steps or max(1, model.spec.block_length // 4)
+
+
+def rows_of_steps(optimized: Optimized, given: argparse.Namespace) -> list[StepCount]:
+    """What the steps of one response ran on, those after an eviction included."""
+    counter = Counter.of(optimized, work_of(optimized.graph("step")))
+    tokens, steps = given.blocks * optimized.spec.block_length, steps_of(optimized.model, given)
+    optimized.generate(input_ids=prompts_of(given), max_new_tokens=tokens, steps=steps, observer=counter)
+    return counter.counts
+
+
+def sums(graph: Graph, counts: Sequence[StepCount], world: int, known: Mapping[int, float] | None) -> tuple[float, int]:
+    """Seconds that the sums of a step over ranks take in a row, in the mean of steps, and how many there are."""
+    row_sets, calls = row_sets_of(graph), graph.find("all_reduce")
     total = 0.0
     for call in calls:
-        value = call.meta["val"]
-        width = 1
-        for size in value.shape[1:]:
-            width *= int(size)
-        total += sum_seconds(rows * width * value.dtype.itemsize, world, known)
+        value, row_set = call.meta["val"], graph.row_set(call)
+        rows = 1.0 if row_set is None else statistics.mean(c.rows[row_sets.index(row_set)] for c in counts)
+        sizes = value.shape if row_set is None else value.shape[1:]
+        width = math.prod(int(size) for size in sizes)
+        total += sum_seconds(round(rows * width * value.dtype.itemsize), world, known)
     gathers = graph.find("all_gather")
     return total + len(gathers) * LATENCY, len(calls) + len(gathers)
 
@@ -97,13 +116,16 @@ def measured_sums(path: Path | None) -> dict[int, dict[int, float]]:
 
 
 def modelled(
-    model: Model, recipe: str, given: argparse.Namespace, step: float, device: torch.device
+    model: Model, recipe: str, given: argparse.Namespace, step: float, counts: Sequence[StepCount], device: torch.device
 ) -> list[list[Cell]]:
-    """Rows of the model's table for one model under a recipe; step: seconds of one rank's."""
+    """Rows of the model's table for one model under a recipe.
+
+    Args:
+        step: seconds of one rank's, in the mean.
+        counts: what steps ran on.
+    """
     captured, times, known = dgraph.capture(model), Device(device), measured_sums(given.collectives)
     chosen = dgraph.recipe(recipe, model.spec)
-    block = model.spec.block_length
-    rows, keys = given.batch * block, given.batch * (given.prompt + given.blocks * block)
     found: list[list[Cell]] = []
     rest = 0.0
     for world in (1, 2, 4, 8):
@@ -112,13 +134,12 @@ def modelled(
             run_passes(divided, [ShardTensorParallel(world)])
         graph = rewrite(divided, chosen)["step"].graph
         work = work_of(graph)
-        sets = len(work.products)
-        floor = floor_of(work, [StepCount((rows,) * sets, (keys,) * sets, rows)], times)
-        head = times_of_head(model, world, rows, times) if work.head is None else floor.head
+        floor = floor_of(work, counts, times)
+        head = times_of_head(model, world, counts, times) if work.head is None else floor.head
         products = floor.linear + floor.experts + head
         if world == 1:
             rest = max(0.0, step - products - floor.attention)
-        took, count = (0.0, 0) if world == 1 else sums(graph, rows, world, known.get(world))
+        took, count = (0.0, 0) if world == 1 else sums(graph, counts, world, known.get(world))
         total = products + floor.attention + took + rest
         source = "measured" if world in known else "link"
         found.append(
@@ -138,12 +159,12 @@ def modelled(
     return found
 
 
-def times_of_head(model: Model, world: int, rows: int, times: Device) -> float:
+def times_of_head(model: Model, world: int, counts: Sequence[StepCount], times: Device) -> float:
     """Seconds of a rank's part of the LM head, where the program does not say."""
-    spec = model.spec
+    spec, rows = model.spec, [count.head for count in counts]
     shape = (-(-spec.vocab // world), width_of(model))
-    times.measure(shape, spec.dtype, [rows])
-    return times.product(shape, spec.dtype, rows)
+    times.measure(shape, spec.dtype, rows)
+    return statistics.mean(times.product(shape, spec.dtype, r) for r in rows)
 
 
 def width_of(model: Model) -> int:
@@ -166,12 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="sizes with which the script itself is tried")
     parser.add_argument("--collectives", type=Path, help="what benchmarks.collectives --json wrote")
-    parser.add_argument("--alone", action="store_true", help="no run of one rank next to that of all")
+    parser.add_argument("--alone", action="store_true", help="no run of one rank next to that of all of them")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if given.alone and ranks == 1:
+        parser.error("--alone leaves one rank out, and there is only one: start it by torchrun, or leave it out")
     mesh = dgraph.parallel.init(kind) if ranks > 1 else None
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     leads, dtype = os.environ.get("RANK", "0") == "0", torch.float32 if kind == "cpu" else torch.bfloat16
@@ -183,9 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for recipe in given.recipes.split(","):
             model = random_model(shape, device, dtype, **changes)
             try:
-                alone = float("nan") if given.alone else measured(model, recipe, given, None)[0]
-                if mesh is None:
-                    model_rows += modelled(model, recipe, given, alone / 1e3, device)
+                alone, optimized = (math.nan, None) if given.alone else measured(model, recipe, given, None)
+                if mesh is None and optimized is not None:
+                    counts = rows_of_steps(optimized, given)
+                    del optimized  # weights that its passes stacked
+                    model_rows += modelled(model, recipe, given, alone / 1e3, counts, device)
                 else:
                     together = measured(model, recipe, given, mesh)[0]
                     rows.append([f"{shape}, {recipe}", alone, together, alone / together])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from dgraph.frontend.frozen import capture_or_load
 from dgraph.graph import Graph
 from dgraph.passes.manager import run_passes
 from dgraph.passes.quantize_weights import SPELLINGS, QuantizeWeights
+from dgraph.settings import named, typed
 from dgraph.spec import ModelSpec
 from dgraph.stored import formats_of
 from dgraph.weights import Quantising, Shapes, Source
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Weights = str | QuantizeWeights | None
-"""How weights are stored: by name ("fp8", "int8", "int4"; "w8a8-fp8", "w8a8-int8" with the rows that they meet), the
-pass with its settings, or as they are."""
+"""How weights are stored: as a text (see `quantising`), the pass with its settings, or as they are."""
 
 # Of a model, its graphs with quantised weights, as long as both live: recipes of one model share these weights.
 _QUANTISED: weakref.WeakKeyDictionary[
@@ -36,17 +37,56 @@ _QUANTISED: weakref.WeakKeyDictionary[
 def quantising(weights: Weights) -> QuantizeWeights | None:
     """The pass that stores weights so; None for weights as they are.
 
+    Args:
+        weights: FORMAT[:KEY=VALUE,...], as "fp8" or "int4:block=1x64,lm_head=true,embeddings=true". The format is one
+            of `SPELLINGS`; "w8a8" alone rounds the rows that meet the weights of a checkpoint that came in 8 bits. A
+            key is a field of `QuantizeWeights`: those of true or false, block as ROWSxCOLUMNS (-1 for all), and which
+            and but, each with one pattern, which may be repeated.
+
     Raises:
-        UnknownName: an unknown format.
-        InputError: neither a name nor the pass.
+        UnknownName: an unknown format or key.
+        InputError: neither a text nor the pass, a value that is none of its key, or what the pass refuses.
     """
     if weights is None or isinstance(weights, QuantizeWeights):
         return weights
     if not isinstance(weights, str):
         raise InputError(f"weights must be the name of a format, or a QuantizeWeights, got {weights!r}.")
-    if weights not in SPELLINGS:
-        raise UnknownName("format of weights", weights, SPELLINGS)
-    return SPELLINGS[weights]
+    name, options = named(weights)
+    if name not in SPELLINGS:
+        raise UnknownName("format of weights", name, SPELLINGS)
+    return replace(SPELLINGS[name], **_settings(weights, options))
+
+
+_NAMED = ("format", "activations")
+"""Fields of `QuantizeWeights` that the name of a format says."""
+
+
+def _settings(weights: str, options: Sequence[str]) -> dict[str, Any]:
+    """Fields of the pass by the KEY=VALUE texts in `weights`."""
+    types = get_type_hints(QuantizeWeights)
+    known = {f.name: types[f.name] for f in fields(QuantizeWeights) if f.compare and f.name not in _NAMED}
+    found: dict[str, Any] = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"weights are FORMAT[:KEY=VALUE,...], got {text!r} as KEY=VALUE in {weights!r}.")
+        if key not in known:
+            raise UnknownName("key of weights", key, known)
+        if known[key] == tuple[str, ...]:
+            found[key] = (*found.get(key, ()), value)
+            continue
+        if key in found:
+            raise InputError(f"{key} is there twice in weights {weights!r}; give it once.")
+        found[key] = typed("of weights,", key, value, bool) if known[key] is bool else _block(value)
+    return found
+
+
+def _block(text: str) -> tuple[int, int]:
+    """ROWSxCOLUMNS."""
+    sizes = re.fullmatch(r"(-?\d+)x(-?\d+)", text)
+    if sizes is None:
+        raise InputError(f"of weights, block is ROWSxCOLUMNS, as 1x128 or 128x128 (-1 for all), got {text!r}.")
+    return int(sizes[1]), int(sizes[2])
 
 
 def graph_of_model(

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dgraph.captured import Weights, quantising
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE, Model, folder_of, resolve
 from dgraph.frontend.frozen import capture_or_load
@@ -22,7 +23,7 @@ from dgraph.passes.manager import run_passes
 from dgraph.passes.quantize_weights import QuantizeWeights
 from dgraph.quantised import WHOLE, Format, QuantisedWeight, packed, quantise, sizes_of
 from dgraph.stored import formats_of
-from dgraph.weights import Shapes
+from dgraph.weights import Shapes, weights_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How names of files of weights end: what is not copied as it is."""
@@ -108,7 +109,7 @@ def _size(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def save_quantised(
     model: str | Path,
     out: str | Path,
-    weights: str | QuantizeWeights = "int4",
+    weights: Weights = "int4",
     *,
     device: str | torch.device = "cpu",
     shard_bytes: int = SHARD_BYTES,
@@ -124,7 +125,7 @@ def save_quantised(
     Args:
         model: the name of an embedded model or a checkpoint folder, of which weights are stored as they are.
         out: the folder to write, which does not exist.
-        weights: "fp8", "int8" or "int4", or a `QuantizeWeights`, which says of which weights.
+        weights: how they are stored, as for `optimize`.
         device: where weights are quantised.
         shard_bytes: of weights in a file at most, unless one weight has more.
         folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`.
@@ -138,9 +139,7 @@ def save_quantised(
     """
     out = Path(out)
     check_out(out)
-    chosen = QuantizeWeights(format=weights) if isinstance(weights, str) else weights
-    if chosen.embeddings:
-        raise InputError("compressed-tensors stores embeddings as they are; leave embeddings= out of what is written.")
+    chosen = check_weights(weights)
     found = resolve(model, opened=True)
     if found.weights is None:
         raise InputError(
@@ -148,13 +147,16 @@ def save_quantised(
         )
     formats = formats_for(found, chosen)
     stored = found.weights.stored()
+    pieces = {
+        name: iter(_pieces(weight, sum(native == name for native, _, _ in stored))) for name, weight in rounded.items()
+    }
     items = [
         _item(
             name,
             tensor,
             formats.get(native),
             [f for f in folds if native in (f.made, *f.read)],
-            rounded.get(native),
+            next(pieces[native]) if native in pieces else None,
             native,
             device,
         )
@@ -170,7 +172,8 @@ def save_quantised(
     folder = folder_of(model)
     if (folder / DIFFERENCE).is_file():
         raise InputError(f"{model} is stored as a difference from its base, and has its tokenizer; give a whole one.")
-    settings = None if format is None else settings_of(format, ignored)
+    embeds, tied = _embeddings(found)
+    settings = None if format is None else settings_of(format, [*ignored, *tied], not embeds.isdisjoint(formats))
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
         made = Path(temporary) / "checkpoint"
         try:
@@ -195,8 +198,25 @@ def check_out(out: Path) -> None:
         raise InputError(f"{out} cannot be written: there is no folder {out.absolute().parent}.")
 
 
+def check_weights(weights: Weights) -> QuantizeWeights:
+    """The pass that says what is stored, and how.
+
+    Raises:
+        UnknownName: an unknown format or key.
+        InputError: rows that are rounded too, which is not of what is stored.
+    """
+    chosen = quantising(weights)
+    if chosen is None or chosen.activations:
+        raise InputError(
+            f"weights {weights!r} cannot be written: a checkpoint stores weights in fp8, int8 or int4, and rows are "
+            f"rounded where it is read (weights='w8a8')."
+        )
+    return chosen
+
+
 def formats_for(model: Model, chosen: QuantizeWeights) -> dict[str, Format]:
-    """What each weight that is chosen is quantised to, by its name in the graph.
+    """What each weight that is chosen is quantised to, by the names that it has in the model, that in the graph among
+    them.
 
     Raises:
         InputError: the model comes quantised.
@@ -208,19 +228,30 @@ def formats_for(model: Model, chosen: QuantizeWeights) -> dict[str, Format]:
         )
     graph = capture_or_load(model.module, model.spec, model.prefix)[0].copy()
     run_passes(graph, [replace(chosen, weights=Shapes())])
-    return formats_of(graph)
+    names = weights_of(model.module, model.prefix)
+    formats = {id(names[name]): format for name, format in formats_of(graph).items()}
+    return {name: formats[id(tensor)] for name, tensor in names.items() if id(tensor) in formats}
+
+
+def _embeddings(model: Model) -> tuple[set[str], list[str]]:
+    """The weights that are vectors of ids, by their names in the graph; and the linear layers that have them, too."""
+    modules = [(name.removeprefix(model.prefix), module) for name, module in model.module.named_modules()]
+    own = {id(module.weight): name for name, module in modules if isinstance(module, nn.Embedding)}
+    tied = [name for name, module in modules if isinstance(module, nn.Linear) and id(module.weight) in own]
+    return {f"{name}.weight" for name in (*own.values(), *tied)}, tied
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------
 
 
-def settings_of(format: Format, ignored: Sequence[str]) -> dict[str, Any]:
+def settings_of(format: Format, ignored: Sequence[str], embeddings: bool = False) -> dict[str, Any]:
     """What config.json says of weights of a format.
 
     Scales by row of "fp8" and "int8" go with activations that are quantised by row as they come.
 
     Args:
         ignored: modules whose weights are not quantised.
+        embeddings: whether vectors of ids are, too.
 
     Raises:
         InputError: blocks that compressed-tensors has no word for.
@@ -245,16 +276,36 @@ def settings_of(format: Format, ignored: Sequence[str]) -> dict[str, Any]:
     activations = None
     if format.kind != "int4" and weights["strategy"] == "channel" and not format.zeros:
         activations = {**weights, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    groups = {"Linear": activations, **({"Embedding": None} if embeddings else {})}
     return {
         "quant_method": "compressed-tensors",
         "format": _FORMATS[format.kind],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {
+            f"group_{i}": {
+                "targets": [of],
+                "weights": weights,
+                "input_activations": rows,
+                "output_activations": None,
+                "format": _FORMATS[format.kind],
+            }
+            for i, (of, rows) in enumerate(groups.items())
+        },
         "ignore": list(ignored),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _pieces(weight: QuantisedWeight, tensors: int) -> list[QuantisedWeight]:
+    """What each of the tensors that a checkpoint stores of a weight has of it: of a stack some rows of an item."""
+    if weight.dim() == 2 or tensors < len(weight):
+        return [weight]
+    each = tensors // len(weight)
+    rows = weight.shape[1] // each
+    return [
+        item.rows(i * rows, (i + 1) * rows) for item in map(weight.__getitem__, range(len(weight))) for i in range(each)
+    ]
 
 
 def _item(

@@ -1,4 +1,4 @@
-"""Settings as values: a frozen dataclass whose fields a function also takes as keywords, and torch's values by name."""
+"""Settings as values: a frozen dataclass whose fields a function also takes as keywords; what texts mean as such."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that weights can have, by name."""
@@ -37,6 +39,36 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
             f"{', '.join(keywords)} cannot be set beside a {kind.__name__}; set it there, with dataclasses.replace."
         )
     return given
+
+
+def named(text: str) -> tuple[str, list[str]]:
+    """NAME[:KEY=VALUE,...] as the name and its KEY=VALUE texts."""
+    name, colon, options = text.partition(":")
+    return name, options.split(",") if colon else []
+
+
+def typed(what: str, key: str, text: str, kind: type) -> Any:
+    """A text as a bool, a number or a string.
+
+    Args:
+        what, key: what has that value, for messages.
+        text: of the value.
+        kind: bool, int or float; anything else is the text itself.
+
+    Raises:
+        InputError: a text that is no such value.
+    """
+    if kind is bool:
+        if text.lower() not in _TRUTH:
+            raise InputError(f"{what} {key} is true or false, got {text!r}.")
+        return _TRUTH[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            expected = "a whole number" if kind is int else "a number (inf allowed)"
+            raise InputError(f"{what} {key} is {expected}, got {text!r}.") from None
+    return text
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -56,7 +56,12 @@ _PER = {
     "entries": "packed",
     "sequences": "packed",
 }
-_RESETS = {"sequence": ("step", "block", "response"), "position": ("never", "response"), "packed": ("never",)}
+_RESETS = {
+    "sequence": ("step", "block", "response"),
+    "position": ("never", "response"),
+    "window": ("never", "block"),
+    "packed": ("never",),
+}
 
 
 def of_window(name: str, window: int) -> str:
@@ -83,7 +88,9 @@ class InputSpec:
       its first step, so that a step may read what the one before it wrote; with "never" anything finite.
       A cache that is read by rows which see a window of W positions alone may say so, `("pages_W", "page", ...)`: its
       pages are others, its table is `InputSpec("page_table_W", torch.int32, ("b", "P_W"))` (see `of_window`), and a
-      position is gone once it is behind the windows of all rows to come. Such a cache is never reset.
+      position is gone once it is behind the windows of all rows to come. What each row reads of its own position alone
+      is a window of 1, `("pages_1", "page", ...)`: of a sequence, as many positions as a step forwards. With
+      `reset="block"` such pages hold `initial` before the first step of each block.
     - per sequence, a state that goes from step to step: `InputSpec("level", torch.float32, ("b",), reset="block",
       initial=1.0)`, and an output of the graph of the same name and type. What a step returns, the next step of the
       sequence is given; it holds `initial` in the first step of a block or of a response, as `reset` says. In a prefill
@@ -113,11 +120,9 @@ class InputSpec:
     budgets: int = 0
 
     def __post_init__(self) -> None:
-        allowed = _RESETS.get(self.per, ("step",))
+        allowed = _RESETS.get("window" if self.window and self.in_place else self.per, ("step",))
         if not self.reset:
             object.__setattr__(self, "reset", allowed[0])
-        if self.window:
-            allowed = allowed[:1]
         if self.reset not in allowed:
             raise InputError(
                 f"input {self.name!r}: an input per {self.per} (shape {self.shape}) resets with "

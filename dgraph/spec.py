@@ -145,15 +145,22 @@ class ModelSpec:
         """Whether blocks begin at multiples of their length; else they follow what is known."""
         return self.attention == "block_causal" and self.encoding == "block"
 
+    @property
+    def two_modes(self) -> bool:
+        """Whether it denoises a block, and then encodes it by a forward of another kind: a causal one, or one that also
+        predicts the next token. So a step forwards rows of one block of a sequence alone.
+        """
+        return self.encoding == "causal" or self.next_token
+
     def check_keys(self, recommit: bool, kept: object | None) -> None:
-        """Refuse what cannot be done with the keys of a model that predicts the next token where it writes them.
+        """Refuse what cannot be done with the keys of a model that forwards a finished block again to write them.
 
         Args:
             recommit: whether all rows of a finished block are forwarded again.
             kept: the plan of which keys stay; None for all.
 
         Raises:
-            InputError: a finished block is not forwarded, or not all keys stay.
+            InputError: a finished block is not forwarded, or not all keys stay of a model without a mask token.
         """
         if self.noise == "uniform" and not recommit:
             raise InputError(
@@ -169,12 +176,6 @@ class ModelSpec:
             raise InputError(
                 f"{self.family}: the forward of a finished block predicts the next token, and recommit=False leaves it "
                 f"out; use recommit=True."
-            )
-        if self.next_token and kept is not None:
-            raise InputError(
-                f"{self.family}: the forward of a finished block predicts the next token from all keys, but {kept} "
-                f"keeps some of them, and no publication says what that forward reads then; use a recipe that keeps "
-                f"all, such as 'dense' or 'dyllm'."
             )
 
     def check_masks(self, what: str) -> None:

@@ -171,7 +171,7 @@ def _writes(graph: Graph) -> Iterable[str]:
                 continue
             written.add(value)
         for cache in (value for value in op.read(args_of(node)) if isinstance(value, Node)):
-            remembers = "input" in cache.meta and graph.inputs[cache.meta["input"]].reset == "response"
+            remembers = "input" in cache.meta and graph.inputs[cache.meta["input"]].reset != "never"
             if cache in mutable and cache not in written and not remembers:
                 got = f"{where(node)} ({op_name(node.target)}) reads {cache.name} before its write"
                 yield f"{got}; expected the write first"

@@ -109,7 +109,12 @@ def open_weights(
     """
     tensors: Mapping[str, Tensor | Quantised] = read_tensors(folder, base)
     if settings := settings_of(read_config(folder)):
-        tensors = find_quantised(tensors, settings, f"checkpoint {folder}")
+
+        def embeddings(there: Container[str]) -> set[str]:
+            names, of = (f"{name}.weight" for name in _embeddings(model)), layout(model, there)
+            return {block for name in names for block in of[name]}
+
+        tensors = find_quantised(tensors, settings, f"checkpoint {folder}", embeddings)
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
     names = match(model, layout(model, tensors), tensors, f"checkpoint {folder}", belong)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -129,9 +134,17 @@ def open_weights(
         formats[name] = quantised[0].format
         for part, each in zip(PARTS, zip(*(block.parts for block in quantised), strict=True), strict=False):
             stored[f"{name}{part}"] = list(each)
-    by_parameter = {id(parameters[name]): blocks for name, blocks in stored.items() if name in parameters}
-    tied = {name: by_parameter[id(parameter)] for name, parameter in parameters.items() if name not in stored}
-    return WeightSource({**stored, **tied}, formats, plainly), dtype
+    by_parameter = {id(parameters[name]): name for name in names if name in parameters}
+    for name in [name for name in parameters if name not in names]:
+        same = by_parameter[id(parameters[name])]
+        stored |= {f"{name}{part}": stored[f"{same}{part}"] for part in PARTS if f"{same}{part}" in stored}
+        formats |= {name: formats[same]} if same in formats else {}
+    return WeightSource(stored, formats, plainly), dtype
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    """The paths of modules that look up vectors of ids."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
 def make_hollow(model: Any, dtype: torch.dtype, device: torch.device) -> None:

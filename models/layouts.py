@@ -27,6 +27,9 @@ from dgraph.weights import Made, Stored, made
 UNREAD = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale")
 """Tensors of scales of activations, keys and values, which are not read."""
 
+EMBEDDING = "Embedding"
+"""The class of modules that look up vectors of ids; other classes that a layout names have linear layers."""
+
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight 4-bit numbers of a word, from the lowest bits on, each of eight neighbouring outputs is."""
 
@@ -89,11 +92,13 @@ class Module:
         name: its path.
         method: by which it was quantised.
         tensors: by the last part of their names.
+        embeds: whether it looks up vectors of ids, and is no linear layer.
     """
 
     name: str
     method: str
     tensors: Mapping[str, Tensor]
+    embeds: bool = False
 
     def get(self, leaf: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None) -> Tensor:
         """A tensor.
@@ -194,24 +199,24 @@ def compressed_tensors(settings: Mapping[str, Any]) -> Layout:
             f"{', '.join(sorted(known))}."
         )
     leaves = "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
-    return Layout(leaves, lambda module: _compressed(module, _scheme(groups, module.name)))
+    return Layout(leaves, lambda module: _compressed(module, _scheme(groups, module)))
 
 
-def _scheme(groups: Mapping[str, Mapping[str, Any]], module: str) -> Mapping[str, Any]:
+def _scheme(groups: Mapping[str, Mapping[str, Any]], module: Module) -> Mapping[str, Any]:
     """How the weights of a module are quantised: what names it goes before a pattern, and that before a class."""
     ranked: list[tuple[int, Mapping[str, Any]]] = []
     for group in groups.values():
         for target in group.get("targets") or ():
-            if target == module:
+            if target == module.name:
                 ranked.append((0, group))
-            elif target.startswith("re:") and re.match(target[3:], module):
+            elif target.startswith("re:") and re.match(target[3:], module.name):
                 ranked.append((1, group))
-            elif target.isidentifier():
+            elif target.isidentifier() and (target == EMBEDDING) == module.embeds:
                 ranked.append((2, group))
     found = min(ranked, key=lambda pair: pair[0])[1] if ranked else {}
     scheme: Mapping[str, Any] | None = found.get("weights")
     if scheme is None:
-        raise CheckpointError(f"{module} is stored quantised, but no group of config_groups says how.")
+        raise CheckpointError(f"{module.name} is stored quantised, but no group of config_groups says how.")
     return scheme
 
 

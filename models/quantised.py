@@ -7,7 +7,7 @@ activations are not read: activations are measured as they come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,10 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def find_quantised(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], what: str
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    what: str,
+    embeddings: Callable[[Container[str]], Container[str]] = lambda there: (),
 ) -> dict[str, Tensor | Quantised]:
     """A checkpoint's tensors by name, of quantised layers one `Quantised` under the weight's name in place of all.
 
@@ -42,6 +45,7 @@ def find_quantised(
         tensors: as they are stored.
         settings: see `settings_of`.
         what: how a message begins.
+        embeddings: which of the names of weights that are there are vectors of ids.
 
     Raises:
         CheckpointError: a method or layout that is not known; a tensor is missing, or not of the shape or dtype that
@@ -63,10 +67,11 @@ def find_quantised(
                 modules.setdefault(module, {})[leaf] = tensor
             elif leaf not in layouts.UNREAD:
                 found[name] = tensor
+        embed = embeddings({*found, *(f"{module}.weight" for module in modules)})
         for module, parts in modules.items():
             weight = f"{module}.weight"
             plain = set(parts) == {"weight"} and parts["weight"].is_floating_point() and parts["weight"].itemsize > 1
-            found[weight] = parts["weight"] if plain else layout.make(Module(module, method, parts))
+            found[weight] = parts["weight"] if plain else layout.make(Module(module, method, parts, weight in embed))
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dgraph.errors import UnknownName
 from dgraph.families import Model
-from dgraph.models import dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, sdar, sdar_moe
+from dgraph.models import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, sdar, sdar_moe
 from dgraph.models.checkpoint import make_hollow
 from dgraph.models.moe import MoEFamily
 from dgraph.models.remote_code import RemoteCodeFamily
@@ -160,6 +160,30 @@ SHAPES: dict[str, tuple[RemoteCodeFamily | MoEFamily, dict[str, Any]]] = {
         nemotron.family,
         {**_MINISTRAL, "hidden_size": 5120, "intermediate_size": 16384, "num_hidden_layers": 40},
     ),
+    "diffusion-gemma-26b-a4b": (
+        diffusion_gemma.family,
+        {
+            "vocab_size": 262144,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 512,
+            "sliding_window": 1024,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": True,
+            "canvas_length": 256,
+        },
+    ),
     "dream-7b": (
         dream.family,
         {
@@ -228,8 +252,8 @@ class Drawn(WeightSource):
     def __init__(self, model: nn.Module, seed: int):
         super().__init__({})
         first: dict[int, str] = {}
-        named = model.named_parameters(remove_duplicate=False)
-        self._names, self._seed = {name: first.setdefault(id(p), name) for name, p in named}, seed
+        stored = model.state_dict(keep_vars=True)  # parameters, and the buffers that a checkpoint has
+        self._names, self._seed = {name: first.setdefault(id(each), name) for name, each in stored.items()}, seed
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -139,6 +139,8 @@ def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
     optimized.__dict__.update(dense.__dict__, model=model)
     with pytest.raises(InputError, match=r"prompts must be texts, got 3; pass ids as input_ids"):
         optimized.generate([3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match=r"prompts must be texts, got \{'type': 'image_url'\}"):
+        optimized.generate(["what is this?", {"type": "image_url"}])  # type: ignore[list-item]
     with pytest.raises(InputError, match=r"prompt 0 is empty"):
         optimized.generate("")
     result = optimized.generate(["ab", "c"], max_new_tokens=3)

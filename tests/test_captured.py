@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import dgraph
 from dgraph.captured import graph_of_model, quantising
 from dgraph.cli import app
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.families import resolve
 from dgraph.passes import QuantizeWeights
 from dgraph.private.torch import StorageWatch
+from dgraph.saving import save_quantised
 from dgraph.stored import formats_of
 from dgraph.weights import Quantising, Shapes
 from tests.cli.folders import write_checkpoint
@@ -79,6 +81,39 @@ def test_names_of_what_is_quantised() -> None:
     assert quantising("fp8") == QuantizeWeights("fp8")
     assert quantising("w8a8-fp8") == QuantizeWeights("fp8", activations=True)
     assert quantising("w8a8-int8") == QuantizeWeights("int8", activations=True)
+    assert quantising("w8a8") == QuantizeWeights(None, activations=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("fp8:embeddings=true,lm_head=true", QuantizeWeights("fp8", embeddings=True, lm_head=True)),
+        ("w8a8-int8:lm_head=yes", QuantizeWeights("int8", activations=True, lm_head=True)),
+        ("int4:block=1x64,zeros=true", QuantizeWeights("int4", (1, 64), zeros=True)),
+        ("int8:block=-1x-1,router=1", QuantizeWeights("int8", (-1, -1), router=True)),
+        ("fp8:which=*.mlp.*,which=*.layers.0.*", QuantizeWeights("fp8", which=("*.mlp.*", "*.layers.0.*"))),
+        ("fp8:but=*.down_proj.*,zeros=false", QuantizeWeights("fp8", but=("*.down_proj.*",))),
+    ],
+    ids=str,
+)
+def test_settings_after_a_name(text: str, step: QuantizeWeights) -> None:
+    assert quantising(text) == step
+
+
+def test_every_setting_of_the_pass_has_a_spelling() -> None:
+    with pytest.raises(UnknownName) as told:
+        quantising("fp8:head=true")
+    named = {f.name for f in fields(QuantizeWeights)} - {"format", "activations", "weights"}
+    assert set(told.value.known) == named
+
+
+def test_rows_meet_what_a_checkpoint_stores(folder: Path, tmp_path: Path) -> None:
+    stored = save_quantised(folder, tmp_path / "int8", "int8").folder
+    want = graph_of_model(resolve(folder, opened=True), None, quantising("w8a8-int8"))
+    found = graph_of_model(resolve(stored, opened=True), None, quantising("w8a8"))
+    assert len(found.find("round_rows")) == len(want.find("round_rows")) > 0
+    with pytest.raises(PassError, match=r"applied nowhere[^$]*q_proj\.weight is stored as it is"):
+        graph_of_model(resolve(folder, opened=True), None, quantising("w8a8"))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +121,15 @@ def test_names_of_what_is_quantised() -> None:
     [
         ("w8a8-int4", UnknownName, "w8a8-int8"),
         ("int7", UnknownName, "int8"),
+        ("fp8:lm_hed=true", UnknownName, "unknown key of weights 'lm_hed'. Did you mean 'lm_head'"),
+        ("fp8:activations=true", UnknownName, "unknown key of weights 'activations'"),
+        ("fp8:lm_head", InputError, r"FORMAT\[:KEY=VALUE,...\], got 'lm_head' as KEY=VALUE in 'fp8:lm_head'"),
+        ("fp8:", InputError, "got '' as KEY=VALUE"),
+        ("fp8:lm_head=maybe", InputError, "lm_head is true or false, got 'maybe'"),
+        ("fp8:lm_head=true,lm_head=false", InputError, "lm_head is there twice"),
+        ("int4:block=64", InputError, "block is ROWSxCOLUMNS, as 1x128 .* got '64'"),
+        ("int4:block=0x8", InputError, "at least 1 each"),
+        ("w8a8-int8:block=1x64", InputError, "one scale for each row"),
         (8, InputError, "the name of a format"),
         (torch.int8, InputError, "got torch.int8"),
     ],
@@ -110,6 +154,11 @@ def test_the_command_line_quantises(folder: Path) -> None:
     assert (
         "dgraph.dequantise(self_attn.q_proj.weight, self_attn.q_proj.weight_scale, None, [1, 128], f32)" in done.output
     )
+    head = "int8:lm_head=true,embeddings=true"
+    done = run(app, ["dump", str(folder), "--weights", head])
+    assert done.exit_code == 0, done.output
+    assert "dgraph.dequantise(lm_head.weight, lm_head.weight_scale," in done.output
+    assert "embed_tokens.weight_scale" in done.output
     wrong = run(app, ["dump", str(folder), "--weights", "int5"])
     assert wrong.exit_code != 0
     assert "int4" in wrong.output

@@ -28,7 +28,7 @@ def dense() -> dgraph.Optimized:
 
 @pytest.fixture(scope="module")
 def focus() -> dgraph.Optimized:
-    return dgraph.optimize("tiny_sdar", "focus", backend="eager")
+    return dgraph.optimize("tiny_sdar", "focus", full_steps=0, backend="eager")
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PRESETS if not renoises(PRESETS[name])))

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import dgraph
+from dgraph.captured import quantising
 from dgraph.errors import CheckpointError, InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.models.checkpoint import INDEX
@@ -31,6 +33,8 @@ FORMATS = {
     "int8": QuantizeWeights("int8"),
     "int8 with zeros": QuantizeWeights("int8", zeros=True),
     "int4": QuantizeWeights("int4", (1, 8)),
+    "int8, LM head and embeddings": QuantizeWeights("int8", lm_head=True, embeddings=True),
+    "int4 with zeros and embeddings": QuantizeWeights("int4", (1, 16), zeros=True, embeddings=True),
     "int4 with zeros, all but some": QuantizeWeights("int4", (1, 16), zeros=True, lm_head=True, but=("*.k_proj.*",)),
 }
 
@@ -43,6 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 captured = functools.cache(dgraph.capture)
+
+
+def stored_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def same(saved: Path, original: Path, step: QuantizeWeights) -> Graph:
@@ -64,6 +72,31 @@ def test_what_is_read_again_is_what_was_quantised(name: str, folder: Path, tmp_p
     assert saved.after < saved.before / 2
     assert saved.before == sum(weight.nbytes for weight in weights().values())
     assert {file.name for file in tmp_path.iterdir()} == {"saved"}
+
+
+@pytest.mark.parametrize("text", ["fp8:embeddings=true,lm_head=true", "int4:block=1x8,embeddings=true,lm_head=true"])
+def test_an_embedding_that_is_the_head_is_stored_once(text: str, tmp_path: Path) -> None:
+    config, step = {**CONFIG, "tie_word_embeddings": True}, quantising(text)
+    assert step is not None
+    tensors = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
+    folder = write(tmp_path / "tied", config, tensors)
+    saved = save_quantised(folder, tmp_path / "q", text)
+    graph = same(saved.folder, folder, step)
+    assert saved.quantised == len(formats_of(graph)) == 7 * config["num_hidden_layers"] + 1
+    assert {name for name in stored_in(saved.folder) if "lm_head" in name} == set()
+    assert tokens_of(saved.folder) == tokens_of(folder, weights=text)
+
+
+def test_embeddings_are_a_group_of_their_own(folder: Path, tmp_path: Path) -> None:
+    saved = save_quantised(folder, tmp_path / "q", "fp8:embeddings=true").folder
+    settings = json.loads((saved / "config.json").read_text())["quantization_config"]
+    linear, embedding = settings["config_groups"].values()
+    assert (linear["targets"], embedding["targets"]) == (["Linear"], ["Embedding"])
+    assert linear["weights"] == embedding["weights"]
+    assert linear["input_activations"]["dynamic"]
+    assert embedding["input_activations"] is None, "ids are no rows to round"
+    assert settings["ignore"] == ["lm_head"]
+    assert stored_in(saved)["model.embed_tokens.weight"].dtype == torch.float8_e4m3fn
 
 
 def test_it_decodes_as_the_original_with_quantised_weights(folder: Path, tmp_path: Path) -> None:
@@ -122,7 +155,8 @@ def test_an_interrupted_writing_leaves_nothing(folder: Path, tmp_path: Path) -> 
         (".", "int8", InputError, "exists already; give a folder that does not"),
         ("a/b", "int8", InputError, "cannot be written: there is no folder .*a"),
         ("q", "int5", UnknownName, "unknown format of weights 'int5'"),
-        ("q", QuantizeWeights("fp8", embeddings=True), InputError, "compressed-tensors stores embeddings as they are"),
+        ("q", "w8a8", InputError, "weights 'w8a8' cannot be written"),
+        ("q", None, InputError, "weights None cannot be written"),
         ("q", QuantizeWeights("fp8", (WHOLE, 8)), InputError, "compressed-tensors has no word for blocks of -1 x 8"),
     ],
 )

@@ -127,6 +127,7 @@ def rows_of(sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = N
         "temperature": torch.zeros(len(ids)),
         "seed": torch.arange(len(ids)) * 7 + 1,
         "average": torch.ones(len(counts)),
+        "block_step": torch.ones(len(counts), dtype=torch.int32),
         "reached": torch.tensor(starts, dtype=torch.int32) - 1,
     }
 

@@ -47,13 +47,29 @@ class StepCount:
 
     Attributes:
         rows: live rows of each row set: all, those that are kept, those of them that are masked.
-        keys: positions of the KV cache that one attention on each row set reads, over all sequences.
+        keys: positions of the KV cache that one attention on each row set reads, over all sequences; by the window
+            that its layer sees, 0 where that sees all.
         head: rows that got logits.
     """
 
     rows: tuple[int, ...]
-    keys: tuple[int, ...]
+    keys: tuple[Mapping[int, int], ...]
     head: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an attention reads and writes.
+
+    Attributes:
+        key_bytes: of one position of K and V, with their scales if they have some.
+        query_bytes: of one row of queries and results.
+        window: positions that its rows see of what comes before; 0 for all.
+    """
+
+    key_bytes: int
+    query_bytes: int
+    window: int
 
 
 @dataclass(frozen=True)
@@ -64,9 +80,8 @@ class Work:
         products: per row set the linear layers and the mixtures of experts on it, and how many have that shape.
         listed: the same of those on rows that a step finds salient, how many only the device knows: one row counts.
         masked: whether the last row set is that of the masked rows (OnlyMasked).
-        attentions: per row set, how many.
+        attentions: per row set those on it, by what they read, and how many read as much.
         head: the LM head's weight, if it takes the masked rows alone.
-        key_bytes, query_bytes: of one position of K and V, and of one row of queries and results.
         dtype: of the weights.
         spared: by product, how many bytes less than in that dtype its weights take as they are stored; of products of
             one shape, the most of any.
@@ -75,14 +90,17 @@ class Work:
 
     products: tuple[dict[Shape, int], ...]
     listed: dict[Shape, int]
-    attentions: tuple[int, ...]
+    attentions: tuple[dict[Reading, int], ...]
     masked: bool
     head: Shape | None
-    key_bytes: int
-    query_bytes: int
     dtype: torch.dtype
     spared: Mapping[Shape, int] = field(default_factory=dict)
     narrow: frozenset[Shape] = frozenset()
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """Of its attentions."""
+        return frozenset(reading.window for found in self.attentions for reading in found)
 
 
 @dataclass(frozen=True)
@@ -106,17 +124,23 @@ class Floor:
         return {name: 1e3 * seconds for name, seconds in found.items() if seconds or name != "experts"}
 
 
+def row_sets_of(graph: Graph) -> list[str]:
+    """The row sets of a step program, in the order of `Work` and `StepCount`."""
+    return list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
+
+
 def work_of(graph: Graph) -> Work:
     """What the graph of a step multiplies and reads. Experts count as their two grouped products, with rows that are
-    routed at random; what orders the rows does not. Attention that updates or selects is not counted, so the floor of
-    such programs is below what they must do.
+    routed at random; what orders the rows does not. Vocabulary attention counts as two products on all of its rows,
+    those of a head that keeps its logits and of the mean embedding. Attention that updates or selects is not counted,
+    so the floor of such programs is below what they must do.
     """
     graph = as_taken(graph)
-    row_sets = list(dict.fromkeys(r for n in graph.calls if (r := graph.row_set(n)) is not None))
+    row_sets = row_sets_of(graph)
     products: list[dict[Shape, int]] = [{} for _ in row_sets]
     spared: dict[Shape, int] = {}
     narrow: set[Shape] = set()
-    attentions = [0] * len(row_sets)
+    attentions: list[dict[Reading, int]] = [{} for _ in row_sets]
     listed: dict[Shape, int] = {}
     linears, mixed = {linear.node: linear for linear in linears_of(graph.calls)}, graph.find("experts")
     for node in [*linears, *mixed]:
@@ -126,24 +150,28 @@ def work_of(graph: Graph) -> Work:
         _spare(spared, shape, args_of(node)[3:5] if node in mixed else [linears[node].weight])
         if is_taken(args_of(node)[0]):
             narrow.add(shape)
+    for node in [*graph.find("vocabulary_attention"), *graph.find("vocabulary_part")]:
+        x, weight = args_of(node)[:2]
+        ids, width = map(int, weight.meta["val"].shape)
+        known = products[row_sets.index(str(graph.row_set(x)))]
+        for shape in ((ids, width), (width, ids)):
+            known[shape] = known.get(shape, 0) + 1
     for node in graph.find("paged_attention"):
-        attentions[row_sets.index(str(graph.row_set(node)))] += 1
+        read, count = _reading(node), attentions[row_sets.index(str(graph.row_set(node)))]
+        count[read] = count.get(read, 0) + 1
     last = head_of(graph)
     head = None if isinstance(last, str) or last.kind != "head" else last  # logits are counted among the products
     if head is not None:
         _spare(spared, head.shape, [head.weight])
         if is_taken(head.x):
             narrow.add(head.shape)
-    spec = graph.spec
     return Work(
         tuple(products),
         listed,
         tuple(attentions),
         head is not None and of_masked(graph, head.x),
         head.shape if head is not None else None,
-        _key_bytes(graph),
-        2 * spec.heads * spec.head_dim * spec.dtype.itemsize,
-        spec.dtype,
+        graph.spec.dtype,
         spared,
         frozenset(narrow),
     )
@@ -188,14 +216,14 @@ def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
     return max(seconds - less / device.bandwidth, (whole - less) / device.bandwidth)
 
 
-def _key_bytes(graph: Graph) -> int:
-    """Bytes of a position in what an attention reads: keys, values, and their scales if they have some."""
-    spec = graph.spec
-    for attention in graph.find("paged_attention"):
-        op = OPS["paged_attention"]
-        read = op.values([*op.scales, *op.scales.values()], args_of(attention))
-        return sum(math.prod(node.meta["val"].shape[2:]) * node.meta["val"].dtype.itemsize for node in read)
-    return 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+def _reading(attention: Node) -> Reading:
+    """What a dgraph::paged_attention reads, from its arguments: heads and their size may be others in each layer."""
+    op, args = OPS["paged_attention"], args_of(attention)
+    caches = [node for node in op.values([*op.scales, *op.scales.values()], args) if node is not None]
+    keys = sum(math.prod(node.meta["val"].shape[2:]) * node.meta["val"].dtype.itemsize for node in caches)
+    q = args[0].meta["val"]
+    window = next(iter(op.values("window", args)), 0)
+    return Reading(keys, 2 * math.prod(q.shape[1:]) * q.dtype.itemsize, window)
 
 
 def _mixture(node: Node) -> Mixture:
@@ -298,8 +326,9 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
             else:
                 linear += seconds
     for stage, attentions in enumerate(work.attentions):
-        moved = sum(c.keys[stage] * work.key_bytes + c.rows[stage] * work.query_bytes for c in counts)
-        attention += attentions * moved / device.bandwidth
+        for read, times in attentions.items():
+            moved = sum(c.keys[stage][read.window] * read.key_bytes + c.rows[stage] * read.query_bytes for c in counts)
+            attention += times * moved / device.bandwidth
     if work.head is not None:
         rows = [c.head for c in counts]
         device.measure(work.head, work.dtype, rows)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dgraph.api import Optimized, optimize
 from dgraph.bench.arms import Arm
-from dgraph.bench.floor import Device, Floor, StepCount, floor_of, work_of
+from dgraph.bench.floor import Device, Floor, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load
 from dgraph.bench.profile import Enough, Profile, StepProfiler
 from dgraph.bench.record import evicts
+from dgraph.engine.kv_cost import KVCost
 from dgraph.families import Model
 from dgraph.runtime.session import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 class Memory:
     """Bytes on the device.
 
-    weights: of the model, stacked ones once; kv: of the prompts' positions and those of their new tokens; peak: most
-    that was allocated at a time, None on a CPU; reserved: most that the allocator held, graphs included, None on a CPU.
+    weights: of the model, stacked ones once; kv: of what the prompts and their new tokens keep, in whole pages; peak:
+    most that was allocated at a time, None on a CPU; reserved: most that the allocator held, graphs included, None on a
+    CPU.
     """
 
     weights: int
@@ -128,13 +130,20 @@ class Measured:
 class Counter:
     """An observer that counts the rows of each step.
 
-    evicts: whether the step program does. masked: whether its last layer runs on masked rows alone.
+    evicts: whether the step program does. masked: whether its last layer runs on masked rows alone. windows: that its
+    layers see, 0 for all positions.
     """
 
     evicts: bool
     masked: bool = False
+    windows: frozenset[int] = frozenset({0})
     counts: list[StepCount] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, optimized: Optimized, work: Work) -> Counter:
+        """For a program whose steps do that work."""
+        return cls(evicts(optimized), work.masked, work.windows)
 
     def __call__(self, record: StepRecord) -> None:
         """Count one step."""
@@ -147,9 +156,22 @@ class Counter:
         if self.masked:
             found.append((head, limit))
         rows = [int(live.sum()) for live, _ in found]
-        keys = [int(_largest(record.sequence[live], seen[live]).sum()) for live, seen in found]
+        keys = [{window: self._keys(record, live, seen, window) for window in self.windows} for live, seen in found]
         self.counts.append(StepCount(tuple(rows), tuple(keys), int(head.sum())))
         self.committed.append(int(record.committed.sum()))
+
+    @staticmethod
+    def _keys(record: StepRecord, live: Tensor, limit: Tensor, window: int) -> int:
+        """Positions that attention of the live rows reads: up to the largest limit of a sequence, where there is a
+        window from the first position on that one of its rows sees.
+        """
+        sequence, end = record.sequence[live], limit[live]
+        if not window:
+            return int(_largest(sequence, end).sum())
+        assert record.origin is not None, "rows that see a window say where they begin"
+        before = (record.origin[live].long() - window + 1).clamp(min=0)
+        # The least of them is the limit less the largest distance to it.
+        return int(_largest(sequence, _largest(sequence, end)[sequence] - before).sum())
 
 
 def _largest(sequence: Tensor, value: Tensor) -> Tensor:
@@ -237,7 +259,7 @@ class Bench:
         memory = self._memory(optimized)
         tell("counting rows")
         work = work_of(optimized.graph("step"))
-        counter = Counter(evicts(optimized), work.masked)
+        counter = Counter.of(optimized, work)
         self._generate(optimized, observer=counter)
         profile = self._profile(optimized, runs[-1].steps, tell) if on_gpu else None
         tell("floor")
@@ -278,10 +300,11 @@ class Bench:
             for phase in optimized.phases.values()
             for t in phase.graph.tensors.values()
         }
-        spec = self.model.spec
-        position = 2 * spec.layers * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        inputs = {name: one for phase in optimized.phases.values() for name, one in phase.graph.inputs.items()}
+        cost = KVCost.of(inputs.values(), self.model.spec, optimized.page_size, optimized.recipe.kv)
+        kv = sum(cost.sequence(len(p) + self.load.tokens, self.load.tokens) for p in self.load.prompts)
         peak = reserved = None
         if self.device.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device.device)
             reserved = torch.cuda.max_memory_reserved(self.device.device)
-        return Memory(sum(storages.values()), position * self.load.positions, peak, reserved)
+        return Memory(sum(storages.values()), kv, peak, reserved)

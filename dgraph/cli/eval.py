@@ -12,6 +12,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.output import ERR, complain, print_json, print_table, print_text, status
 from dgraph.errors import InputError, UnknownName
+from dgraph.settings import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +55,9 @@ def evaluate(
     weights: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FORMAT",
-            help="Store weights as fp8, int8, int4, w8a8-fp8 or w8a8-int8; may be repeated. "
-            "What --against names keeps them as they are.",
+            metavar=given.FORMAT,
+            help="Store weights as fp8, int8, int4, w8a8-fp8, w8a8-int8 or fp8:lm_head=true,embeddings=true; may be "
+            "repeated. What --against names keeps them as they are.",
             show_default="as they are",
         ),
     ] = None,
@@ -114,9 +115,11 @@ def evaluate(
     fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
-    """Measure exact match by task, steps, rows per token, and agreement with the dense model; for recipes that skip
-    rows by layer (dyllm, dllm_cache), which share of them each layer computes. Each arm is compared with --against on
-    the same prompts. With --judge also how likely the responses are under an autoregressive model.
+    """Measure exact match by task, steps, rows per token, and agreement with the dense model.
+
+    For recipes that skip rows by layer (dyllm, dllm_cache), also which share of them each layer computes. Each arm is
+    compared with --against on the same prompts. With --judge also how likely the responses are under an autoregressive
+    model.
 
     Every recipe runs under every rule. With --out a run that was interrupted goes on where it stopped, and one that
     is complete prints at once.
@@ -192,11 +195,11 @@ def _choices(
     from dgraph.runtime.policies import options_of as rule_options
 
     def recipe_choice(text: str) -> Choice:
-        name, options = _split(text)
+        name, options = named(text)
         return Choice(name, given.recipe_options(name, options))
 
     def rule_choice(text: str) -> Choice:
-        name, options = _split(text)
+        name, options = named(text)
         return Choice(name, _rule_values(name, rule_options(name), options))
 
     short = {key: value for key, value in (("threshold", threshold), ("steps", steps)) if value is not None}
@@ -215,12 +218,6 @@ def _choices(
             raise InputError(f"--sweep takes KEY=V1,V2,..., got {text!r}.")
         sweeps[key] = [_swept(key, value, recipes, rules) for value in values.split(",")]
     return recipes, rules, sweeps, None if against == NONE else recipe_choice(against)
-
-
-def _split(text: str) -> tuple[str, list[str]]:
-    """NAME:KEY=VALUE,... as a name and its options."""
-    name, colon, options = text.partition(":")
-    return name, options.split(",") if colon else []
 
 
 def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choice]) -> Any:

@@ -10,11 +10,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.settings import DTYPES
+from dgraph.settings import DTYPES, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
 
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+FORMAT = "FORMAT[:KEY=VALUE,...]"
+"""How weights are stored, as a text; see `dgraph.captured.quantising`."""
 
 Model = Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.", show_default=False)]
 Options = Annotated[
@@ -51,9 +52,10 @@ Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:
 Weights = Annotated[
     str | None,
     typer.Option(
-        metavar="FORMAT",
-        help="Store the weights of linear layers and experts as fp8, int8 or int4; "
-        "w8a8-fp8 and w8a8-int8 also round the rows that they meet.",
+        metavar=FORMAT,
+        help="Store the weights of linear layers and experts as fp8, int8 or int4; w8a8-fp8 and w8a8-int8 also round "
+        "the rows that they meet. Keys: embeddings, lm_head, router, zeros, block, which, but; as "
+        "fp8:lm_head=true,embeddings=true or int4:block=1x64,but=*.down_proj.*.",
         show_default="as they are",
     ),
 ]
@@ -122,9 +124,9 @@ def facts(given: Sequence[str] | None) -> dict[str, Any]:
             raise UnknownName("fact", name, FACTS)
         if get_origin(types[name]) is tuple:
             kind = get_args(types[name])[0]
-            found[name] = tuple(_typed("fact", name, part, kind) for part in filter(None, value.split(",")))
+            found[name] = tuple(typed("fact", name, part, kind) for part in filter(None, value.split(",")))
         else:
-            found[name] = _typed("fact", name, value, types[name])
+            found[name] = typed("fact", name, value, types[name])
     return found
 
 
@@ -141,22 +143,8 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise UnknownName(kind, key, defaults)
         default = defaults[key]
         read = default if isinstance(default, type) else int if default is None else type(default)
-        options[key] = _typed("option", key, value, read)
+        options[key] = typed("option", key, value, read)
     return options
-
-
-def _typed(what: str, key: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        if text.lower() not in _TRUTH:
-            raise InputError(f"{what} {key} is true or false, got {text!r}.")
-        return _TRUTH[text.lower()]
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            expected = "a whole number" if kind is int else "a number (inf allowed)"
-            raise InputError(f"{what} {key} is {expected}, got {text!r}.") from None
-    return text
 
 
 def bucket_list(text: str | None) -> str | list[int] | None:

@@ -21,14 +21,13 @@ METHODS = ("awq", "gptq")
 def quantize(
     model: given.Model,
     out: Annotated[Path, typer.Option(help="The folder to write, which must not exist.", show_default=False)],
-    weights: Annotated[str, typer.Option(help="fp8, int8 or int4.")] = "int4",
-    zeros: Annotated[
-        bool, typer.Option("--zeros", help="Of int8 and int4: which number stands for 0 is stored for each block.")
-    ] = False,
-    group: Annotated[
-        int | None, typer.Option(help="Columns of a row that share a scale.", show_default="128 of int4, else all")
-    ] = None,
-    lm_head: Annotated[bool, typer.Option("--lm-head", help="The LM head, too.")] = False,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar=given.FORMAT,
+            help="fp8, int8 or int4, with the keys of other commands: int4:block=1x64,zeros=true or fp8:lm_head=true.",
+        ),
+    ] = "int4",
     calibrated: Annotated[
         str | None,
         typer.Option(
@@ -53,15 +52,14 @@ def quantize(
 
     \b
     dgraph quantize tiny_sdar --out tiny_sdar-int4
-    dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated gptq
+    dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated gptq --weights int4:zeros=true
     dgraph quantize ./SDAR-8B-Chat-b32 --weights fp8 --out SDAR-8B-Chat-b32-FP8 --device cuda
     """
     from dgraph.evaluate.gptq import gptq_for
     from dgraph.evaluate.inputs import inputs_for
     from dgraph.evaluate.scales import scales_for
-    from dgraph.passes import QuantizeWeights
     from dgraph.quantised import QuantisedWeight
-    from dgraph.saving import Fold, check_out, save_quantised
+    from dgraph.saving import Fold, check_out, check_weights, save_quantised
 
     if count < 1:
         raise InputError(f"--count must be at least 1, got {count}.")
@@ -70,8 +68,7 @@ def quantize(
     if prompts is not None and calibrated is None:
         raise InputError("--prompts is what --calibrated measures on; give that too, or leave it out.")
     check_out(out)
-    block, where = None if group is None else (1, group), given.torch_device(device)
-    chosen = QuantizeWeights(weights, block, zeros, lm_head=lm_head)
+    where, chosen = given.torch_device(device), check_weights(weights)
     folds: tuple[Fold, ...] = ()
     rounded: dict[str, QuantisedWeight] = {}
     if calibrated is not None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import print_text, status
+from dgraph.cli.output import ERR, print_text, status
 from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
 
@@ -142,14 +145,15 @@ def serve(
     dgraph serve ./SDAR-8B-Chat-b32 --device cuda --dtype bfloat16 --host 0.0.0.0 --api-key-file keys.txt
     dgraph serve tiny_sdar --ray --replicas 2
     """
-    from dgraph.serve import ServeSettings, check_installed
+    with _ended_by_sigterm():  # imports take seconds; the server that they bring drains
+        from dgraph.serve import ServeSettings, check_installed
 
-    check_installed()
-    from dgraph.blueprint import Blueprint
-    from dgraph.cache.place import parse_size
-    from dgraph.compilation import Compilation
-    from dgraph.engine.build import EngineSettings
-    from dgraph.serve.host import Host, bind
+        check_installed()
+        from dgraph.blueprint import Blueprint
+        from dgraph.cache.place import parse_size
+        from dgraph.compilation import Compilation
+        from dgraph.engine.build import EngineSettings
+        from dgraph.serve.host import Host, bind
 
     recipes = list(dict.fromkeys(recipe or ["focus"]))
     chosen = (
@@ -224,6 +228,21 @@ def serve(
                 served.join()
         else:
             _serve_here(blueprint, mesh, Host(listener, settings, shutdown_timeout), not no_access_log)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as it ends a server that has no requests: with exit code 0, and here a message."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ERR.print("stopped before the server had begun to load.")
+        os._exit(0)  # an error might be caught by what is being imported; nothing is open yet
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _serve_here(blueprint: Blueprint, mesh: DeviceMesh | None, found: Host, access_log: bool) -> None:

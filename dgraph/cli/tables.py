@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from dgraph.cli import options as given
@@ -10,22 +10,29 @@ from dgraph.cli.output import print_json, print_table
 
 
 def recipes(json: given.Json = False) -> None:
-    """List the recipes and their options.
+    """List the recipes and their options, and what the defaults cost against dense: exact match and steps.
 
     \b
     dgraph recipes
     """
-    from dgraph.recipes import RECIPES, options_of
+    from dgraph.recipes import RECIPES, costs_of, options_of
 
     found: list[dict[str, Any]] = [
-        {"recipe": name, "summary": _summary(builder), "options": options_of(builder)}
+        {
+            "recipe": name,
+            "summary": _summary(builder),
+            "costs": [asdict(cost) for cost in costs_of(builder)],
+            "options": options_of(builder),
+        }
         for name, builder in RECIPES.items()
     ]
     if json:
         print_json({"recipes": found})
     else:
+        costs = ["; ".join(map(str, costs_of(builder))) or "-" for builder in RECIPES.values()]
         print_table(
-            ("recipe", "summary", "options"), [(r["recipe"], r["summary"], _options(r["options"])) for r in found]
+            ("recipe", "summary", "against dense", "options"),
+            [(r["recipe"], r["summary"], c, _options(r["options"])) for r, c in zip(found, costs, strict=True)],
         )
 
 
@@ -97,8 +104,9 @@ def models(json: given.Json = False) -> None:
 
 
 def _summary(builder: Any) -> str:
-    """The first line of a docstring, without the recipe's name that begins it."""
-    return (builder.__doc__ or "").strip().partition("\n")[0]
+    """The first sentence of a docstring, on one line."""
+    first, stop, _ = " ".join((builder.__doc__ or "").partition("\n\n")[0].split()).partition(". ")
+    return first + stop.rstrip()
 
 
 def _options(defaults: dict[str, Any]) -> str:

@@ -149,9 +149,9 @@ def build_driver(
         every = session.ranks.exchange((found.kv, costs))
         kv_bytes, costs = min(bytes for bytes, _ in every), every[0][1]  # the times that rank 0 has measured
     causal = spec.attention == "block_causal"
-    if settings.prefix_cache and session.kv.rings:
+    if settings.prefix_cache and (windows := session.kv.windows):
         raise InputError(
-            f"prefix_cache=True: the layers of {spec.family} with a window of {', '.join(map(str, session.kv.rings))} "
+            f"prefix_cache=True: the layers of {spec.family} with a window of {', '.join(map(str, windows))} "
             f"positions let keys behind it go, so prompts cannot share theirs; leave it out."
         )
     longest = Request([spec.mask_id] * (tokens - 1), Decoding(max_new_tokens=1))
@@ -161,7 +161,7 @@ def build_driver(
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows)
     whole = causal and session.packed is None
     alike = block if spec.aligned else 1
-    shares = whole and not session.lasting and not session.kv.rings and settings.prefix_cache is not False
+    shares = whole and not session.lasting and not session.kv.windows and settings.prefix_cache is not False
     prefix = PrefixCache(session.kv, alike) if shares else None
     if kind == "cuda":
         session.compile_transition(shape, (settings.decoding or Decoding()).for_model(spec))

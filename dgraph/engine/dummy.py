@@ -30,6 +30,7 @@ class DummyStep:
         keeps: whether no row is dropped on the way, where a method drops rows; else it takes a sequence to have decoded
             one token per step.
         kv: what sequences keep of keys and values; None for all.
+        vocab: ids, which the rows hold in turn: rows of one id would all go to the same experts.
 
     Raises:
         InputError: a size out of range.
@@ -41,6 +42,7 @@ class DummyStep:
     page: int
     keeps: bool = True
     kv: KVPlan | None = None
+    vocab: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= self.length or min(self.rows, self.page) < 1:
@@ -122,6 +124,7 @@ class DummyStep:
 
 
 _VALUES: dict[str, Callable[[DummyStep], Tensor]] = {
+    "input_ids": lambda step: step._row % step.vocab,
     "positions": lambda step: step._positions,
     "slots": lambda step: step._positions,
     "limit": lambda step: torch.full((step.rows,), step.length),

@@ -14,12 +14,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dgraph.engine.driver import Driver, Sink
+from dgraph.engine.driver import Driver
 from dgraph.engine.events import Event, Response
 from dgraph.engine.loop import EngineClosed, Loop
 from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
+from dgraph.engine.tickets import Sink
 from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
@@ -320,7 +321,7 @@ class Engine:
 
         Args:
             prompt: a text, framed by the model's chat template, or ids as they are.
-            labels: ids of each.
+            labels: a list of ids for each.
             before, after: ids between the prompt and the slot, and after it.
 
         Raises:

@@ -104,7 +104,7 @@ class KVCost:
             return 0
         if not self.causal:
             return max(prompt - self.shift, 0)
-        return prompt // self.block * self.block if self.plan.window == "response" else 0
+        return self.plan.kept_from(prompt, 1 if self.after else self.block)
 
     def _packed(self, prompt: int, response: int) -> int:
         if self.plan is None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dgraph.engine.driver import Driver, Ticket
+from dgraph.engine.driver import Driver
 from dgraph.engine.events import Event
 from dgraph.engine.questions import Questions
+from dgraph.engine.tickets import Ticket
 from dgraph.errors import DgraphError, RankLost
 from dgraph.groups import Group
 from dgraph.runtime.agree import agree_on_step

@@ -107,9 +107,8 @@ class Budget:
         causal, kv = optimized.spec.attention == "block_causal", optimized.recipe.kv
         length = self.length if causal else min(self.length, self.rows)
         blocks = name != "prefill" if causal else name == "step" and kv is not None
-        return DummyStep(
-            self.rows, self.block if blocks else min(length, self.rows), length, optimized.page_size, kv=kv
-        )
+        width, vocab = self.block if blocks else min(length, self.rows), optimized.spec.vocab
+        return DummyStep(self.rows, width, length, optimized.page_size, kv=kv, vocab=vocab)
 
     def input_bytes(self, optimized: Profiled, name: str | None = None) -> int:
         """Bytes of the inputs of a program, caches left out; if none is named, of that with the largest."""
@@ -207,13 +206,14 @@ def _timed(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> 
         # The graphs that are recorded here read the caches of dummy steps: they go with a copy.
         optimized = optimized.with_logit_rows(bound)
     program, counts, found = optimized.programs["step"], [budget.block], []
+    whole = budget.step(optimized, "step")
     while 2 * counts[-1] <= budget.rows:
         counts.append(2 * counts[-1])
     with optimized.kernels.remembered():
         for rows in counts:
             for length in sorted({max(budget.block, budget.length // 4), budget.length}):
                 tell(f"timing {rows} rows over {length} keys")
-                step = DummyStep(rows, budget.block, length, optimized.page_size, keeps=False, kv=optimized.recipe.kv)
+                step = replace(whole, rows=rows, width=budget.block, length=length, keeps=False)
                 found.append((rows, step.keys, seconds(program, step)))
     return tuple(found)
 

@@ -10,15 +10,21 @@ other a module of its own making.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, warn
 from dgraph.evaluate.inputs import Inputs
-from dgraph.linears import Linear, linears_of
+from dgraph.graph import Graph
+from dgraph.linears import linears_of
+from dgraph.nodes import args_of
+from dgraph.ops import OPS
+from dgraph.ops.experts import chosen, gated
 from dgraph.quantised import (
     KINDS,
     WHOLE,
@@ -41,12 +47,13 @@ TOGETHER = 128
 def gptq_for(inputs: Inputs, progress: Callable[[int, int], None] | None = None) -> dict[str, QuantisedWeight]:
     """The weights with which `dgraph.save_quantised(model, out, weights, rounded=...)` writes a checkpoint, by name.
 
-    Layer by layer: inputs are those that the quantised layers before give. Of linear layers alone; experts, of which
-    each reads other rows, are left to be rounded to the nearest.
+    Layer by layer: inputs are those that the quantised layers before give. An expert's are those of the rows that reach
+    it; one that none reaches is rounded to the nearest, and a warning says how many are. So is a weight that is vectors
+    of ids, too. Of each layer there is a Hessian for all that reads the same, and two for each expert, in fp32.
 
     Args:
         inputs: of the model, whose graph takes the quantised weights.
-        progress: called with (linear layers done, linear layers in all).
+        progress: called with (weights done, weights in all), a stack of experts' being one.
 
     Raises:
         InputError: a format whose scales several rows of a weight share.
@@ -54,28 +61,100 @@ def gptq_for(inputs: Inputs, progress: Callable[[int, int], None] | None = None)
     for name, format in inputs.formats.items():
         check_format(name, format)
     graph, found = inputs.graph, dict[str, QuantisedWeight]()
-    linears = [linear for linear in linears_of(graph.calls, "plain") if _name(linear) in inputs.formats]
-    for _, some in groupby(linears, lambda linear: linear.node.meta["layer"]):
+    products = [product for product in _products(graph) if product.name in inputs.formats]
+    for _, some in groupby(products, lambda product: product.node.meta["layer"]):
         mine = list(some)
-        read = list(dict.fromkeys(linear.x for linear in mine))
-        sizes = [int(x.meta["val"].shape[-1]) for x in read]
-        hessians = [torch.zeros((size, size), device=graph.device) for size in sizes]
-        for values in inputs.of(read):
-            for hessian, value in zip(hessians, values, strict=True):
-                rows = value.float().flatten(0, -2)
-                hessian.addmm_(rows.t(), rows)
-        for linear in mine:
-            name, weight = _name(linear), graph.tensors[_name(linear)]
-            found[name] = rounded(weight, hessians[read.index(linear.x)], inputs.formats[name])
+        hessians = _hessians(inputs, mine)
+        for product in mine:
+            name, weight, hessian = product.name, graph.tensors[product.name], hessians[product.reads]
+            if weight.dim() == 2:
+                found[name] = rounded(weight, hessian, inputs.formats[name])
+            else:
+                each = [rounded(w, h, inputs.formats[name]) for w, h in zip(weight, hessian, strict=True)]
+                found[name] = _stacked(each)
+                if missed := sum(not bool(h.diagonal().any()) for h in hessian):
+                    warn(
+                        f"no row of the prompts reaches {missed} of {len(weight)} experts of {name}, which are rounded "
+                        f"to the nearest; give more prompts, or longer ones."
+                    )
             graph.tensors[name] = found[name].dequantised(weight.dtype)
             if progress is not None:
-                progress(len(found), len(linears))
+                progress(len(found), len(products))
     return found
 
 
-def _name(linear: Linear) -> str:
-    stored = stored_of(linear.weight)
-    return "" if stored is None else stored.name
+@dataclass(frozen=True)
+class Product:
+    """A product by a weight of the model, or by those of experts.
+
+    Attributes:
+        name: of the weight.
+        node: the call.
+        reads: what says which rows it multiplies: the node of these, or the call of experts and which of its arguments
+            the weights are.
+    """
+
+    name: str
+    node: Node
+    reads: tuple[Node, int]
+
+
+GATE_UP, DOWN = 3, 4
+"""Arguments of dgraph::experts."""
+
+
+def _products(graph: Graph) -> Iterator[Product]:
+    for node in graph.calls:
+        for linear in linears_of([node], "plain"):
+            if linear.stored is not None and len(linear.weight.users) == 1:  # else it is vectors of ids, too
+                yield Product(linear.stored.name, node, (linear.x, 0))
+        if node.target is OPS["experts"].overload:
+            for argument in (GATE_UP, DOWN):
+                if (stored := stored_of(args_of(node)[argument])) is not None:
+                    yield Product(stored.name, node, (node, argument))
+
+
+def _hessians(inputs: Inputs, products: Sequence[Product]) -> dict[tuple[Node, int], Tensor]:
+    """By what products read: f32[in, in] of a linear layer, f32[E, in, in] of experts."""
+    graph = inputs.graph
+    found: dict[tuple[Node, int], Tensor] = {}
+    for product in products:
+        *stack, _, width = graph.tensors[product.name].shape
+        if product.reads not in found:
+            found[product.reads] = torch.zeros((*stack, width, width), device=graph.device)
+    experts = [node for node in dict.fromkeys(node for node, _ in found) if node.target is OPS["experts"].overload]
+    rows = [node for node, _ in found if node not in experts]
+    read = list(dict.fromkeys([*rows, *(value for node in experts for value in args_of(node)[:2])]))
+    for values in inputs.of(read):
+        known = dict(zip(read, values, strict=True))
+        for node in rows:
+            _add(found[node, 0], known[node])
+        for node in experts:
+            x, choice, _, *weights = args_of(node)
+            gate_up = graph.tensors[weights[0].meta["weight"]]
+            for expert in known[choice][chosen(known[choice], len(gate_up))].unique().tolist():
+                mine = known[x][(known[choice] == expert).any(-1)]
+                if (node, GATE_UP) in found:
+                    _add(found[node, GATE_UP][expert], mine)
+                if (node, DOWN) in found:
+                    activation = weights[2] if len(weights) > 2 else "silu"
+                    _add(found[node, DOWN][expert], gated(mine @ gate_up[expert].t(), activation))
+    return found
+
+
+def _add(hessian: Tensor, rows: Tensor) -> None:
+    """Take in rows [..., in]."""
+    rows = rows.float().flatten(0, -2)
+    hessian.addmm_(rows.t(), rows)
+
+
+def _stacked(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """Weights of one format as a stack of them."""
+    parts = zip(*((w.values.view(torch.uint8), w.scales, w.zeros) for w in weights), strict=True)
+    values, scales, zeros = (None if part[0] is None else torch.stack(part) for part in parts)
+    assert values is not None
+    assert scales is not None
+    return QuantisedWeight(values.view(weights[0].values.dtype), scales, zeros, weights[0].block)
 
 
 def check_format(name: str, format: Format) -> None:
@@ -111,13 +190,13 @@ def rounded(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:
         errors.append(((off @ hessian.double()) * off).sum(1))
     better = (errors[1] < errors[0])[:, None]
 
-    def chosen(one: Tensor, other: Tensor) -> Tensor:
+    def either(one: Tensor, other: Tensor) -> Tensor:
         """Rows of either, as bytes where they are float8."""
         of = torch.uint8 if one.dtype.itemsize == 1 else one.dtype
         return torch.where(better, one.view(of), other.view(of)).view(one.dtype)
 
-    zeros = None if fed.zeros is None or plain.zeros is None else chosen(fed.zeros, plain.zeros)
-    return QuantisedWeight(chosen(fed.values, plain.values), chosen(fed.scales, plain.scales), zeros, plain.block)
+    zeros = None if fed.zeros is None or plain.zeros is None else either(fed.zeros, plain.zeros)
+    return QuantisedWeight(either(fed.values, plain.values), either(fed.scales, plain.scales), zeros, plain.block)
 
 
 def _fed_forward(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:

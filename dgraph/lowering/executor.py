@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,15 +126,23 @@ class LoweredProgram:
         Raises:
             LoweringError: an input is missing, or is not of its declared dtype.
         """
-        slots = Slots(self._template)
-        live, padded = rows, self.buckets(rows)
-        self._bind(inputs, slots, live, padded)
-        if self.tuning is None:
-            return self._run(slots, live, padded)
-        if self.tuning.is_open:
-            self.tuning.prepare(self.graph, self._sizes(slots), padded)
-        with self.tuning.choices.in_use():
-            return self._run(slots, live, padded)
+        return self.bound(inputs)(rows)
+
+    @torch.no_grad()
+    def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
+        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
+        slots, rowed = Slots(self._template), dict[str, tuple[Slot, Tensor]]()
+        for name, slot, dtype, by_row in self._bound:
+            value = inputs.get(name)
+            if value is None:
+                raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
+            if value.dtype != dtype:
+                raise LoweringError(f"input {name!r} is {value.dtype}, expected {dtype}.")
+            if by_row:
+                rowed[name] = slot, value
+            else:
+                slots[slot] = value
+        return partial(self._on, rowed, slots, self._runners[0](slots))
 
     def calls(self) -> tuple[Step, ...]:
         """The steps that call an op, in order, those within chunks of rows included."""
@@ -175,10 +184,30 @@ class LoweredProgram:
             if cut is not None:
                 slots[cut.index] = slots[cut.index][:rows]
 
-    def _run(self, slots: Slots, live: int, padded: int) -> ProgramResult:
+    @torch.no_grad()
+    def _on(
+        self, rowed: Mapping[str, tuple[Slot, Tensor]], slots: Slots, first: Callable[[int], None], rows: int
+    ) -> ProgramResult:
+        """Run on so many live rows; rowed: by name, the inputs that have them, and their slots."""
+        padded = self.buckets(rows)
+        for name, (slot, value) in rowed.items():
+            if (held := len(value)) != padded:
+                if held < rows:
+                    raise LoweringError(f"input {name!r} has {held} rows, expected at least {rows}.")
+                if held < padded:
+                    value = torch.cat([value, value.new_zeros(padded - held, *value.shape[1:])])
+                value = value[:padded]
+            slots[slot] = value
+        if self.tuning is None:
+            return self._run(slots, first, rows, padded)
+        if self.tuning.is_open:
+            self.tuning.prepare(self.graph, self._sizes(slots), padded)
+        with self.tuning.choices.in_use():
+            return self._run(slots, first, rows, padded)
+
+    def _run(self, slots: Slots, run: Callable[[int], None], live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
         start = time.perf_counter()
-        run = self._runners[0](slots)
         for i, cut in enumerate(self._cuts):
             run(padded)
             all_live.append(live)
@@ -198,21 +227,6 @@ class LoweredProgram:
         """The symbols in the declared sizes of the inputs, and what they are now."""
         sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in self._inputs.values())
         return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
-
-    def _bind(self, inputs: Mapping[str, Tensor], slots: Slots, rows: int, padded: int) -> None:
-        for name, slot, dtype, rowed in self._bound:
-            value = inputs.get(name)
-            if value is None:
-                raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
-            if value.dtype != dtype:
-                raise LoweringError(f"input {name!r} is {value.dtype}, expected {dtype}.")
-            if rowed and (held := len(value)) != padded:
-                if held < rows:
-                    raise LoweringError(f"input {name!r} has {held} rows, expected at least {rows}.")
-                if held < padded:
-                    value = torch.cat([value, value.new_zeros(padded - held, *value.shape[1:])])
-                value = value[:padded]
-            slots[slot] = value
 
     def _number(self, node: Node | None) -> Slot:
         """The slot of a node, a new one if it has none yet; None: of a value that no node of the graph stands for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,5 +56,12 @@ class Program(Protocol):
 
         Inputs with a row dimension hold these first; after them may be any number of padding rows (of no sequence,
         no candidates). What the bucket needs more is added here.
+        """
+        ...
+
+    def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
+        """The same for who learns later how many rows there are: what does not depend on it is done now.
+
+        Inputs are read when it is called with the number of live rows, once.
         """
         ...

@@ -177,7 +177,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 def _ring(generator: torch.Generator) -> Sample:
     """Rows that see a window, over pages that positions behind it have given to later ones."""
-    counts, ends, page, window, ring = (4, 3), (26, 19), 4, 3, 3
+    counts, ends, page, window, ring = (4, 3), (25, 20), 4, 3, 2
     at = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)]).int()
     table = torch.tensor(
         [[s * ring + column % ring for column in range(-(-max(ends) // page))] for s in range(2)]

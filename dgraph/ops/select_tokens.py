@@ -15,23 +15,23 @@ from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import offsets_of, sequence_of
 
 CONTRACT = """\
-FOCUS budget and selection, per sequence; M = its candidates, a list in row order. Rows that are not
-candidates are always kept.
+FOCUS budget and selection, per sequence; M = its candidates, a list in row order. Rows that are not masked
+are always kept; masked None: the candidates are.
 Budget: K = min(|M|, ceil(alpha * max(average, 1))), the product in fp32; alpha = inf gives |M|.
 With keep > 0 instead: K = min(|M|, keep). An average of inf evicts nothing in either case.
-All of M is kept unless |M| > K > 0. Else the base selection is {score >= mean + std} if that has at least
+All rows are kept unless |M| > K > 0. Else the base selection is {score >= mean + std} if that has at least
 K rows (not considered with keep > 0), otherwise the K rows of largest score; ties: lower row first. Mean
 and population standard deviation over M are accumulated in float64 in row order. To the base selection are
 added
  - AR context: of list neighbours i, i + 1 whose positions differ by exactly 1: i, if the base selection
    has i + 1 (one hop);
- - placeholder integrity: every m of M with reached < position(m) < r, where r is the largest kept
-   position of M, and reached the absolute position of the rightmost row retained so far in this block
-   (-1 before its first step).
+ - placeholder integrity: every masked row m with reached < position(m) < r, where r is the largest
+   position selected of M so far, and reached the absolute position of the rightmost row retained so far in
+   this block (-1 before its first step).
 r(S) = position of the last kept row of the sequence. New limit = min(limit, r(S) + 1) for every row of the
 sequence; new reached = max(reached, r(S)), unchanged for a sequence without rows.
 score f32[N], finite; candidate bool[N]; positions i64[N]; cu_rows i32[b+1]; limit i32[N]; average f32[b];
-reached i32[b] -> keep bool[N], limit i32[N], reached i32[b].
+reached i32[b]; masked bool[N] or None -> keep bool[N], limit i32[N], reached i32[b].
 Scores of rows that are no candidates are not read. Padding rows give keep False and limit 0; they may hold
 anything.
 Deterministic; the result of a sequence is the same alone and in any batch."""
@@ -47,6 +47,7 @@ def reference(
     reached: Tensor,
     alpha: float,
     keep: int,
+    masked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not alpha > 0:
         raise InputError(f"dgraph::select_tokens: alpha must be above 0 (inf keeps everything), got {alpha}.")
@@ -55,7 +56,7 @@ def reference(
     index = candidate[:live].nonzero().squeeze(1)
     offsets = offsets_of(candidate, cu_rows)
     kept = torch.zeros_like(candidate)
-    kept[:live] = ~candidate[:live]
+    kept[:live] = True
     if len(index):
         # [b, m] tables over the candidate lists; slots past the end of a list are not valid.
         count = offsets.diff()
@@ -63,8 +64,12 @@ def reference(
         valid = column < count[:, None]
         rows = index[torch.where(valid, offsets[:-1, None] + column, 0)]
         budget = _budget(count, average, alpha, keep)
-        chosen = _choose(score[rows], positions[rows], valid, count, budget, reached, by_spread=keep <= 0)
-        kept[rows[valid]] = chosen[valid]
+        chosen = _choose(score[rows], positions[rows], valid, count, budget, by_spread=keep <= 0)
+        right = torch.where(chosen, positions[rows], -1).amax(1)
+        evict, absent = (budget > 0) & (count > budget), candidate if masked is None else masked
+        behind = (positions[:live] > reached[sequence]) & (positions[:live] < right[sequence])
+        kept[:live] = ~(evict[sequence] & absent[:live]) | behind
+        kept[rows[chosen]] = True
     at = torch.where(kept[:live], positions[:live], -1)
     last = at.new_full((cu_rows.shape[0] - 1,), -1).scatter_reduce_(0, sequence, at, "amax")
     new_limit = limit.new_zeros(n)
@@ -86,10 +91,11 @@ def _choose(
     valid: Tensor,
     count: Tensor,
     budget: Tensor,
-    reached: Tensor,
     by_spread: bool,
 ) -> Tensor:
-    """bool[b, m]: which slots of the candidate lists are kept."""
+    """bool[b, m]: which slots of the candidate lists are selected, where rows are evicted: the base selection, and
+    their context.
+    """
     order = torch.where(valid, score, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     rank = torch.empty_like(order)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
@@ -98,11 +104,7 @@ def _choose(
         above = valid & (score.double() >= _threshold(score, valid, count)[:, None])
         base = torch.where(above.sum(1)[:, None] >= budget[:, None], above, base)
     follows = F.pad(position[:, 1:] - position[:, :-1] == 1, (0, 1))
-    chosen = valid & (base | (follows & F.pad(base[:, 1:], (0, 1))))
-    rightmost = torch.where(chosen, position, -1).amax(1, keepdim=True)
-    chosen |= valid & (position > reached[:, None]) & (position < rightmost)
-    evict = (budget > 0) & (count > budget)
-    return torch.where(evict[:, None], chosen, valid)
+    return valid & (base | (follows & F.pad(base[:, 1:], (0, 1))))
 
 
 def _threshold(score: Tensor, valid: Tensor, count: Tensor) -> Tensor:
@@ -155,11 +157,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         average = torch.rand(b, generator=generator) * 3 + 0.5
         reached = torch.tensor([32 * s - 1 + s * 3 for s in range(b)]).int()
         rest = (average, reached, alpha, keep)
-        yield Sample(
-            name,
-            (score, candidate, positions, cu_rows, limit, *rest),
-            (*(pad_rows(x, 5) for x in (score, candidate, positions)), cu_rows, pad_rows(limit, 5), *rest),
-        )
+        args = (score, candidate, positions, cu_rows, limit, *rest)
+        padded = (*(pad_rows(x, 5) for x in (score, candidate, positions)), cu_rows, pad_rows(limit, 5), *rest)
+        yield Sample(name, args, padded)
+        if not levels:  # the rows that hold masks are others than those that predict them
+            masked = candidate.roll(1)
+            yield Sample(f"{name}, a row predicts the next position", (*args, masked), (*padded, pad_rows(masked, 5)))
 
 
 OP = define(

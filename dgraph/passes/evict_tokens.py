@@ -21,9 +21,11 @@ from dgraph.spec import ModelSpec
 
 aten = torch.ops.aten
 
+MASKED = InputSpec("masked", torch.bool, ("N",))
 AVERAGE = InputSpec("average", torch.float32, ("b",))
 REACHED = InputSpec("reached", torch.int32, ("b",), reset="block", initial=-1)
 """The rightmost position that was kept in the block so far."""
+BLOCK_STEP = InputSpec("block_step", torch.int32, ("b",))
 NOISE = InputSpec("noise", torch.float32, ("N",))
 SCRIPT = InputSpec("script", torch.float32, ("N",))
 
@@ -41,9 +43,18 @@ class EvictTokens(Pass):
     summed over heads, of all ranks. The signal is its change from layer `after - 1` to layer `after` (Eq. 3). Each
     sequence keeps max(K, N_sigma) candidates, K = ceil(alpha x decoded tokens per step so far) (Eq. 4), N_sigma = rows
     whose signal is at least one standard deviation above the mean; further the candidate left of each kept row, every
-    candidate between the rightmost row kept so far and the rightmost row kept now, and every row that is no candidate.
+    masked row between the rightmost row kept so far and the rightmost row kept now, and every row that holds a token.
     Keys and values of layer `after` are still written for all rows; from its attention on, all runs on the kept rows
-    (row set K), which see their sequence up to its last kept row.
+    (row set K). Where rows are evicted from the first step of a block on, as published, a row right of all that were
+    kept so far has no keys in the later layers, so the kept rows see their sequence up to the last of them. After
+    `full_steps` that evict nothing all rows have keys, if of an earlier step, and the kept rows see them.
+
+    Where rows predict the next position (a logit shift), the candidates are the rows before masks, one for each mask,
+    and importance, budget and selection are theirs. What holds a token stays as ever, since its keys change: also a
+    candidate. What holds a mask and predicts none (before a decoded position, and at the end of a block) is never
+    selected and so evicted, but for the rule about those in between: `masked` says which rows these are. So the last
+    row of a block goes on once it is decoded, and before that only where nothing of its sequence is evicted. No row
+    sees a key that was never written: a decoded position comes at most one after a row that was kept.
 
         before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
@@ -66,6 +77,8 @@ class EvictTokens(Pass):
             is computed all the same. Alpha is 1 then, and `average` the number of rows to select.
         keep: a fixed number of candidates instead of the dynamic budget; 0 for the budget.
         pool: width of the max-pooling over neighbouring candidates; odd.
+        full_steps: steps at the beginning of a block that evict nothing; 0 as published. A script says itself what the
+            first steps keep.
     """
 
     alpha: float = 1.5
@@ -74,15 +87,17 @@ class EvictTokens(Pass):
     select: str = "top"
     keep: int = 0
     pool: int = 3
+    full_steps: int = 0
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     summary: ClassVar[str] = "evicts rows that will not be decoded, after layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"candidate", "average", "reached", "noise", "script", "kept", "score"}
+        {"candidate", "masked", "average", "reached", "block_step", "noise", "script", "kept", "score"}
     )
 
     def __post_init__(self) -> None:
-        for name, number in (("after", self.after), ("keep", self.keep), ("pool", self.pool)):
+        for name in ("after", "keep", "pool", "full_steps"):
+            number = getattr(self, name)
             if type(number) is not int:
                 raise InputError(f"{name} must be an integer, got {number!r}.")
         if type(self.alpha) not in (int, float) or math.isnan(self.alpha) or self.alpha < 1:
@@ -101,18 +116,14 @@ class EvictTokens(Pass):
             raise InputError(f"keep must be 0 (dynamic budget) or a number of rows, got {self.keep}.")
         if self.keep and self.select == "scripted":
             raise InputError(f"keep must be 0 with select='scripted': the script says how many, got {self.keep}.")
+        if self.full_steps < 0:
+            raise InputError(f"full_steps must be at least 0 (a block's first step evicts), got {self.full_steps}.")
         if self.pool < 1 or self.pool % 2 == 0:
             raise InputError(f"pool must be odd and at least 1, got {self.pool}.")
 
     @staticmethod
     def obstacle(spec: ModelSpec) -> str:
         """Why rows of a model cannot be evicted; "" if they can."""
-        if spec.attention == "block_causal" and spec.logit_shift:
-            return (
-                "rows predict the next position, so the last row of a block, which predicts nothing in it, always "
-                "stays; it sees the keys of all rows before it, and evicted ones have none. Use a recipe that evicts "
-                "no rows, such as 'dense' or 'dyllm'"
-            )
         if spec.noise == "uniform":
             return (
                 "no row is decoded before its whole canvas is: what each of them predicts is a part of what the next "
@@ -145,12 +156,20 @@ class EvictTokens(Pass):
         cu_rows, limit = args_of(anchor)[4:6]
         candidate, positions = (graph.on_rows_of(name, anchor, by) for name in ("candidate", "positions"))
         average, reached = graph.add_input(AVERAGE), graph.add_input(REACHED)
+        full_steps = 0 if self.select == "scripted" else self.full_steps
+        if full_steps:
+            full = graph.call(aten.lt.Scalar, (graph.add_input(BLOCK_STEP), full_steps), before=anchor, by=by)
+            average = graph.call(aten.masked_fill.Scalar, (average, full, math.inf), before=anchor, by=by)
         alpha = 1.0 if self.select == "scripted" else float(self.alpha)
-        args = (score, candidate, positions, cu_rows, limit, average, reached, alpha, self.keep)
+        args = [score, candidate, positions, cu_rows, limit, average, reached, alpha, self.keep]
+        if graph.spec.logit_shift:  # else the candidates are the masked rows
+            graph.add_input(MASKED)
+            args.append(graph.on_rows_of("masked", anchor, by))
         chosen = graph.call(OPS["select_tokens"], args, before=anchor, by=by)
         keep, new_limit, new_reached = graph.parts(chosen, 3, by)
-        # After the kept rows a bidirectional model has the keys of earlier steps, a block-causal one has none.
-        instead = {limit: new_limit} if graph.spec.attention == "block_causal" else {}
+        # After the kept rows there are the keys of a full step, which a bidirectional model begins every block with.
+        written = full_steps > 0 or graph.spec.attention == "bidirectional"
+        instead = {} if written else {limit: new_limit}
         kept = graph.keep_rows(keep, before=anchor, by=by, instead=instead)
         results = graph.results()
         for name, value in (("reached", new_reached), ("score", score)):

@@ -112,10 +112,10 @@ class QuantizeWeights(Pass):
                 "the weights of this model are quantised already, and what is rounded twice is worse: leave weights= "
                 "(--weights) out, or load the checkpoint that it was made from."
             )
-        if format is None:
-            report.did("weights stay as they are")
-        else:
+        if format is not None:
             self._store(graph, format, report)
+        elif not self.activations:
+            report.did("weights stay as they are")
         if self.activations:
             self._round(graph, report)
 
@@ -160,7 +160,11 @@ class QuantizeWeights(Pass):
 
     def _kind_of_rows(self, stored: Stored | None, node: Node, report: Report) -> str | None:
         """What the rows are rounded to that meet a weight in a call; None if they stay as they are."""
-        if stored is None or not stored.quantised or not self._matches(stored.name):
+        if stored is None or not self._matches(stored.name):
+            return None
+        if not stored.quantised:
+            if self.format is None:  # else the pass has said so of the weight
+                report.skip(f"{stored.name} is stored as it is, and so are the rows that it meets", node)
             return None
         kind = stored.row_kind
         if kind is None:
@@ -213,8 +217,9 @@ class QuantizeWeights(Pass):
 SPELLINGS: Mapping[str, QuantizeWeights] = {
     **{kind: QuantizeWeights(kind) for kind in KINDS},
     **{f"w8a8-{kind}": QuantizeWeights(kind, activations=True) for kind in ROW_KINDS},
+    "w8a8": QuantizeWeights(None, activations=True),
 }
-"""The pass by name: a format for weights alone, or for the rows that meet them as well."""
+"""The pass by name: a format for weights alone, or for the rows that meet them as well; "w8a8" for these alone."""
 
 
 def _obstacle(graph: Graph, weight: Node, format: Format, readers: Collection[Node]) -> str | None:

@@ -13,15 +13,18 @@ from dgraph.linears import capped_head, embedding_of, gathered
 from dgraph.nodes import args_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.cache_kv import PAGE_TABLE
+from dgraph.passes.cache_kv import page_table
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
-from dgraph.shapes import InputSpec
+from dgraph.shapes import InputSpec, of_window
 from dgraph.sharding import FIRST_ID
 from dgraph.stored import stored_of
 
 aten = torch.ops.aten
 
 OUTPUTS = ("token", "confidence", "draw", "entropy")
+OWN = 1
+"""The window of a row that sees its own position alone."""
+TABLE = page_table(OWN)
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,18 @@ class SelfCondition(Pass):
     softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. One op gives of each row the most
     likely token, its probability, a draw and the entropy, which become the outputs `token`, `confidence`, `draw` and
     `entropy`; and the mean embedding, which the row of that position reads in the next step in the place of the input
-    `soft`. It lies in a cache by position, `soft_cache` [pages, page, hidden], which is 0 before a position's first
-    step: so a canvas begins with nothing predicted. Adds the inputs `temperature` f32[N] and `seed` i64[N].
+    `soft`. It lies in a cache by position, `soft_cache` [pages_1, page, hidden], of which a row sees its own position
+    alone (a window of 1): so a sequence has as many positions there as a canvas, whatever its length. They are 0 before
+    the first step of each canvas, which begins with nothing predicted. Adds the inputs `page_table_1` i32[b, P_1],
+    `temperature` f32[N] and `seed` i64[N].
 
         before  %90 = linear(%89, embed_tokens.weight)                                        f32[N, 262144]
                 %93 = mul(tanh(div(%90, 30.0)), 30.0)                                         f32[N, 262144]
                 return logits=%93
-        after   %1 = dgraph.feature_read(soft_cache, positions, page_table, cu_rows)          f32[N, 2816]
+        after   %1 = dgraph.feature_read(soft_cache, positions, page_table_1, cu_rows)        f32[N, 2816]
                 ...
                 %91, ... = dgraph.vocabulary_attention(%89, embed_tokens.weight, temperature, seed, cu_rows, 30.0, -1)
-                dgraph.feature_write(%95, soft_cache, positions, page_table, cu_rows)
+                dgraph.feature_write(%95, soft_cache, positions, page_table_1, cu_rows)
                 return token=%91, confidence=%92, draw=%93, entropy=%94
 
     On ranks each computes the numbers of its ids, which are gathered, and a share of the mean, which is summed:
@@ -58,7 +63,7 @@ class SelfCondition(Pass):
         "vocabulary attention in the place of a tied LM head; its mean embeddings go to the next step"
     )
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"logits", *OUTPUTS, "temperature", "seed", "soft", "soft_cache", "page_table"}
+        {"logits", *OUTPUTS, "temperature", "seed", "soft", "soft_cache", TABLE.name}
     )
 
     def run(self, graph: Graph, report: Report) -> None:
@@ -69,8 +74,8 @@ class SelfCondition(Pass):
         if "soft" not in graph.inputs:
             report.skip("the model reads nothing of what it predicted (no input soft)", logits)
             return
-        if PAGE_TABLE.name not in graph.inputs:
-            report.skip("no cache has a place for what is predicted; run CacheKV first", logits)
+        if "cu_rows" not in graph.inputs:
+            report.skip("rows of a padded batch have no places in a cache; run PackRows first", logits)
             return
         found = capped_head(graph)
         if isinstance(found, str):
@@ -86,12 +91,9 @@ class SelfCondition(Pass):
             report.skip(f"{stored.name} is stored in {stored.parts[0].meta['val'].dtype}, {why}", head.node)
             return
         by, soft = report.name, graph.input("soft")
-        cache = graph.add_input(
-            InputSpec(
-                "soft_cache", soft.meta["val"].dtype, ("pages", "page", int(soft.meta["val"].shape[1])), "response"
-            )
-        )
-        place = [graph.input(name) for name in ("positions", PAGE_TABLE.name, "cu_rows")]
+        shape = of_window("pages", OWN), "page", int(soft.meta["val"].shape[1])
+        cache = graph.add_input(InputSpec("soft_cache", soft.meta["val"].dtype, shape, reset="block"))
+        place = [graph.input("positions"), graph.add_input(TABLE), graph.input("cu_rows")]
         first = next(node for node in graph.calls if soft in node.all_input_nodes)
         read = graph.call(OPS["feature_read"], (cache, *place), before=first, by=by)
         graph.redirect(soft, read, after=read)

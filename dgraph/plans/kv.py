@@ -51,6 +51,13 @@ class KVPlan:
         """Whether kept entries get new values later, so that their positions must be remembered."""
         return self.window == "response"
 
+    def kept_from(self, prompt: int, unit: int) -> int:
+        """The first position of a block-causal model's sequence that keeps its place in the cache after keys were
+        chosen: the window of a response begins with the block in which the prompt ends; unit: of which blocks begin at
+        multiples.
+        """
+        return prompt // unit * unit if self.window == "response" else 0
+
     def entries(self, layer: int, candidates: int, kv_heads: int, budgets: int = 0) -> int:
         """The most entries that a sequence keeps in a layer, over so many heads.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dgraph.plugins import Table
-from dgraph.recipes.base import Builder, Phase, Recipe, caching, options_of, types_of
+from dgraph.recipes.base import Builder, Cost, Phase, Recipe, caching, costing, costs_of, options_of, types_of
 from dgraph.recipes.bidirectional import dkv_cache, fast_dllm, vicinity
 from dgraph.recipes.build import build, builder_of, check_recipe
 from dgraph.recipes.compose import COMBINATIONS, KEEPERS, combined
@@ -70,12 +70,15 @@ RECIPES: Mapping[str, Builder] = Recipes(_OWN, GROUP, check_builder)
 __all__ = [
     "RECIPES",
     "Builder",
+    "Cost",
     "Phase",
     "Recipe",
     "build",
     "builder_of",
     "caching",
     "check_recipe",
+    "costing",
+    "costs_of",
     "options_of",
     "types_of",
 ]

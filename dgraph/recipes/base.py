@@ -223,6 +223,47 @@ KV_DTYPE = """\
 """What the documentation of a builder says of the option, at the end of its arguments."""
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe's defaults cost against `dense` under the same rule, as a table of benchmarks/results has it.
+
+    Attributes:
+        model, tasks, prompts: on which it was measured.
+        points: exact match in percentage points, below 0 where it loses answers.
+        within: the 95 % interval of these; None where no paired one was measured.
+        steps: how many times the steps of dense; None where they were not measured.
+        page: of benchmarks/results, without its ending.
+    """
+
+    model: str
+    tasks: str
+    prompts: int
+    points: float
+    within: tuple[float, float] | None
+    steps: float | None
+    page: str
+
+    def __str__(self) -> str:
+        within = "" if self.within is None else f" ({self.within[0]:+.1f} to {self.within[1]:+.1f})"
+        steps = "" if self.steps is None else f", {self.steps:g} x the steps"
+        return f"{self.points:+.1f} points{within}{steps}: {self.model}, {self.prompts} prompts of {self.tasks}"
+
+
+def costing(*costs: Cost) -> Callable[[Callable[P, Recipe]], Callable[P, Recipe]]:
+    """Declare what a builder's defaults were measured to cost."""
+
+    def declare(builder: Callable[P, Recipe]) -> Callable[P, Recipe]:
+        builder.costs = costs  # type: ignore[attr-defined]
+        return builder
+
+    return declare
+
+
+def costs_of(builder: Builder) -> tuple[Cost, ...]:
+    """What a builder's defaults cost, table by table; none where it was not measured."""
+    return getattr(builder, "costs", ())
+
+
 def options_of(builder: Builder) -> dict[str, Any]:
     """A builder's options and their defaults, in order."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]

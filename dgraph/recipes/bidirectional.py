@@ -6,7 +6,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
-from dgraph.recipes.base import Recipe, caching
+from dgraph.recipes.base import Cost, Recipe, caching, costing
 from dgraph.recipes.dense import ENDING, ending, phases_of
 from dgraph.spec import ModelSpec
 
@@ -17,6 +17,7 @@ CACHES: dict[str, type[Suffix] | type[Block]] = {"prefix": Suffix, "dual": Block
 DKV_VARIANTS = ("decode", "greedy")
 
 
+@costing(Cost("tiny_llada", "hard tasks", 100, +1.0, (-3.0, 5.1), 1.02, "hard"))
 @caching
 def fast_dllm(
     spec: ModelSpec,
@@ -56,6 +57,7 @@ def published_first(spec: ModelSpec) -> str:
     return "position" if spec.logit_shift else "policy"
 
 
+@costing(Cost("tiny_llada", "its tasks", 200, 0.0, None, 1, "rules"))
 @caching
 def dkv_cache(
     spec: ModelSpec,
@@ -98,6 +100,7 @@ def dkv_cache(
     return Recipe("dkv_cache", 2, phases, cache, plan=plan)
 
 
+@costing(Cost("tiny_llada", "its tasks", 200, -0.5, None, 1, "rules"))
 @caching
 def vicinity(
     spec: ModelSpec,

@@ -13,11 +13,12 @@ from dgraph.passes.partial_attention import PartialAttention
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
-from dgraph.recipes.base import Recipe, caching
+from dgraph.recipes.base import Cost, Recipe, caching, costing
 from dgraph.recipes.dense import ENDING, phases_of
 from dgraph.spec import ModelSpec
 
 
+@costing(Cost("tiny_sdar", "its tasks", 100, 0.0, None, 1, "dyllm"))
 @caching
 def dyllm(
     spec: ModelSpec,

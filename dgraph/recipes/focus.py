@@ -10,13 +10,18 @@ from dgraph.passes.evict_tokens import EvictTokens
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
-from dgraph.recipes.base import Recipe, caching
+from dgraph.plans.schedules import Counted
+from dgraph.recipes.base import Cost, Recipe, caching, costing
 from dgraph.recipes.dense import BOUNDED, ENDING, ending, phases_of
 from dgraph.spec import ModelSpec
 
 COUNTS = ("host", "device")
 
 
+@costing(
+    Cost("tiny_sdar", "hard tasks", 160, 0.0, (-2.1, 2.1), 1.11, "focus"),
+    Cost("tiny_llada", "hard tasks", 100, +1.0, (-3.0, 5.1), 1.01, "hard"),
+)
 @caching
 def focus(
     spec: ModelSpec,
@@ -25,6 +30,8 @@ def focus(
     signal: str = "delta",
     select: str = "top",
     keep: int = 0,
+    pool: int = 3,
+    full_steps: int | None = None,
     block_cache: str = "dc+",
     recommit: bool = True,
     max_num_logits: int = 2048,
@@ -32,8 +39,12 @@ def focus(
 ) -> Recipe:
     """FOCUS: evicts rows after layer `after`, caches decoded rows within the block.
 
-    On a bidirectional model it evicts from the block's rows, whose first step in each block forwards the whole canvas
-    and evicts nothing; what is evicted is seen with the keys of that step (paper, appendix B).
+    The first step of each block evicts nothing, and what is evicted after it is seen with the keys that it had last. So
+    it is published for bidirectional models, whose first step forwards the whole canvas (paper, appendix B). On
+    block-causal ones the published FOCUS evicts in the first step, too, when it does not know yet how many tokens a
+    step commits, and hides all keys after the last kept row: `full_steps=0` (benchmarks/results/focus.md says what
+    either costs). Where rows predict the next position, the row before a mask stands for it (see `EvictTokens`).
+    Of a model that encodes what it has denoised, the forwards that encode evict nothing, and all others may.
 
     Args:
         spec: the model.
@@ -43,6 +54,9 @@ def focus(
         select: keep the "top", "random" or "bottom" rows of the signal; "scripted": what a script of commits says, to
             measure speed (see `EvictTokens`).
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
+        pool: width of the max-pooling of the signal over neighbouring masked rows; odd.
+        full_steps: steps at the beginning of a block that evict nothing, default 1; 0 on block-causal models alone, as
+            published, and always on those that work in two modes.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (as the paper's quality figures do).
         max_num_logits: rows whose logits exist at a time.
@@ -53,10 +67,24 @@ def focus(
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")
     if reason := EvictTokens.obstacle(spec):
         raise InputError(f"focus cannot evict rows of {spec.family}: {reason}.")
-    evict = EvictTokens(alpha=alpha, after=after, signal=signal, select=select, keep=keep)
+    causal = spec.attention == "block_causal"
+    if full_steps is None:
+        full_steps = 0 if spec.two_modes else 1
+    if spec.two_modes and full_steps:
+        raise InputError(
+            f"full_steps={full_steps} counts the steps of a block, but {spec.family} works in two modes: its blocks "
+            f"begin with a step that encodes, which writes no keys of rows that are denoised. Leave it out."
+        )
+    if not causal and full_steps == 0:
+        raise InputError(
+            f"full_steps=0 evicts rows in the first step of a block, but {spec.family} is bidirectional: that step "
+            f"forwards the whole canvas, whose keys the later ones read. Give at least 1."
+        )
+    # The plan of a bidirectional model says which steps are full.
+    evict = EvictTokens(alpha, after, signal, select, keep, pool, full_steps if causal else 0)
     passes: tuple[Pass, ...] = (evict, *ending(spec, max_num_logits))
     if count == "device":
         passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())
     phases = phases_of(spec, *passes, optional=ENDING)
-    plan = RowPlan(Block()) if spec.attention == "bidirectional" else None
-    return Recipe("focus", 2, phases, block_cache, recommit, plan)
+    plan = None if causal else RowPlan(Block(), Counted(full_steps))
+    return Recipe("focus", 3, phases, block_cache, recommit, plan)

@@ -15,7 +15,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
-from dgraph.recipes.base import Recipe, caching
+from dgraph.recipes.base import Cost, Recipe, caching, costing
 from dgraph.recipes.bidirectional import published_first
 from dgraph.recipes.dense import GATED, dense, phases_of
 from dgraph.recipes.kept import Kept
@@ -123,6 +123,7 @@ METHODS: dict[str, _Method] = {
 LAYERS = ("importance", "uniform")
 
 
+@costing(Cost("tiny_llada", "retrieval", 30, -3.3, None, None, "few_keys"))
 @caching
 def maskkv(
     spec: ModelSpec,
@@ -151,7 +152,9 @@ def maskkv(
     are shifted (Dream), the prompt's last row belongs to the response.
 
     The keys of a block-causal model's prompt are final: they are prefilled, the response's first step chooses among
-    those of whole blocks, and the others' pages are given back.
+    those of whole blocks, and the others' pages are given back. Where a model encodes what it has denoised with the
+    next token, the first step that denoises chooses, by the rows of its block. What is encoded before it reads every
+    key; what is encoded after it reads what is kept, as a commit does, and predicts the next token from it.
 
     Args:
         spec: the model.
@@ -194,6 +197,7 @@ def adaptive_rows(
     return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
 
 
+@costing(Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"))
 @caching
 def dllm_serve(
     spec: ModelSpec,
@@ -211,7 +215,9 @@ def dllm_serve(
     The first `delay` steps of a block see everything; so does the next, which chooses: for each KV head the positions
     whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and the masks
     after the block compete in one pool. The steps after it forward the block alone. In a block-causal model all
-    steps do, and those that see everything read the cache, which keeps all keys for the blocks to come.
+    steps do, and those that see everything read the cache, which keeps all keys for the blocks to come. Where a model
+    encodes what it has denoised with the next token, the forwards that encode see everything, and steps that denoise
+    are counted.
 
     Where a step before the one that chooses opens a block, the published code has that step commit the block's first
     position, whatever its confidence, which the paper does not say; other tokens of that step, where it decodes
@@ -238,6 +244,7 @@ def dllm_serve(
     )
 
 
+@costing(Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"))
 @caching
 def sparse_dllm(
     spec: ModelSpec,

@@ -30,6 +30,7 @@ from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise
+from dgraph.runtime.upload import upload
 
 FILLERS = {
     "token": -1,
@@ -108,16 +109,16 @@ class Advance:
 
     def admit(self, slots: Sequence[int], state: DecodeState) -> None:
         """Write the sequences of another state, as they are before their first step, into slots that nobody uses; no
-        other slot changes. They are packed by the next `move` or `pack`.
+        other slot changes. They are packed by the next `move` or `pack`. state: on the host.
         """
         state.carry(self.rule.policy)
         state.granted = torch.zeros_like(state.granted)  # whoever was here before may be part of the step that runs
-        at = torch.tensor(slots, dtype=torch.int64, device=state.start.device)
-        for (name, mine), (_, theirs) in zip(_named(self.state), _named(state), strict=True):
-            if name not in LEFT_ALONE:
-                mine[at] = theirs
+        mine, theirs = ({n: one for n, one in _named(s) if n not in LEFT_ALONE} for s in (self.state, state))
+        at, *values = upload(self.state.start.device, torch.tensor(slots), *theirs.values())
+        for name, value in zip(theirs, values, strict=True):
+            mine[name].index_copy_(0, at, value)
         for name, spec in self.carried.items():
-            self.inputs[name][at] = spec.initial
+            self.inputs[name].index_fill_(0, at, spec.initial)
         self._write_fixed()
 
     def adopt(self, other: Advance) -> None:
@@ -133,11 +134,15 @@ class Advance:
 
     def retire(self, slots: Sequence[int]) -> None:
         """Let the sequences of these slots take no part in anything."""
-        self.state.active[torch.tensor(slots, dtype=torch.int64, device=self.state.start.device)] = False
+        (at,) = upload(self.state.start.device, torch.tensor(slots))
+        self.state.active.index_fill_(0, at, False)
 
     def order(self, places: Tensor) -> None:
-        """Give every slot its turn i64[b] when the rows of the steps after this one are granted; see `DecodeState`."""
-        self.state.place.copy_(places, non_blocking=True)
+        """Give every slot its turn i64[b], on the host, when the rows of the steps after this one are granted; see
+        `DecodeState`.
+        """
+        (places,) = upload(self.state.start.device, places)
+        self.state.place.copy_(places)
 
     def pack(self) -> None:
         """Pack the rows of the next step where no step has run since slots were written."""

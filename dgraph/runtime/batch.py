@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.lowering.program import Program, ProgramResult
+from dgraph.ops.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.runtime.advance import TWIN, Advance
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decide import Decide
 from dgraph.runtime.decode_state import OUT, DecodeState
-from dgraph.runtime.kv import NO_PAGE, KVStore
+from dgraph.runtime.kv import KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.page_tables import PageTables
 from dgraph.runtime.renoised import RenoisedState
 from dgraph.runtime.report import Report, Reports
 from dgraph.runtime.requests import (
@@ -42,6 +45,7 @@ from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.runtime.two_modes import TwoModeState
+from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
 FEW_STEPS = 4
@@ -94,17 +98,14 @@ class Batch:
         self.causal = spec.attention == "block_causal"
         if packed is not None:
             packed.widen(shape.slots)
-        tables = 2 if rule.guided else 1
-        none = torch.full((tables, shape.slots, shape.pages), NO_PAGE, dtype=torch.int32, device=kv.device)
-        self._tables = {name: none.clone() for name in kv.page_tables([])}
-        self.advance = advance(rule, self._begin([]))
-        pinned = kv.device.type == "cuda"
-        self._orders = [torch.zeros(shape.slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._tables = PageTables(kv, 2 if rule.guided else 1, shape.slots, shape.pages)
+        self.advance = advance(rule, self._begin([], kv.device))
         self.order(range(shape.slots))
         self._reports = Reports(self.advance.report)
         self._last: Report | None = None
         self._counts: RowCounts | None = None
-        if foresee and plan is not None and not self.causal and rule.block_cache == "off" and observer is None:
+        ahead = foresee and not kv.renews  # a block is begun by the host, which must hear of it first
+        if ahead and plan is not None and not self.causal and rule.block_cache == "off" and observer is None:
             self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
         self._decide = Decide(spec, shape.block)
         self._flying: _Flight | None = None
@@ -145,8 +146,8 @@ class Batch:
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
-        self._write_tables(slots)
-        self.advance.admit(slots, self._begin(requests))
+        self._tables.changed(slots)
+        self.advance.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
 
@@ -157,6 +158,7 @@ class Batch:
         if not slots:
             return
         self.advance.retire(slots)
+        self._tables.left(slots)
         for slot in slots:
             one = self.running.pop(slot)
             for handle in reversed(one.handles):
@@ -178,12 +180,11 @@ class Batch:
         wanted = min(tokens, positions(one.request, self.shape.block, self.spec))
         grown = [self.kv.extend(handle, wanted) for handle in one.handles]
         if any(grown):
-            self._write_tables([slot])
+            self._tables.changed([slot])
 
     def order(self, slots: Sequence[int]) -> None:
         """Grant rows of the next steps to these slots in this order; the others sit out."""
-        self._orders.reverse()  # the copy of the other one may not have been made yet
-        places = self._orders[0].fill_(OUT)
+        places = torch.full((self.shape.slots,), OUT)
         places[list(slots)] = torch.arange(len(slots))
         self._ordered = frozenset(slots)
         self.advance.order(places)
@@ -195,7 +196,7 @@ class Batch:
             self._flying = None
         before = self.advance
         self.rule, self.programs = rule, programs
-        self.advance = self._make(rule, self._begin([]))
+        self.advance = self._make(rule, self._begin([], self.kv.device))
         self.advance.adopt(before)
         self._reports = Reports(self.advance.report)
 
@@ -222,7 +223,7 @@ class Batch:
             begin[slot], end[slot] = first, last
         count = sum(end) - sum(begin)
         state = self.advance.state
-        bounds = torch.tensor([begin, end], device=self.kv.device)
+        (bounds,) = upload(self.kv.device, torch.tensor([begin, end]))
         causal = self.spec.encoding == "causal"
         rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count, causal)
         given = {name: self.advance.inputs[name] for name in self.advance.carried}
@@ -253,16 +254,23 @@ class Batch:
         self._decide.failed = {}
         foreseen = self._foreseen()
         if foreseen is not None:
-            self._launch(*foreseen, list(self.running))
+            rows, choosing = foreseen
+            self._launch(self._bound(choosing), rows, list(self.running))
             found = self._last = self._reports.read()
             self._hear(found)
             return found
+        # From when the report is there the device waits: what can be done before is done now, and the rest after.
+        bound = self._bound(False) if self.programs.select is None else None
         found = self._last = self._reports.read()
+        if self.kv.renews:
+            starts = found.start.tolist()
+            moved = (one for slot, one in self.running.items() if one.start != starts[slot])
+            self.kv.renew([handle for one in moved for handle in one.handles])
         rows = int(found.rows.sum())
         self._flying = None
-        if rows:  # the device waits: everything else comes after this
-            took_part = [slot for slot in self.running if found.rows[slot]]
-            self._launch(rows, bool(found.choosing.any()), took_part)
+        if rows:
+            took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
+            self._launch(bound or self._bound(bool((found.action != REUSE).any())), rows, took_part)
         self._hear(found)
         return found
 
@@ -285,12 +293,19 @@ class Batch:
         """Whether a step runs."""
         return self._flying is not None
 
-    def _launch(self, count: int, choosing: bool, slots: Sequence[int]) -> None:
+    def _bound(self, choosing: bool) -> _Bound:
+        """The program of the step that is packed, all but the number of its rows. choosing: some sequence chooses keys
+        in it.
+        """
+        select = self.programs.select if choosing else None
+        program = self.programs.step if select is None else select
+        inputs = {**self.caches(), **self.advance.inputs, **self.advance.late(program.inputs)}
+        return _Bound(program, inputs, program.bound(inputs))
+
+    def _launch(self, bound: _Bound, count: int, slots: Sequence[int]) -> None:
         """Run the step that is packed: so many rows at most, of these slots."""
-        advance, programs = self.advance, self.programs
-        program = programs.select if choosing and programs.select is not None else programs.step
-        inputs = {**self.caches(), **advance.inputs, **advance.late(program.inputs)}
-        result, other = program(inputs, count), None
+        advance, program, inputs = self.advance, bound.program, bound.inputs
+        result, other = bound.run(count), None
         if self.rule.guided:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
@@ -323,7 +338,7 @@ class Batch:
             self._counts.advance(slots)
         for slot in slots:
             self.running[slot].steps += 1
-        self._release()
+        self._release(slots)
 
     def _move(self, flight: _Flight) -> None:
         decision = self.advance.move(observed=flight.before is not None)
@@ -362,35 +377,32 @@ class Batch:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Tensor]:
-        """What programs read in place, by name."""
+        """What programs read in place, by name, the tables of pages as they are now."""
+        self._tables.write(self.running)
         packed = {} if self.packed is None else self.packed.tensors()
-        return {**{name: table[0] for name, table in self._tables.items()}, **self.kv.tensors(), **packed}
-
-    def _write_tables(self, slots: Sequence[int]) -> None:
-        at = torch.tensor(slots, dtype=torch.int64, device=self.kv.device)
-        for place, handles in enumerate(zip(*(self.running[slot].handles for slot in slots), strict=True)):
-            for name, table in self.kv.page_tables(handles, columns=self.shape.pages).items():
-                self._tables[name][place, at] = table
+        return {**self._tables.of(0), **self.kv.tensors(), **packed}
 
     def _settle(self, slots: Sequence[int]) -> None:
         """Give back the pages that only the prompts of these slots needed, where keys behind a window are let go."""
-        if not self.kv.rings or not slots:
+        if not self.kv.windows or not slots:
             return
         for slot in slots:
             for handle in self.running[slot].handles:
                 self.kv.settle(handle, self.running[slot].prompt, step_rows(self.shape.block, self.spec))
-        self._write_tables(slots)
+        self._tables.changed(slots)
 
-    def _release(self) -> None:
-        """Give back the pages that no step after the first one reads, where the others' keys are packed."""
+    def _release(self, slots: Sequence[int]) -> None:
+        """Give back the pages that no step after the launched one of these slots reads, where it packs what is kept."""
         if self.packed is None or not self.causal:
             return
-        for slot, one in self.running.items():
+        assert self._last is not None
+        for slot in slots:
+            one = self.running[slot]
             first = self.first_cached(len(one.request.ids))
-            if first and one.steps == 1 and one.prefilled == one.prompt:
+            if first and self._last.action[slot] == SELECT:
                 for handle in one.handles:
                     self.kv.release(handle, first)
-                self._write_tables([slot])
+                self._tables.changed([slot])
 
     def first_cached(self, prompt: int) -> int:
         """See `first_cached`."""
@@ -402,9 +414,11 @@ class Batch:
         after = request.decoding.max_new_tokens if self.packed.plan.window == "block" else 0
         return len(request.ids) + after
 
-    def _begin(self, requests: Sequence[Request]) -> DecodeState:
-        """The state of these requests before their first step; of as many idle slots as there are for none."""
-        spec, shape, device = self.spec, self.shape, self.kv.device
+    def _begin(self, requests: Sequence[Request], device: torch.device) -> DecodeState:
+        """The state of these requests before their first step; of as many idle slots as there are for none. It is made
+        on the host for those that are admitted: there it takes no launches.
+        """
+        spec, shape = self.spec, self.shape
         count = len(requests) or shape.slots
         canvas = torch.full((count, shape.columns), spec.mask_id)
         for row, request in zip(canvas, requests, strict=False):
@@ -427,7 +441,7 @@ class Batch:
             state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
         elif spec.next_token:
             settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
-            state = TwoModeState.begin(*tensors, **settings)
+            state = TwoModeState.begin(*tensors, **settings, kv=kv)
         elif self.causal:
             state = BlockCausalState.begin(*tensors, **settings, kv=kv)
         else:
@@ -443,7 +457,7 @@ class Batch:
             **inputs,
             **states,
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
-            **{name: table[1] for name, table in self._tables.items()},
+            **self._tables.of(1),
         }
 
 
@@ -458,10 +472,19 @@ class _Flight:
     states: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """A program with its inputs, and what runs it on them; see `Program.bound`."""
+
+    program: Program
+    inputs: dict[str, Tensor]
+    run: Callable[[int], ProgramResult]
+
+
 def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
     """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
     if packed is None:
         return 0
     if spec.attention != "block_causal":
         return prompt - spec.logit_shift
-    return prompt // block * block if packed.plan.window == "response" else 0
+    return packed.plan.kept_from(prompt, block if spec.aligned else 1)

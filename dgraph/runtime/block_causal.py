@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgraph.ops.sparse import DENSE, REUSE, SELECT
+from dgraph.ops.sparse import REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
@@ -96,19 +96,14 @@ class BlockCausalState(OwnBlockState):
     def window(self) -> Tensor | None:
         if self.kv is None:
             return None
-        begin = self.start if self.kv.window == "block" else self.prompt_end // self.block * self.block
-        return torch.stack([begin, torch.maximum(self.end, self.start) + self.block], dim=1).int()
+        return self._window(self.kv, self.prompt_end // self.block * self.block)
 
     @property
     def action(self) -> Tensor | None:
         if self.kv is None:
             return None
         if self.kv.window == "block":
-            dense = torch.where(self.forwards < self.kv.delay, DENSE, REUSE)
-            selects = self.forwards == self.kv.delay
-            if self.kv.every:
-                selects = selects | (self.forwards > self.kv.delay) & (self.forwards % self.kv.every == 0)
-            found = torch.where(selects, SELECT, dense)
+            found = self._around_block(self.kv)
         else:
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()

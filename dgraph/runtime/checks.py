@@ -119,15 +119,15 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
             )
 
 
-def check_keep_kv(plan: RowPlan | None, rings: Iterable[int]) -> None:
-    """Refuse to return keys by position where those of some positions do not exist; rings: see `KVStore`."""
+def check_keep_kv(plan: RowPlan | None, windows: Iterable[int]) -> None:
+    """Refuse to return keys by position where those of some positions do not exist; windows: see `KVStore`."""
     if plan is not None and plan.region.hides:
         raise InputError(
             f"keep_kv returns keys by position, but {plan} hides rows, whose keys do not exist; leave it out."
         )
-    if windows := sorted(rings):
+    if behind := ", ".join(map(str, sorted(windows))):
         raise InputError(
-            f"keep_kv returns keys by position, but layers with a window of {', '.join(map(str, windows))} positions "
+            f"keep_kv returns keys by position, but layers with a window of {behind} positions "
             f"let those behind it go; leave it out, or build the recipe with rings=False."
         )
 

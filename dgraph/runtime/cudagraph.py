@@ -236,9 +236,10 @@ class _GraphStage:
     def __init__(self, stage: LoweredStage, pool: GraphPool):
         self.stage, self.pool = stage, pool
         self._everything: tuple[AnyStep, ...] = (*stage.bridge, *stage.steps)
-        # What the steps read where the bridge runs before their graph.
+        # What the steps read where the bridge runs before their graph: in place, and the rest.
         known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
-        self._read = tuple(sorted(known))
+        read = (*sorted(known), *stage.ahead)
+        self._placed, self._given = ([s for s in read if (s in stage.in_place) is there] for there in (True, False))
         self._alone: dict[Hashable, _Recorded | None] = {}
         self._bridged: dict[Hashable, dict[Hashable, _Recorded | None]] = {}
         self._buffers = _Buffers(pool, spare=not stage.last)
@@ -248,7 +249,8 @@ class _GraphStage:
         """What runs the stage on a bucket; one that cannot be recorded, or is so large that it runs in chunks, runs
         step by step.
         """
-        return partial(self._run, slots, self._graphs_of_bridge(slots))
+        places = [slots[slot].data_ptr() for slot in self._placed]
+        return partial(self._run, slots, places, self._graphs_of_bridge(slots))
 
     def _graphs_of_bridge(self, slots: Slots) -> dict[Hashable, _Recorded | None] | None:
         """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
@@ -270,7 +272,9 @@ class _GraphStage:
                 key.append(slots[slot].shape)
         return self._bridged.setdefault(tuple(key), {})
 
-    def _run(self, slots: Slots, bridged_graphs: dict[Hashable, _Recorded | None] | None, rows: int) -> None:
+    def _run(
+        self, slots: Slots, places: list[int], bridged_graphs: dict[Hashable, _Recorded | None] | None, rows: int
+    ) -> None:
         stage = self.stage
         if stage.chunk_rows is not None and rows > stage.chunk_rows:
             self._note_chunks(rows, stage.chunk_rows)
@@ -281,11 +285,8 @@ class _GraphStage:
         else:
             for gather in stage.bridge:
                 gather.run(slots)
-            reads = [
-                slots[slot].data_ptr() if slot in stage.in_place else slots[slot].shape
-                for slot in (*self._read, *stage.ahead)
-            ]
-            self._replay(self._alone, tuple(reads), slots, rows, False)
+            key = (*places, *(slots[slot].shape for slot in self._given))
+            self._replay(self._alone, key, slots, rows, False)
 
     def _replay(
         self, graphs: dict[Hashable, _Recorded | None], key: Hashable, slots: Slots, rows: int, bridged: bool
@@ -328,10 +329,9 @@ class _GraphStage:
                 for slot in stage.sources - stage.in_place:
                     given[slot] = buffers[slot]
             else:
-                for slot in (*self._read, *stage.ahead):
-                    if slot not in stage.in_place:
-                        buffers[slot] = self._buffers.like(slot, slots[slot])
-                        given[slot] = copied[slot] = buffers[slot][: len(slots[slot])]
+                for slot in self._given:
+                    buffers[slot] = self._buffers.like(slot, slots[slot])
+                    given[slot] = copied[slot] = buffers[slot][: len(slots[slot])]
                 copy_all(list(copied.values()), [slots[slot] for slot in copied])
 
             def run() -> None:

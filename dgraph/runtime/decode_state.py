@@ -55,7 +55,7 @@ def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
 
 
 REPORT = (
-    *("rows", "wanted", "choosing", "active", "broken", "shown_start", "start", "counter"),
+    *("rows", "wanted", "action", "active", "broken", "shown_start", "start", "counter"),
     *("total", "kept_rows", "commit_rows"),
 )
 """The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
@@ -324,12 +324,12 @@ class DecodeState(ABC):
     def report(self) -> Tensor:
         """i64[b, len(REPORT) + 3 B]: what the host reads of each sequence after a step, by `REPORT`, then by `SHOWN`.
 
-        rows: of its next step, 0 if it waits; wanted: the same if it does not; choosing: 1 if that step does not reuse
-        what is packed; the others as in the attributes, and of a confidence its bits.
+        rows: of its next step, 0 if it waits; wanted: the same if it does not; action: as in `action`, of that step,
+        that of reusing where all keys are kept; the others as in the attributes, and of a confidence its bits.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
-        choosing = torch.zeros_like(wanted) if action is None else action != REUSE
-        found = {"rows": wanted * self.granted, "wanted": wanted, "choosing": choosing}
+        found = {"rows": wanted * self.granted, "wanted": wanted}
+        found["action"] = torch.full_like(wanted, REUSE) if action is None else action
         numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
         shown = (self.shown, self.shown_confidence.view(torch.int32), self.shown_kept)
         return torch.cat([torch.stack([n.long() for n in numbers], dim=1), *(s.long() for s in shown)], dim=1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError, PoolFull
+from dgraph.runtime.upload import upload
 from dgraph.shapes import InputSpec, of_window
 from dgraph.spec import ModelSpec
 
@@ -32,12 +33,14 @@ class KVStore:
         caches: declarations of inputs per position, `("pages", "page", ...)`; of each its own sizes and dtype.
         page_size: positions of a page.
         device: where they are.
+        prefilled: names of those that prompts are written to; None for all.
 
     Attributes:
         limit: the most pages that there may be; None for as many as memory holds.
         spare: pages that whoever `keep`s them owns alone, and could do without.
         reclaim: asked for so many pages when too few are free, and the pool may not grow: drops what it can do without.
         rings: the pages of layers with a window, by window.
+        renews: whether something begins anew with each block.
 
     Raises:
         InputError: page_size below 1, or a cache whose sizes are not numbers.
@@ -45,13 +48,21 @@ class KVStore:
 
     window = 0
 
-    def __init__(self, caches: Iterable[InputSpec], *, page_size: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        caches: Iterable[InputSpec],
+        *,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        prefilled: Collection[str] | None = None,
+    ):
         if page_size < 1:
             raise InputError(f"KV store: a page holds at least 1 position, got page_size={page_size}.")
         self.page_size, self.device = page_size, torch.device(device)
         self._specs: dict[str, InputSpec] = {}
         self._caches: dict[str, Tensor] = {}
         self.rings: dict[int, Ring] = {}
+        self._prefilled, self.renews = prefilled, False
         self.limit: int | None = None
         self.reclaim: Callable[[int], None] = lambda pages: None
         self._pages = 0
@@ -70,10 +81,13 @@ class KVStore:
             InputError: a cache whose sizes are not numbers.
         """
         for spec in caches:
+            self.renews |= spec.reset == "block"
             if spec.window != self.window:
                 if spec.window not in self.rings:
                     self.rings[spec.window] = Ring(spec.window, page_size=self.page_size, device=self.device)
-                self.rings[spec.window].declare([spec])
+                ring = self.rings[spec.window]
+                ring.declare([spec])
+                ring.prefilled |= self._prefilled is None or spec.name in self._prefilled
             elif spec.name not in self._specs:
                 self._specs[spec.name] = spec
                 self._caches[spec.name] = self._empty(spec.name, self._pages)
@@ -165,15 +179,25 @@ class KVStore:
             self._next += 1
         return handles
 
-    def ring_pages(self, tokens: int, rows: int) -> tuple[int, ...]:
-        """Pages that a sequence of so many positions takes in each ring, where a call forwards at most `rows` of its
-        rows.
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows behind which keys are let go, those of a prompt among them."""
+        return tuple(window for window, ring in self.rings.items() if ring.prefilled)
+
+    def renew(self, sequences: Sequence[int]) -> None:
+        """Begin a block of each of those sequences: what is kept for a block alone holds its initial value again."""
+        for ring in self.rings.values():
+            ring._reset([page for sequence in sequences for page in ring._pages_of(sequence)])
+
+    def ring_pages(self, tokens: int, rows: int, prompt: int = 0) -> tuple[int, ...]:
+        """Pages that a sequence of so many positions takes in each ring, where a step forwards at most `rows` of its
+        rows, and a call that prefills `prompt` of them.
         """
-        return tuple(ring.pages_of(tokens, rows) for ring in self.rings.values())
+        return tuple(r.pages_of(tokens, max(rows, prompt) if r.prefilled else rows) for r in self.rings.values())
 
     def part(self, block: int) -> int | None:
         """Rows of a prompt that a call prefills of one sequence at most, whole blocks; None for any number."""
-        return max(block, PARTS * max(self.rings) // block * block) if self.rings else None
+        return max(block, PARTS * max(self.windows) // block * block) if self.windows else None
 
     def settle(self, sequence: int, start: int, rows: int) -> None:
         """Give back what a sequence has no more use for in rings: from now on a call forwards at most `rows` of its
@@ -258,12 +282,12 @@ class KVStore:
         return pages
 
     def _reset(self, pages: list[int]) -> None:
-        """What begins anew with a response, on those pages."""
-        index: Tensor | None = None
-        for name, spec in self._specs.items():
-            if spec.reset == "response":
-                index = torch.tensor(pages, dtype=torch.int64, device=self.device) if index is None else index
-                self._caches[name][index] = spec.initial
+        """What begins anew with a response, or with a block, on those pages."""
+        again = {name: spec.initial for name, spec in self._specs.items() if spec.reset != "never"}
+        if again and pages:
+            (index,) = upload(self.device, torch.tensor(pages))
+            for name, initial in again.items():
+                self._caches[name].index_fill_(0, index, initial)
 
     def clear(self, sequence: int) -> None:
         """Make what a sequence has written finite again: its numbers went wrong."""
@@ -292,7 +316,7 @@ class KVStore:
                 owned[i] = NO_PAGE
 
     def page_table(self, sequences: Sequence[int], rows: int = 0, columns: int = 0) -> Tensor:
-        """i32[b, P], P the most pages of any of them; -1 where a sequence has no page.
+        """i32[b, P] on the host, P the most pages of any of them; -1 where a sequence has no page.
 
         rows, columns: at least so many; rows past the sequences belong to none.
         """
@@ -301,7 +325,7 @@ class KVStore:
         table = torch.full(shape, NO_PAGE, dtype=torch.int32)
         for row, owned in zip(table, pages, strict=False):
             row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
-        return table.to(self.device)
+        return table
 
     def page_tables(self, sequences: Sequence[int], columns: int = 0) -> dict[str, Tensor]:
         """The tables of all pages and of each ring, under the names that programs ask for; see `page_table`."""
@@ -375,12 +399,16 @@ class Ring(KVStore):
 
     Position p of a sequence of n pages lives at cache[ring[p // page % n], p % page], so its page table repeats its
     pages and never changes while it is decoded. Who forwards at most r rows of a sequence at a time, in the order of
-    their positions, reads and writes r + window - 1 neighbouring positions, which n = ceil((r + window - 2) / page) + 1
-    pages hold wherever they begin: no row finds a position overwritten that it sees. What it does not see may be.
+    their positions, reads and writes r + window - 1 neighbouring positions, which differ modulo the n * page places
+    of a ring if there are as many of these: no row finds a position overwritten that it sees. What it does not see may
+    be.
+
+    Attributes:
+        prefilled: whether prompts are written to it.
     """
 
     def __init__(self, window: int, *, page_size: int, device: torch.device | str = "cpu"):
-        self.window = window
+        self.window, self.prefilled = window, False
         super().__init__((), page_size=page_size, device=device)
 
     def pages_of(self, tokens: int, rows: int) -> int:
@@ -402,8 +430,10 @@ class Ring(KVStore):
 
 
 def ring_size(window: int, rows: int, page: int) -> int:
-    """Pages that hold rows + window - 1 neighbouring positions wherever these begin; see `Ring`."""
-    return -(-(rows + window - 2) // page) + 1
+    """Pages that hold rows + window - 1 neighbouring positions (see `Ring`), and all pages that have any of the
+    window - 1 before a step's rows, which `Ring.settle` keeps.
+    """
+    return max(-(-(rows + window - 1) // page), -(-(window - 2) // page) + 1)
 
 
 def page_size_for(block: int, device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.plans.kv import KVPlan, pairs_of
+from dgraph.runtime.upload import upload
 from dgraph.shapes import InputSpec
 
 
@@ -103,7 +104,6 @@ class PackedKV:
         """
         found: dict[tuple[int, int], tuple[list[int], int]] = {}
         starts = torch.zeros(len(self._start), len(slots), dtype=torch.int32)
-        at = torch.tensor(slots, dtype=torch.int64, device=self.device)
         keeps = any(runs.others(slots) for runs in self._runs.values())
         for layer, spec in self._counts.items():
             like, (heads,) = self._like(layer), spec.element
@@ -114,8 +114,10 @@ class PackedKV:
             begins, end = found[like]
             starts[layer] = torch.tensor(begins)
             self._grow(layer, end, keeps)
-            self._caches[spec.name][at] = 0
-        self._start[:, at] = starts.to(self.device)
+        at, starts = upload(self.device, torch.tensor(slots), starts)
+        for spec in self._counts.values():
+            self._caches[spec.name].index_fill_(0, at, 0)
+        self._start.index_copy_(1, at, starts)
 
     def clear(self, slot: int) -> None:
         """Make what a slot has packed finite again: its numbers went wrong."""

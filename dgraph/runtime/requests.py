@@ -133,7 +133,7 @@ def step_rows(block: int, spec: ModelSpec) -> int:
     """Rows that a step of a block-causal model forwards for one sequence, at most: those of a block, and those of the
     block before it where these ride along to be written once more.
     """
-    return block if spec.encoding == "causal" or spec.next_token else 2 * block
+    return block if spec.two_modes else 2 * block
 
 
 def positions(request: Request, block: int, spec: ModelSpec) -> int:
@@ -153,9 +153,10 @@ def first_positions(request: Request, block: int, by_block: bool, spec: ModelSpe
 def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tuple[int, ...]:
     """Pages that a request takes in each ring of a store when it is admitted; after its prompt it needs no more."""
     whole, part = positions(request, block, spec), kv.part(block)
-    if spec.attention != "block_causal" or part is None:
+    if spec.attention != "block_causal":
         return kv.ring_pages(whole, whole)  # its steps forward all of it
-    return kv.ring_pages(whole, max(step_rows(block, spec), min(part, prefilled_positions(request, block, spec))))
+    prompt = prefilled_positions(request, block, spec)
+    return kv.ring_pages(whole, step_rows(block, spec), prompt if part is None else min(part, prompt))
 
 
 def settled_end(request: Request, start: int) -> int:

@@ -10,7 +10,7 @@ one label are taken as independent of each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,8 @@ class Question:
         """
 
         def ids(what: str, tokens: Sequence[int]) -> tuple[int, ...]:
+            if not isinstance(tokens, Iterable):
+                raise InputError(f"{what} is {tokens!r}, expected a list of ids, as [{tokens!r}].")
             return tuple(check_token(spec, what, place, token) for place, token in enumerate(tokens))
 
         if not prompt or not labels:

@@ -94,7 +94,8 @@ class Script:
         that are none: f32[N].
 
         Together with `budget`, and `select_tokens` at alpha = 1, exactly the kept columns are kept. The columns that
-        score 1 are the kept ones without those that the selection adds by itself (left neighbours, placeholders).
+        score 1 are the kept ones without those that the selection adds by itself (left neighbours, placeholders). Where
+        rows predict the next position, those that hold a token are kept beside them.
         """
         base = self._base(state)
         column = rows.column - self.block

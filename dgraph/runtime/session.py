@@ -158,7 +158,8 @@ class BlockSession:
         given = (spec for spec in inputs if spec.carried or spec.name in OFFERS)
         self._inputs = tuple(sorted(given, key=lambda spec: spec.name))
         caches = [spec for spec in inputs if spec.per == "position"]
-        self.kv = KVStore(caches, page_size=check_page_size(spec, page_size), device=self.device)
+        written, size = programs["prefill"].inputs if "prefill" in programs else None, check_page_size(spec, page_size)
+        self.kv = KVStore(caches, page_size=size, device=self.device, prefilled=written)
         entries = [spec for spec in inputs if spec.per == "packed"]
         self.packed = None if kv is None else PackedKV(entries, spec.layers, kv, self.device)
 
@@ -204,7 +205,7 @@ class BlockSession:
         if not ids:
             return Generation([], stats, [] if keep_kv else None)
         if keep_kv:
-            check_keep_kv(self.plan, self.kv.rings)
+            check_keep_kv(self.plan, self.kv.windows)
         given = check_canvases(self.spec, canvases, len(ids), chosen)
         requests = [Request.of(ids[n], chosen, n, given[n], self.spec) for n in range(len(ids))]
         fixed = self.pool is not None and observer is None
@@ -462,10 +463,8 @@ class BlockSession:
         start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
         # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
         committed, written = (start, start + batch.shape.block) if causal else (0, one.request.end)
-        if (
-            self.spec.encoding == "causal" or self.spec.next_token
-        ):  # of the block that begins there, none need have been forwarded
-            written = start
+        if self.spec.two_modes:
+            written = start  # of the block that begins there, none need have been forwarded
         span = one.handles[0], written, first
         has = {spec.name for spec in self.kv.declared}
 

@@ -159,6 +159,7 @@ class StepRecord:
         prompts: i64[b], indices of the batch's prompts among all prompts of the call.
         sequence: i64[N], index of each row's prompt among all prompts.
         input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: what was forwarded.
+        origin: i32[N], where each row or its block begins; None of a model whose rows see no window.
         kept: bool[N], rows that reached the last stage.
         score: f32[N] as the program selected by it, None where it has no such output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
@@ -174,6 +175,7 @@ class StepRecord:
     positions: Tensor
     limit: Tensor
     candidate: Tensor
+    origin: Tensor | None
     kept: Tensor
     score: Tensor | None
     token: Tensor
@@ -223,6 +225,7 @@ class StepRecord:
             positions=copy(rows.positions),
             limit=copy(rows.limit),
             candidate=copy(rows.candidate),
+            origin=None if rows.origin is None else copy(rows.origin),
             kept=copy(results.kept[:n]),
             score=None if score is None else copy(score[:n]),
             token=copy(results.token[:n]),

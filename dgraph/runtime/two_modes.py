@@ -9,6 +9,10 @@ Where a row that is encoded sees itself and what comes before it, not its whole 
 known ends, and fewer rows than a block can be encoded. So an autoregressive policy encodes each token as it comes; and
 one that drafts denoises a block once, encodes what that step predicted, and keeps the tokens up to the first that is
 not what the row before it predicts now.
+
+Where few keys are kept, steps that denoise choose them. Around a block, what is encoded sees every key: its own are
+final, and the next token is predicted from all. For a whole response, the first step that denoises chooses among the
+prompt's keys, and the others are gone: what is encoded after it sees what is kept, and predicts the next token from it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgraph.ops.sparse import DENSE, REUSE, SELECT
+from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.decode_state import BlockCache, ready_columns
@@ -35,10 +41,11 @@ class TwoModeState(OwnBlockState):
     is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; partly bool[b]:
     that step forwards a part of the block, whose rows also see the keys that are cached of what comes after it; final
     i64[b]: how many rows of the block the last step encoded for good; changed bool[b, B]: decoded in the step before,
-    None without a plan.
+    None without a plan; selected bool[b]: the prompt's keys that stay were chosen, None where none are.
 
-    Fixed: plan: which steps of a block are full ones, None if no program asks; shift: 0 if a row that is denoised
-    predicts its own position, 1 if the next one; causal: whether a row that is encoded sees only what comes before it.
+    Fixed: plan: which steps of a block are full ones, None if no program asks; kv: which keys stay, None for all;
+    shift: 0 if a row that is denoised predicts its own position, 1 if the next one; causal: whether a row that is
+    encoded sees only what comes before it.
     """
 
     pending: Tensor
@@ -46,7 +53,9 @@ class TwoModeState(OwnBlockState):
     final: Tensor
     partly: Tensor
     changed: Tensor | None
+    selected: Tensor | None
     plan: RowPlan | None
+    kv: KVPlan | None
     shift: int
     causal: bool
 
@@ -65,6 +74,7 @@ class TwoModeState(OwnBlockState):
         shift: int,
         causal: bool,
         plan: RowPlan | None = None,
+        kv: KVPlan | None = None,
         most_rows: int | None = None,
     ) -> TwoModeState:
         """Before the first step. All that is known is prefilled but for what the first step encodes, to predict the
@@ -95,7 +105,9 @@ class TwoModeState(OwnBlockState):
             final=torch.zeros_like(start),
             partly=torch.zeros_like(encodes),
             changed=None if plan is None else torch.zeros_like(masked),
+            selected=None if kv is None or kv.window == "block" else torch.zeros_like(encodes),
             plan=plan,
+            kv=kv,
             shift=shift,
             causal=causal,
             canvas=canvas,
@@ -110,6 +122,22 @@ class TwoModeState(OwnBlockState):
     def average(self) -> Tensor:
         """f32[b]: as in `DecodeState`; inf before a block is encoded, of which every row is needed."""
         return torch.where(self.encodes, math.inf, super().average)
+
+    @property
+    def window(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        return self._window(self.kv, self.prompt_end if self.causal else self.prompt_end // self.block * self.block)
+
+    @property
+    def action(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.selected is None:
+            found = torch.where(self.encodes, DENSE, self._around_block(self.kv))
+        else:
+            found = torch.where(self.selected, REUSE, torch.where(self.encodes, DENSE, SELECT))
+        return torch.where(self.active & self.granted, found, REUSE).int()
 
     def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]
@@ -216,6 +244,8 @@ class TwoModeState(OwnBlockState):
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         moved = self.encodes
+        if self.selected is not None:
+            self.selected = self.selected | ~moved
         skipped = ready_columns(~masked, block_cache)
         self.active = self.active & ~(moved & self._stopped())
         # Sequences that were encoded go on at the first position that was not.

@@ -93,7 +93,8 @@ def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] 
         return content or ""
     for part in content:
         if part.type not in kinds or part.text is None:
-            raise bad_field(field, f"a part of a message is a text here, got one of type {part.type[:32]!r}.")
+            got = f"a part of a message is a text here, got one of type {part.type[:32]!r}"
+            raise bad_field(field, f"{got}; leave it out.")
     return "".join(part.text for part in content)
 
 

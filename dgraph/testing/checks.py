@@ -159,7 +159,7 @@ def check_skips(tiny: TinyModel, before: Sequence[Pass], step: Pass, reason: str
 
 def _keeping(tiny: TinyModel, recipe: Recipe) -> Recipe:
     """The recipe, whose layers keep the keys behind their windows."""
-    return recipe.with_all_keys() if tiny.optimized(recipe)._session.kv.rings else recipe
+    return recipe.with_all_keys() if tiny.optimized(recipe)._session.kv.windows else recipe
 
 
 def _settings(decoding: Options) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def symbols(found: Listing) -> Iterator[tuple[str, str]]:
             yield name, meaning
     for name in used:
         if (all_pages := without_window(name)) != name and all_pages in _SYMBOLS:
-            yield name, f"{_SYMBOLS[all_pages]} in layers with a window of {name.removeprefix(f'{all_pages}_')}"
+            yield name, f"{_SYMBOLS[all_pages]} for windows of {name.removeprefix(f'{all_pages}_')}"
     for section in found.sections:
         for line in section.lines:
             if line.cut is not None:

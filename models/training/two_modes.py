@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +86,33 @@ def train(steps: int, rows: int, rate: float, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     model = Ministral3ForCausalLM(Ministral3Config(**CONFIG, attn_implementation="eager"))  # type: ignore[call-arg]
+    fit(model, lambda: losses(model, rows, draw), steps, rate)
+    return model
+
+
+def fit(
+    model: torch.nn.Module, losses: Callable[[], tuple[Tensor, Tensor]], steps: int, rate: float, name: str = ""
+) -> None:
+    """Train a model in place; its losses are printed.
+
+    Args:
+        model: all of its parameters learn.
+        losses: draws a batch, and gives the mean losses of next tokens and of masked ones; their sum is minimised.
+        steps: how many.
+        rate: the highest learning rate, reached after a tenth of them.
+        name: what is printed in front of the losses.
+    """
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.1)
     for step in range(steps):
-        following, denoised = losses(model, rows, draw)
+        following, denoised = losses()
         optimiser.zero_grad()
         (following + denoised).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
         if step % 100 == 99:
-            print(f"step {step + 1}: next token {following.item():.3f}, masked {denoised.item():.3f}", flush=True)
-    return model
+            print(f"{name}step {step + 1}: next token {following.item():.3f}, masked {denoised.item():.3f}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

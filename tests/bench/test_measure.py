@@ -13,7 +13,7 @@ from dgraph import captured
 from dgraph.api import Optimized, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
-from dgraph.bench.floor import Device, StepCount, floor_of, work_of
+from dgraph.bench.floor import Device, Reading, StepCount, floor_of, work_of
 from dgraph.bench.load import Load, endless, prompts_of
 from dgraph.bench.measure import Bench, Counter
 from dgraph.bench.products import Mixture
@@ -34,6 +34,7 @@ from dgraph.passes import (
 from dgraph.passes.base import Pass
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import Renoise
 from dgraph.testing import models
 from tests.cli.folders import write_checkpoint
 from tests.passes.sparse_step import family_of
@@ -83,7 +84,8 @@ def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: 
         assert sum(c.rows[-1] for c in measured.counts) == measured.stats.kept_rows
         assert measured.ratio == measured.step / measured.floor.total > 0
         assert measured.memory.other is None
-        assert measured.memory.kv == 2 * 2 * 2 * 16 * 4 * bench.load.positions
+        positions = sum(-(-(len(p) + TOKENS) // BLOCK) * BLOCK for p in bench.load.prompts)
+        assert measured.memory.kv == 2 * 2 * 2 * 16 * 4 * positions, "in whole pages"
         assert all(c.head <= c.rows[-1] for c in measured.counts)
 
 
@@ -115,9 +117,9 @@ def test_the_importance_is_computed_all_the_same(scripted: Optimized) -> None:
 def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None:
     work, device = work_of(scripted.graph("step")), Device(torch.device("cpu"), samples=3)
     assert [sum(shapes.values()) for shapes in work.products] == [5, 3]  # layer 0 and q|k|v of layer 1 on all rows
-    assert work.attentions == (1, 1)
+    assert [sum(reads.values()) for reads in work.attentions] == [1, 1]
     assert work.head == (97, 64)
-    floors = [floor_of(work, [StepCount((n, n // 2), (n, n), n // 2)], device) for n in (64, 2048)]
+    floors = [floor_of(work, [StepCount((n, n // 2), ({0: n}, {0: n}), n // 2)], device) for n in (64, 2048)]
     assert 0 < floors[0].total < floors[1].total
     assert floors[0].attention < floors[1].attention
     assert floor_of(work, [], device).total == 0.0
@@ -129,17 +131,19 @@ def test_a_last_layer_on_masked_rows_counts_as_those() -> None:
     work = work_of(program.graph("step"))
     # Fused projections: four products a layer, but in the last one keys and values on all rows, four on masked ones.
     assert [sum(shapes.values()) for shapes in work.products] == [2 * 4 + 1, 4]
-    assert (work.masked, work.attentions, work.listed) == (True, (2, 1), {})
     rounded, spec = work_of(setup.optimized("dense", 16, kv_dtype="fp8").graph("step")), setup.model.spec
-    assert work.key_bytes == 2 * spec.kv_heads * spec.head_dim * 4
-    assert rounded.key_bytes == 2 * spec.kv_heads * (spec.head_dim + 4), "a byte each, and a scale"
+    queries = 2 * spec.heads * spec.head_dim * 4
+    read = Reading(2 * spec.kv_heads * spec.head_dim * 4, queries, 0)
+    assert (work.masked, work.attentions, work.listed) == (True, ({read: 2}, {read: 1}), {})
+    (read_rounded,) = rounded.attentions[0]
+    assert read_rounded.key_bytes == 2 * spec.kv_heads * (spec.head_dim + 4), "a byte each, and a scale"
     measured = work_of(rewritten(program.graph("step"), MeasureRows((KL(),))))
     assert (measured.head, measured.masked) == (work.head, True), "a head that also measures rows is one"
-    counter = Counter(evicts=False, masked=True)
+    counter = Counter.of(program, work)
     stats = program.generate(input_ids=prompts_for(16), max_new_tokens=32, steps=4, observer=counter).stats
     assert [c.rows[0] for c in counter.counts] == stats.step_rows
     assert all(c.rows[1] == c.head < c.rows[0] for c in counter.counts)
-    assert all(0 < c.keys[1] <= c.keys[0] for c in counter.counts)
+    assert all(0 < c.keys[1][0] <= c.keys[0][0] for c in counter.counts)
     gated = work_of(setup.optimized("dyllm", 16, update=False).graph("step"))
     assert len(gated.products) == 2
     assert sum(gated.listed.values()) > 0
@@ -157,7 +161,7 @@ def test_layers_on_salient_rows_count_as_one_row(family: str) -> None:
     assert gated.listed
     assert sum(gated.listed.values()) + sum(known.values()) >= sum(all_rows.values())
     device = Device(torch.device("cpu"), samples=2)
-    count = StepCount((512,), (0,), 0)
+    count = StepCount((512,), ({0: 0},), 0)
     assert floor_of(gated, [count], device).linear < floor_of(plain, [count], device).linear
 
 
@@ -172,7 +176,7 @@ def test_experts_count_as_their_products() -> None:
     assert mixture not in {*partial.listed, *gated.products[0]}
 
     device = Device(torch.device("cpu"), samples=2)
-    count = [StepCount((64,), (64,), 0)]
+    count = [StepCount((64,), ({0: 64},), 0)]
     device._times[mixture, work.dtype] = {1: 1.0, 64: 3.0}
     without = replace(work, products=({s: n for s, n in work.products[0].items() if s != mixture},))
     found, less = floor_of(work, count, device), floor_of(without, count, device)
@@ -210,6 +214,30 @@ def test_an_activation_within_a_product_leaves_the_floor_as_it_is(counting: tupl
     after = rewritten(before, FuseGLU())
     assert after.find("rows_glu")
     assert work_of(after) == work_of(before)
+
+
+def test_layers_that_differ_count_with_their_own_heads_and_what_their_window_sees() -> None:
+    """A head that keeps no logits counts as both products of vocabulary attention."""
+    (tiny,) = models(None, "diffusion_gemma")
+    program, spec = tiny.optimized("dense"), tiny.model.spec
+    work = work_of(program.graph("step"))
+    sliding = Reading(2 * 2 * 8 * 4, 2 * 4 * 8 * 4, 6)
+    full = Reading(2 * 1 * 16 * 4, 2 * 4 * 16 * 4, 0)
+    assert work.attentions == ({sliding: 2, full: 2},)
+    (shapes,) = work.products
+    assert (shapes[spec.vocab, spec.hidden], shapes[spec.hidden, spec.vocab]) == (1, 1)
+    counter, rule = Counter.of(program, work), Renoise(steps=2, stability=2)
+    program.generate(input_ids=[[5] * 11, [6] * 3], max_new_tokens=16, policy=rule, observer=counter)
+    assert [c.rows for c in counter.counts] == [(16,)] * 5
+    # Of canvases of 8 after 11 and 3 tokens, twice denoised and once encoded, then of the next ones.
+    assert [c.keys[0][0] for c in counter.counts] == [19 + 11] * 3 + [27 + 19] * 2
+    assert [c.keys[0][6] for c in counter.counts] == [(8 + 5) + (8 + 3)] * 3 + [(8 + 5) * 2] * 2
+    device = Device(torch.device("cpu"))
+    device._bandwidth = 1.0
+    for shape in shapes:
+        device._times[shape, work.dtype] = {1: 0.0, 64: 0.0}
+    moved = 16 * 2 * (sliding.query_bytes + full.query_bytes) + 2 * (24 * sliding.key_bytes + 30 * full.key_bytes)
+    assert floor_of(work, counter.counts[:1], device).attention == moved
 
 
 def test_times_between_samples_are_interpolated() -> None:
@@ -254,7 +282,7 @@ def test_quantised_weights_count_with_what_is_stored_of_them() -> None:
     for shape in {work.head, *work.spared, *(s for shapes in work.products for s in shapes)}:
         device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
     head = work.head[0] * work.head[1] * 4
-    count = [StepCount((64,), (64,), 64)]
+    count = [StepCount((64,), ({0: 64},), 64)]
     assert floor_of(work, count, device).head == pytest.approx(1.0 - work.spared[work.head] / 1e6)
     device._times[work.head, work.dtype] = {64: 1e-9}
     assert floor_of(work, count, device).head == pytest.approx((head - work.spared[work.head]) / 1e6)
@@ -276,7 +304,7 @@ def test_rows_in_8_bits_count_with_their_bytes_and_at_the_pace_of_bytes(recipe: 
     device._bandwidth = 1e6
     for shape in shapes:
         device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
-    count = [StepCount((64,) * len(work.products), (64,) * len(work.products), 64)]
+    count = [StepCount((64,) * len(work.products), ({0: 64},) * len(work.products), 64)]
     assert floor_of(work, count, device).head == 1 / 4
     assert floor_of(work, count, device).experts == spec.layers / 4
     device._times[work.head, work.dtype] = {64: 1e-9}

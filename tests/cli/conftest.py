@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ from dgraph.graph import Graph
 from tests.cli.folders import write_checkpoint
 
 Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def other_packages_have_complained() -> None:
+    """torchao, where it is installed, writes to stderr when it is first imported, in the middle of any command."""
+    with suppress(ImportError):
+        importlib.import_module("torchao")
 
 
 @pytest.fixture(scope="session")

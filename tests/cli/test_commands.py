@@ -139,9 +139,9 @@ def test_dump_and_diff_as_pages(run: Run, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("captured_once")
 def test_diff(run: Run, folder: Path) -> None:
     text = run("diff", folder, "--from", "dense", "--to", "focus").stdout
-    assert text.startswith("dense step -> focus step: calls 6 added, 0 removed")
+    assert text.startswith("dense step -> focus step: calls 8 added, 0 removed")
     found = one_object(run("diff", folder, "-o", "alpha=1.8", "--json"))
-    assert found["summary"]["by_pass"]["EvictTokens"]["added"] == 6
+    assert found["summary"]["by_pass"]["EvictTokens"]["added"] == 8
     assert "no difference" in run("diff", folder, "--phase", "prefill").stdout
     assert run("diff", folder, "--from", "captured", "--to", "dense").stdout.startswith("captured -> dense step")
 
@@ -164,6 +164,10 @@ def test_recipes_passes_and_models(run: Run) -> None:
     assert [r["recipe"] for r in found] == list(dgraph.RECIPES)
     assert found[1]["options"]["alpha"] == 1.5
     assert all(r["summary"].endswith(".") for r in found)
+    assert [cost["page"] for cost in found[1]["costs"]] == ["focus", "hard"]
+    assert found[0]["costs"] == [], "dense is what the others are compared with"
+    policies = one_object(run("policies", "--json"))["policies"]
+    assert [p["policy"] for p in policies if not p["summary"].endswith((".", " as published"))] == []
     passes = {p["pass"]: p for p in one_object(run("passes", "--json"))["passes"]}
     assert passes["EvictTokens"]["effect"] == "approximate"
     assert passes["EvictTokens"]["options"]["pool"] == 3

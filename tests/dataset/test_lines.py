@@ -58,6 +58,10 @@ def test_the_line_that_a_question_keeps_makes_the_same_question_elsewhere(tmp_pa
         ({"prompt": []}, "a prompt is a text or a list of ids"),
         ({"messages": []}, "messages are a list of"),
         ({"messages": [{"role": "user"}]}, "messages are a list of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            'a list of {"role": TEXT, "content": TEXT}',
+        ),
         ({"prompt": "a", "id": True}, "an id is a text or a whole number, got True"),
         ({"prompt": "a", "id": 1.5}, "an id is a text or a whole number, got 1.5"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'. Did you mean 'temperature'"),

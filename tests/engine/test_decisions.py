@@ -98,6 +98,8 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
     mask = made.spec.mask_id
     with made.engine(max_sequences=2, max_tokens=64, queue=2) as engine:
         for prompt, labels, more, message in (
+            ([1], [1], {}, r"label 0 is 1, expected a list of ids, as \[1\]"),
+            ([1], [[1]], {"after": 2}, r"after is 2, expected a list of ids, as \[2\]"),
             ([], [[1]], {}, "a decision needs a prompt and at least one label, got 0 tokens of prompt and 1 labels"),
             ([1], [], {}, "a decision needs a prompt and at least one label"),
             ([1], [[2], []], {}, "label 1 is empty; give at least one token"),

@@ -19,7 +19,13 @@ from tests.engine.plain import PLAIN, infilled
 
 Named = tuple[str, dict[str, Any]]
 BOTH: list[Named] = [("focus", {}), ("dyllm", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})]
-METHODS: dict[str, list[Named]] = {"sdar": BOTH, "llada": [*BOTH, ("fast_dllm", {})], "dream": [("dllm_serve", {})]}
+METHODS: dict[str, list[Named]] = {
+    "sdar": BOTH,
+    "llada": [*BOTH, ("fast_dllm", {})],
+    "dream": [("focus", {}), ("dllm_serve", {})],
+    "fast_dllm_v2": [("focus", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})],
+    "nemotron": [("maskkv", {"pairs": 6}), ("sparse_dllm", {})],
+}
 """What other families than these are tested with is `dense`."""
 
 FAST: Named = ("fast_dllm", {"first": "policy"})
@@ -37,6 +43,11 @@ LIMITS: dict[str, list[tuple[Named, Named]]] = {
         (("focus", {"alpha": math.inf, "block_cache": "off"}), FAST),
         (("dllm_serve", {"ratio": 1.0, "delay": 0}), FAST),
     ],
+    "fast_dllm_v2": [
+        (("focus", {"alpha": math.inf, "block_cache": "off"}), DENSE),
+        (("dllm_serve", {"ratio": 1.0}), DENSE),
+    ],
+    "nemotron": [(("maskkv", {"pairs": ALL}), DENSE)],
 }
 """Settings at which a method changes nothing, and what it is then."""
 

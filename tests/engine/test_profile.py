@@ -170,6 +170,8 @@ def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
     cost = KVCost(position=100, page=8, plan=plan, packed=((0, 10, 2, 8), (1, 10, 2, 8)), causal=True, block=4, shift=0)
     assert cost.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)  # from position 16 on
     assert replace(cost, causal=False, shift=1).sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)
+    anywhere = replace(cost, page=1, after=4)  # blocks begin anywhere, and the window where the prompt ends
+    assert anywhere.sequence(33, 10) == (10 + 4) * 100 + 2 * (10 * 4 * 2 + 8)
     assert KVCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
     shared = replace(cost, packed=((0, 10, 2, 8, 4), (1, 10, 2, 8, 4)))  # budgets of four heads, two on other ranks
     assert shared.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 4 + 8)
@@ -235,6 +237,12 @@ def test_bad_budgets_are_refused(dense: Optimized, settings: dict[str, Any], mes
         profile(dense, **settings)
 
 
+def test_rows_of_a_measured_step_hold_all_ids_in_turn(dense: Optimized) -> None:
+    step = peaks.Budget.of(dense, 64, None).step(dense, "step")
+    inputs = step.inputs(dense.programs["step"].inputs.values(), torch.device("cpu"))
+    assert inputs["input_ids"].tolist() == [i % dense.spec.vocab for i in range(step.rows)]
+
+
 @pytest.mark.parametrize("ask", [lambda p: p.pages(0), lambda p: p.fits(0), lambda p: p.fits(8, 0)])
 def test_bad_questions_are_refused(found: Profile, ask: Callable[[Profile], int]) -> None:
     with pytest.raises(InputError, match=r"at least 1|1 to"):
@@ -257,6 +265,7 @@ def test_a_dummy_step_gives_what_the_decode_loop_offers() -> None:
     values = {name: value(step) for name, value in _VALUES.items()}
     assert values["positions"].tolist() == [8, 9, 10, 11, 8, 9, 10, 11, 8, 9]
     assert values["cu_rows"].tolist() == [0, 4, 8, 10]
+    assert _VALUES["input_ids"](replace(step, vocab=4)).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert values["page_table"].tolist() == [[0, 1]] * 3
     assert values["average"].isinf().all()
     assert torch.equal(replace(step, keeps=False)._input(_spec("average", "b"), {}), torch.ones(3))

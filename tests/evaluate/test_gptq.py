@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dgraph
-from dgraph.errors import InputError
+from dgraph.errors import DgraphWarning, InputError
 from dgraph.evaluate import gptq
 from dgraph.evaluate.gptq import gptq_for, rounded
 from dgraph.evaluate.inputs import inputs_for
+from dgraph.nodes import args_of
 from dgraph.passes import QuantizeWeights
 from dgraph.quantised import KINDS, Format, QuantisedWeight, quantise
 from dgraph.saving import Fold, save_quantised
@@ -115,11 +116,74 @@ def test_a_checkpoint_is_nearer_to_what_it_was_made_from(tmp_path: Path) -> None
     assert divergence[0] < 0.9 * divergence[1]
 
 
-def test_experts_are_left_to_the_nearest(tmp_path: Path) -> None:
+EXPERTS = QuantizeWeights("int8", (1, 8), which=("*.layers.0.mlp.experts.*",))
+"""In int4 the largest number of a group is half way between two, which float64 and fp32 decide by their last bits."""
+
+
+def as_published(weight: Tensor, inputs: Tensor, group: int) -> Tensor:
+    """A weight as GPTQ rounds it to int8, or a row of it to the nearest if that is better; in plain float64."""
+    kind, exact = KINDS["int8"], weight.detach().double()
+    hessian = inputs.double().t() @ inputs.double()
+    share = gptq.DAMPING * hessian.diagonal().mean()
+    damped = hessian + torch.where(hessian.diagonal() > 0, share, torch.tensor(1.0).double()).diag()
+    made = []
+    for fed in (False, True):
+        left = exact.clone()
+        for i in range(left.shape[1]):
+            if i % group == 0:
+                scale = left[:, i : i + group].abs().amax(1) / kind.reach
+            nearest = (left[:, i] / scale).round().clamp(*kind.limits) * scale
+            off, rest = left[:, i] - nearest, slice(i + 1, None)
+            if fed:
+                left[:, rest] += torch.linalg.solve(damped[rest, rest], damped[rest, i])[None, :] * off[:, None]
+            left[:, i] = nearest
+        made.append(left)
+    errors = [(((each - exact) @ hessian) * (each - exact)).sum(1) for each in made]
+    return torch.where((errors[1] < errors[0])[:, None], made[1], made[0])
+
+
+def test_experts_are_rounded_by_the_rows_that_reach_them(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", mixture.KEYS, mixture.WEIGHTS)
-    inputs = inputs_for(folder, weights=QuantizeWeights("int4", (1, 8)), input_ids=[[3, 4, 5]])
-    assert any("experts" in name for name in inputs.formats)
-    assert {name for name in inputs.formats if "experts" not in name} == set(gptq_for(inputs))
+    draw = torch.Generator().manual_seed(2)
+    ids = [torch.randint(6, 90, (60,), generator=draw).tolist() for _ in range(2)]
+    inputs = inputs_for(folder, weights=EXPERTS, input_ids=ids, max_new_tokens=1)
+    call = inputs.graph.find("experts", 0)[0]
+    x, choice = (torch.cat(values) for values in zip(*inputs.of(args_of(call)[:2]), strict=True))
+    path = "model.layers.0.mlp.experts"
+    exact = {name: inputs.graph.tensors[f"{path}.{name}"].clone() for name in ("gate_up_proj", "down_proj")}
+    told: list[tuple[int, int]] = []
+    found = gptq_for(inputs, lambda *now: told.append(now))
+    assert told[-1] == (len(inputs.formats), len(inputs.formats)) == (2, 2)
+    for expert in range(mixture.EXPERTS):
+        rows = x[(choice == expert).any(-1)]
+        gate, up = (rows @ exact["gate_up_proj"][expert].t()).chunk(2, -1)
+        read = {"gate_up_proj": rows, "down_proj": torch.nn.functional.silu(gate) * up}
+        for name, values in read.items():
+            got, want = found[f"{path}.{name}"][expert], as_published(exact[name][expert], values, 8)
+            off = (got.dequantised(torch.float64) - want).abs().amax(1)
+            assert (off < 1e-4).double().mean() > 0.95, "a near tie may be decided in another way"
+    saved = save_quantised(folder, tmp_path / "q", EXPERTS, rounded=found)
+    stored = dgraph.capture(saved.folder).tensors
+    for name, weight in found.items():
+        assert torch.equal(stored[name].view(torch.uint8), weight.values.view(torch.uint8)), name
+        assert torch.equal(stored[f"{name}_scale"], weight.scales), name
+
+
+def test_experts_that_no_row_reaches_are_rounded_to_the_nearest(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", mixture.KEYS, mixture.WEIGHTS)
+    step = QuantizeWeights("int8", which=("model.layers.0.mlp.experts.down_proj",))
+    inputs = inputs_for(folder, weights=step, input_ids=[[7]], max_new_tokens=1)
+    ((_, choice),) = inputs.of(args_of(inputs.graph.find("experts", 0)[0])[:2])
+    (name,) = inputs.formats
+    missed = sorted(set(range(mixture.EXPERTS)) - set(choice.flatten().tolist()))
+    assert missed
+    exact = inputs.graph.tensors[name].clone()
+    with pytest.warns(DgraphWarning, match=f"reaches {len(missed)} of {mixture.EXPERTS} experts of {name}"):
+        found = gptq_for(inputs)[name]
+    for expert in missed:
+        nearest = quantise(exact[expert], inputs.formats[name])
+        assert torch.equal(found[expert].values, nearest.values)
+        assert torch.equal(found[expert].scales, nearest.scales)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

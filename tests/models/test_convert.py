@@ -153,10 +153,11 @@ def test_what_is_written_loads_and_generates(name: str, form: str, shift: int, t
         adopted = Adopted(base.model)
         logits = adopted.lm_head(adopted.hidden(ids, positions, mask))
         torch.testing.assert_close(loaded.module(ids, positions), logits)
-    program = dgraph.optimize(loaded, "dense", backend="eager")
-    result = program.generate(["Sort these words: river stone"], max_new_tokens=32)
-    assert len(result.token_ids[0]) <= 32
-    assert base.mask_id not in result.token_ids[0]
+    for recipe in ("dense", "focus", "maskkv", "sparse_dllm"):
+        program = dgraph.optimize(loaded, recipe, backend="eager")
+        result = program.generate(["Sort these words: river stone"], max_new_tokens=32)
+        assert len(result.token_ids[0]) <= 32
+        assert base.mask_id not in result.token_ids[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])

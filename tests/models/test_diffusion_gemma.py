@@ -16,7 +16,8 @@ import dgraph
 from dgraph.errors import CheckpointError, InputError
 from dgraph.frontend.capture import capture_module
 from dgraph.graph import Graph
-from dgraph.models.diffusion_gemma import CLASS, FACTS, build, family
+from dgraph.models.diffusion_gemma import CLASS, FACTS, FULL, Router, build, family
+from dgraph.models.shapes import random_model
 from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows, PartialAttention, ReuseRows, SparseKV
 from dgraph.verify import verify
 from dgraph.weights import read_all, weights_of
@@ -217,6 +218,40 @@ def test_a_model_object_is_adopted_without_a_copy(model: dgraph.Model) -> None:
 
 def test_the_published_facts() -> None:
     assert (FACTS["block_length"], FACTS["eos_ids"], FACTS["noise"]) == (256, (1, 106, 50), "uniform")
+
+
+def test_the_published_sizes() -> None:
+    """Without memory: the weights only stand for themselves."""
+    model = random_model("diffusion-gemma-26b-a4b", "cpu", torch.bfloat16, opened=True)
+    spec, config = model.spec, model.module.config
+    assert (spec.layers, spec.hidden, spec.vocab, spec.block_length) == (30, 2816, 262144, 256)
+    assert [at for at, kind in enumerate(config.layer_types) if kind == FULL] == [5, 11, 17, 23, 29]
+    assert {(k.kv_heads, k.head_dim, k.window) for k in config.kinds.values()} == {(8, 256, 1024), (2, 512, 0)}
+    weights = {id(p): p.numel() for p in model.module.parameters()}
+    assert round(sum(weights.values()) / 1e9, 2) == 25.25
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_random_model_of_the_shape_passes_something_on(opened: bool) -> None:
+    """Scalars of layers are 1: at 0 every row would go to the same experts, and a step would read few of them."""
+    small = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "num_experts")}
+    small |= {"intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8, "global_head_dim": 16}
+    model = random_model(
+        "diffusion-gemma-26b-a4b", "cpu", torch.float32, opened=opened, **small, top_k_experts=1, sliding_window=WINDOW
+    )
+    graph = dgraph.optimize(model, "dense", backend="eager", weights="fp8" if opened else None).graph("step")
+    scalars = {name: tensor for name, tensor in graph.tensors.items() if name.endswith("layer_scalar")}
+    assert len(scalars) == 8
+    assert all(bool((tensor == 1).all()) for tensor in scalars.values())
+    if not opened:
+        chosen: list[Tensor] = []
+        for module in model.module.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(lambda module, given, found: chosen.append(found[0]))
+        ids = torch.arange(32)[None]
+        model.module(ids, ids, torch.zeros(1, 32).bool(), torch.zeros(1, 32, TEXT["hidden_size"]))
+        assert [len(choice.unique()) for choice in chosen] == [4] * 4
 
 
 def test_a_missing_scalar(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from dgraph.models.nemotron import stored
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import models
 from tests.amounts import drawn
+from tests.engine.alone import check_as_alone
 from tests.models.test_nemotron import CONFIG, REMOTE, WEIGHTS
 from tests.models.test_two_modes import CAUSAL, NEW, few_words
 from tests.models.two_modes import Setup, compare
@@ -146,9 +147,7 @@ def drawn_adapter() -> Setup:
 def test_one_batch_holds_drafts_and_others(adapted: Setup) -> None:
     run = adapted.optimized("dense")
     decodings = [dgraph.Decoding(max_new_tokens=NEW, **settings) for settings in CAUSAL]
-    alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(PROMPTS, decodings, strict=False)]
-    with run.engine(max_sequences=3, max_tokens=64) as engine:
-        assert [one.token_ids for one in engine.generate(PROMPTS[:3], decodings)] == alone
+    check_as_alone(run, PROMPTS[:3], decodings, max_sequences=3, max_tokens=64)
 
 
 @pytest.mark.parametrize(

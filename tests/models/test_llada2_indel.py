@@ -12,6 +12,7 @@ import dgraph
 from dgraph.errors import InputError
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Candidates, JointThreshold, JointThresholdInDel
+from tests.engine.alone import check_as_alone
 from tests.models.test_llada2 import SIZES, WEIGHTS, remote
 from tests.oracle import indel
 
@@ -73,14 +74,8 @@ def test_generations_are_the_oracles(
 def test_a_batch_of_several_rules_gives_what_each_gives_alone(dense: dgraph.Optimized) -> None:
     prompts = prompts_for("several", 3)
     rules = [JointThresholdInDel(delete_id=DELETE, split_id=SPLIT), JointThreshold(), None]
-    requests = [Decoding(max_new_tokens=12, **({"policy": rule} if rule else {"threshold": 0.6})) for rule in rules]
-    alone = [
-        dense.generate(input_ids=[prompt], **({"policy": rule} if rule else {"threshold": 0.6}), max_new_tokens=12)
-        for prompt, rule in zip(prompts, rules, strict=True)
-    ]
-    with dense.engine(max_sequences=3, max_tokens=96) as engine:
-        found = engine.generate(prompts, requests)
-    assert [one.token_ids for one in found] == [one.token_ids[0] for one in alone]
+    decodings = [Decoding(max_new_tokens=12, **({"policy": rule} if rule else {"threshold": 0.6})) for rule in rules]
+    check_as_alone(dense, prompts, decodings, max_sequences=3, max_tokens=96)
 
 
 def test_given_tokens_stay_and_the_others_move_around_them() -> None:

@@ -11,7 +11,9 @@ from tests.models.test_opened import large
 
 SETUP = """
 import dgraph
-from dgraph.passes import QuantizeWeights
+import torch
+from dgraph.captured import graph_of_model, quantising
+from dgraph.models.shapes import random_model
 from dgraph.saving import save_quantised
 dgraph.capture("tiny_sdar")
 """
@@ -48,3 +50,21 @@ def test_a_checkpoint_is_written_a_weight_at_a_time(folder: Path) -> None:
     out = folder.parent / "again"
     peak = peak_of(SETUP, f"save_quantised({str(folder)!r}, {str(out)!r}, 'int4')")
     assert peak < 4 * WIDE + OVERHEAD < 0.75 * size_of(folder)
+
+
+@pytest.mark.release
+def test_weights_of_a_folder_are_quantised_one_by_one(folder: Path, saved: Path) -> None:
+    model = f"dgraph.load({str(folder)!r}, opened=True)"
+    peak = peak_of(SETUP, f"graph = graph_of_model({model}, None, quantising('int8'))")
+    assert peak < size_of(saved) + 4 * WIDE + OVERHEAD < 0.75 * size_of(folder)
+
+
+@pytest.mark.release
+def test_weights_of_a_shape_are_drawn_and_quantised_one_by_one() -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1024, "head_dim": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = f"random_model('sdar-8b', 'cpu', torch.float32, opened=True, mask_id=1023, **{sizes!r})"
+    peak = peak_of(SETUP, f"graph = graph_of_model({model}, None, quantising('int8'))")
+    linear = 6 * (3 * 512 * 2048 + 3 * 512 * 512)  # numbers in linear layers
+    ends = 2 * 512 * 1024 * 4  # bytes of the vectors of ids and of the LM head
+    assert peak < linear + ends + 5 * WIDE + OVERHEAD < 0.6 * (4 * linear + ends)

@@ -86,6 +86,29 @@ def test_experts_that_are_quantised_one_by_one(name: str, tmp_path: Path) -> Non
     assert same_weights(*(resolve(folder, opened=True) for folder in folders)) == 4
 
 
+def test_embeddings_may_be_stored_in_a_way_of_their_own(tmp_path: Path) -> None:
+    """Linear layers in fp8, vectors of ids in groups of int4: each class has a group of the settings."""
+    linear, embedding = CASES["compressed fp8 by rows"], CASES["compressed int4"]
+    stored, plain = {}, weights()
+    for name, tensor in weights().items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("_proj", "embed_tokens")):
+            case = linear if module.endswith("_proj") else embedding
+            parts, plain[name] = case.store(tensor)
+            stored |= {f"{module}.{part}": value for part, value in parts.items()}
+        else:
+            stored[name] = tensor
+    groups = {
+        of: case.settings["config_groups"]["group_0"] for of, case in (("Linear", linear), ("Embedding", embedding))
+    }
+    groups = {of: {**group, "targets": [of]} for of, group in groups.items()}
+    settings = {**linear.settings, "config_groups": groups}
+    quantised = write(tmp_path / "q", {**CONFIG, "quantization_config": settings}, stored)
+    folders = quantised, write(tmp_path / "p", CONFIG, plain)
+    assert same_weights(*(resolve(folder, opened=True) for folder in folders)) == 7 * LAYERS + 1
+    assert dgraph.capture(quantised).find("dequantise")
+
+
 def damage(leaf: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[dict[str, Tensor]], None]:
     """Change or drop a tensor of the first projection of keys."""
 

@@ -56,7 +56,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def weights_of(seed: int = 3) -> dict[str, Tensor]:
+def weights_of(seed: int) -> dict[str, Tensor]:
     """The weights of a dense model with the feed-forwards of layers 0 and 2 replaced."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -73,7 +73,8 @@ def weights_of(seed: int = 3) -> dict[str, Tensor]:
     return weights
 
 
-WEIGHTS = weights_of()
+WEIGHTS = weights_of(seed=7)
+"""A seed by which no row of the decoding tests has two experts so near to each other that rounding decides."""
 
 
 def feed_forward(x: Tensor, weight: Callable[[str], Tensor], normalise: bool = True) -> Tensor:

@@ -17,6 +17,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import SubBlocks
 from dgraph.runtime.sampling import Sampler
 from dgraph.testing import check_backends_agree, models
+from tests.engine.alone import check_as_alone
 from tests.models.two_modes import YARN, Setup, compare, prompts_of, setup_of
 from tests.oracle.two_modes import (
     Choose,
@@ -93,9 +94,7 @@ def test_cached_sub_blocks_share_a_batch_with_other_rules() -> None:
         {"policy": SubBlocks(0.7, 3)},
     ]
     decodings = [Decoding(max_new_tokens=NEW, **rule) for rule in rules]
-    alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(prompts, decodings, strict=True)]
-    with run.engine(max_sequences=4, max_tokens=64) as engine:
-        assert [one.token_ids for one in engine.generate(prompts, decodings)] == alone
+    check_as_alone(run, prompts, decodings, max_sequences=4, max_tokens=64)
 
 
 def test_where_keys_cannot_be_cached_within_a_block_is_refused() -> None:
@@ -226,12 +225,7 @@ def test_one_step_holds_both_modes_and_every_policy() -> None:
     sizes = ((0, 3), (0, 17), (3, 9), (0, 20), (2, 5), (0, 24))
     prompts = [[i % 6 for i in range(first, first + n)] for first, n in sizes]
     decodings = [Decoding(max_new_tokens=NEW, **CAUSAL[i % 3]) for i in range(len(prompts))]
-    alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(prompts, decodings, strict=True)]
-    session = run._session
-    page = session.kv.page_size * session.kv.position_bytes
-    with run.engine(max_sequences=4, max_tokens=64, kv_bytes=14 * page, pages="block") as engine:
-        assert [one.token_ids for one in engine.generate(prompts, decodings)] == alone
-        assert engine.stats.free_pages == engine.stats.pages
+    check_as_alone(run, prompts, decodings, pages=14, max_sequences=4, max_tokens=64)
 
 
 def test_prompts_share_every_whole_page() -> None:
@@ -257,9 +251,8 @@ def test_samplers_that_need_logits_decode_alike(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("family", "recipe", "options", "message"),
     [
-        ("fast_dllm_v2", "focus", {}, "focus cannot evict rows of fast_dllm_v2: rows predict the next position"),
-        ("fast_dllm_v2", "dllm_serve", {}, "fast_dllm_v2: the forward of a finished block predicts .* from all keys"),
-        ("nemotron", "maskkv", {}, r"nemotron: the forward of a finished block predicts .* 'dense' or 'dyllm'"),
+        ("nemotron", "maskkv", {"selector": "snapkv"}, "nemotron is block_causal: the step that chooses forwards no"),
+        ("fast_dllm_v2", "dllm_serve", {"first": "position"}, "but fast_dllm_v2 is block_causal; leave it out"),
         ("nemotron", "dense", {"recommit": False}, "predicts the next token, and recommit=False leaves it out"),
         ("nemotron", "fast_dllm", {}, "approximates the keys of a bidirectional model; those of nemotron are exact"),
     ],

@@ -31,14 +31,16 @@ def select_slowly(
     reached: int,
     alpha: float,
     keep: int,
+    holds: list[bool] | None = None,
 ) -> Result:
-    """The rules for one sequence, on Python values."""
+    """The rules for one sequence, on Python values. holds: the op's `masked`."""
+    holds = masked if holds is None else holds
     if not positions:
         return [], [], reached
     candidates = [i for i, flag in enumerate(masked) if flag]
     size = len(candidates)
     budget = min(size, keep) if keep > 0 else min(size, ceil_fp32(alpha, average))
-    kept = set(candidates)
+    kept = set(range(len(positions)))
     if 0 < budget < size:
         mean = sum(score[i] for i in candidates) / size
         deviation = math.sqrt(sum((score[i] - mean) ** 2 for i in candidates) / size)
@@ -50,8 +52,8 @@ def select_slowly(
             if j in base and positions[j] - positions[i] == 1:
                 kept.add(i)
         rightmost = max(positions[i] for i in kept)
-        kept |= {i for i in candidates if reached < positions[i] < rightmost}
-    flags = [i in kept or not masked[i] for i in range(len(masked))]
+        kept |= {i for i, flag in enumerate(holds) if flag and reached < positions[i] < rightmost}
+    flags = [i in kept or not flag for i, flag in enumerate(holds)]
     last = max(position for position, flag in zip(positions, flags, strict=True) if flag)
     return flags, [min(x, last + 1) for x in limit], max(reached, last)
 
@@ -77,6 +79,7 @@ def random_sequence(rng: random.Random, block: int) -> dict[str, Any]:
 
 def call(batch: list[dict[str, Any]], alpha: float, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = {name: [x for s in batch for x in s[name]] for name in ("score", "masked", "positions", "limit")}
+    holds = [x for s in batch for x in s["holds"]] if "holds" in batch[0] else None
     return torch.ops.dgraph.select_tokens(
         torch.tensor(rows["score"], dtype=torch.float32),
         torch.tensor(rows["masked"], dtype=torch.bool),
@@ -87,6 +90,7 @@ def call(batch: list[dict[str, Any]], alpha: float, keep: int) -> tuple[Tensor, 
         torch.tensor([s["reached"] for s in batch], dtype=torch.int32),
         alpha,
         keep,
+        None if holds is None else torch.tensor(holds, dtype=torch.bool),
     )
 
 
@@ -110,11 +114,15 @@ def kept_rows(result: Result) -> list[int]:
     return [i for i, flag in enumerate(result[0]) if flag]
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_against_the_loop_on_random_batches(seed: int) -> None:
+def test_against_the_loop_on_random_batches(seed: int, holds: bool) -> None:
+    """holds: which rows hold masks is said, and independent of which are candidates."""
     rng = random.Random(seed)
     for _ in range(10):
         batch = [random_sequence(rng, rng.choice([4, 16, 32])) for _ in range(rng.randint(1, 6))]
+        for sequence in batch if holds else ():
+            sequence["holds"] = [rng.random() < 0.7 for _ in sequence["positions"]]
         alpha, keep = rng.choice([1.0, 1.2, 1.5, 3.0, math.inf]), rng.choice([0, 0, 0, 1, 5])
         kept, limit, reached = call(batch, alpha, keep)
         at = 0
@@ -171,6 +179,20 @@ def test_limit_and_progress_follow_the_last_kept_row() -> None:
     assert one(score, alpha=1.0, reached=-1, limit=[2] * 6)[1:] == ([2] * 6, 2)
     decoded_tail = [True] * 5 + [False]
     assert one(score, alpha=1.0, reached=1, masked=decoded_tail)[1:] == ([6] * 6, 5)
+
+
+def test_rows_that_hold_tokens_stay_and_masks_that_predict_none_go() -> None:
+    """A block of 8 in which row i predicts position i + 1: 0, 3 and 4 are decoded."""
+    block: dict[str, Any] = {"masked": [True, True, False, False, True, True, True, False], "reached": 7}
+    block["holds"] = [False, True, True, False, False, True, True, True]
+    sixth = [0.0, 0, 0, 0, 0, 9, 0, 0]
+    assert kept_rows(one(sixth, alpha=1.0, **block)) == [0, 3, 4, 5]
+    assert kept_rows(one(sixth, alpha=1.0, **{**block, "reached": 1})) == [0, 2, 3, 4, 5], "a placeholder"
+    assert kept_rows(one(sixth, alpha=1.0, average=5.0, **block)) == list(range(8)), "none is evicted"
+    fifth = one([0.0, 0, 0, 0, 9, 0, 0, 0], alpha=1.0, **block)
+    assert fifth[1] == [5] * 8, "the last row is out of sight"
+    del block["holds"]
+    assert kept_rows(one(sixth, alpha=1.0, **block)) == [2, 3, 4, 5, 7], "the candidates are what is evicted"
 
 
 def test_budget_is_computed_in_fp32() -> None:

@@ -18,7 +18,7 @@ forwards; all others are seen with the keys and values that they were last given
 - FOCUS: rows as in Fast-dLLM's dual cache; in steps that do not forward all rows, masked rows are evicted.
 
 If the model's logits are shifted (Dream), row p predicts position p + 1: a row is masked if what it predicts is, and
-the row before the block goes with the block.
+the row before the block goes with the block. FOCUS then evicts no row that holds a token.
 """
 
 from __future__ import annotations
@@ -286,7 +286,8 @@ def generate(
             if eviction is not None and chosen is not None:
                 # Every row has keys in every layer since the block's first step, so no placeholder lacks them.
                 limits = [end] * len(positions)
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached)
+                holds = [start <= p < stop and canvas[p] == mask_id for p in positions]
+                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached, holds)
             logits = forward(weights, config, [canvas[p] for p in positions], positions, end, trace.cache, hook)
             kept = positions if hook is None else [positions[i] for i in hook.kept]
             reached = max(reached, kept[-1])

@@ -11,6 +11,7 @@ evicted before the attention of layer `after`, when their keys and values of tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -112,6 +113,7 @@ def generate(
     select: Select = "top",
     keep: int = 0,
     pool: int = 3,
+    full_steps: int = 1,
     noise: Noise | None = None,
     block_cache: BlockCache = "dc+",
     recommit: bool = True,
@@ -124,10 +126,11 @@ def generate(
     least one. alpha, keep: the budget of masked rows, from the average yield of the block's steps or (keep
     > 0) fixed. after: the layer whose attention is the first on the kept rows. signal: its importance minus
     that of the layer before it, or its importance alone. select: keep the rows with the highest scores, the
-    lowest, or those with the highest `noise(step, positions)`; steps count from 0. block_cache: when a
-    decoded row is no longer recomputed within its block ("dc+": once its right neighbour is decoded too).
-    recommit: commit recomputes the whole block, or only the rows that were not cached yet. forward: the
-    model, if it is another than Qwen3.
+    lowest, or those with the highest `noise(step, positions)`; steps count from 0. full_steps: so many steps
+    at the beginning of a block evict nothing, and what later steps evict is seen; 0: no row after the last kept one
+    is seen, as published. block_cache: when a decoded row is no longer recomputed within its block ("dc+":
+    once its right neighbour is decoded too). recommit: commit recomputes the whole block, or only the rows
+    that were not cached yet. forward: the model, if it is another than Qwen3.
     """
     if (threshold is None) == (steps is None):
         raise ValueError("give exactly one of threshold and steps")
@@ -138,7 +141,7 @@ def generate(
     if mask_id in prompt_ids:
         raise ValueError(f"the prompt contains the mask id {mask_id}")
 
-    eviction = Eviction(alpha, after, signal, select, keep, pool, noise) if evict else None
+    eviction = Eviction(alpha, after, signal, select, keep, pool, noise, full_steps) if evict else None
     size, prompt, end = block_length, len(prompt_ids), len(prompt_ids) + max_new_tokens
     canvas = list(prompt_ids)
     cache = Cache(config, -(-end // size) * size, next(iter(weights.values())))
@@ -161,7 +164,8 @@ def generate(
             average = mean_yield(yields)
             hook = None
             if eviction is not None:
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached)
+                budget = math.inf if len(yields) < full_steps else average
+                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, budget, reached)
             h = forward(weights, config, [canvas[p] for p in positions], positions, limits, cache, hook)
             kept = hook.kept if hook is not None else list(range(len(positions)))
             reached = max(reached, positions[kept[-1]])

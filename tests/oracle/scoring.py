@@ -49,9 +49,17 @@ def select_rows(
     reached: int,
     alpha: float,
     keep: int = 0,
+    holds: Sequence[bool] | None = None,
 ) -> list[int]:
-    """The rows S that go on (section 4.2): indices into the step's rows, ascending. Lists are per row."""
+    """The rows S that go on (section 4.2): indices into the step's rows, ascending. Lists are per row.
+
+    holds: the rows that hold a mask, where `masked` are those that predict one (rows predict the next position). What
+    holds a token is never evicted, and a mask that predicts none may be.
+    """
+    holds = masked if holds is None else holds
     rows = [i for i, m in enumerate(masked) if m]
+    if keep > 0 and math.isinf(average):
+        keep = len(rows)
     budget = min(len(rows), keep) if keep > 0 else min(len(rows), history_budget(alpha, average, len(rows)))
     if budget == len(rows):
         return list(range(len(masked)))
@@ -69,13 +77,13 @@ def select_rows(
         if right in base and positions[right] == positions[left] + 1:
             chosen.add(left)
     rightmost = max(positions[i] for i in chosen)  # placeholder integrity
-    chosen |= {i for i in rows if reached < positions[i] < rightmost}
-    return [i for i, m in enumerate(masked) if not m or i in chosen]
+    chosen |= {i for i, m in enumerate(holds) if m and reached < positions[i] < rightmost}
+    return [i for i, m in enumerate(holds) if not m or i in chosen]
 
 
 def history_budget(alpha: float, average: float, most: int) -> int:
-    """ceil(alpha * average) in fp32, the precision of the device's state; `most` where alpha is infinite."""
-    if math.isinf(alpha):
+    """ceil(alpha * average) in fp32, the precision of the device's state; `most` where either is infinite."""
+    if math.isinf(alpha) or math.isinf(average):
         return most
     return int(torch.ceil(torch.tensor(alpha, dtype=torch.float32) * max(average, 1.0)))
 
@@ -91,6 +99,7 @@ class Eviction:
     keep: int = 0
     pool: int = 3
     noise: Noise | None = None
+    full_steps: int = 0
 
 
 @dataclass
@@ -104,6 +113,7 @@ class EvictRows:
     limits: list[int]
     average: float
     reached: int
+    holds: list[bool] | None = None  # see `select_rows`
     first: Tensor | None = None
     score: list[float] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -131,8 +141,10 @@ class EvictRows:
             reached=self.reached,
             alpha=e.alpha,
             keep=e.keep,
+            holds=self.holds,
         )
-        # Nothing right of the last kept row is visible from here on, not even a cached tail of the block.
-        end = self.positions[self.kept[-1]] + 1
+        # Nothing right of the last kept row is visible from here on, not even a cached tail of the block; with full
+        # steps before, everything that was forwarded is.
+        end = self.positions[-1 if e.full_steps else self.kept[-1]] + 1
         self.kept_limits = [min(self.limits[i], end) for i in self.kept]
         return torch.tensor(self.kept, device=q.device), torch.tensor(self.kept_limits, device=q.device)

@@ -9,6 +9,10 @@ first step; both are final. A step forwards the block. What is chosen is chosen 
   by the mean query of the block's own rows (not of those that are committed), the others reuse.
 
 What is kept is seen beside the window, by the rows that are committed, too.
+
+`SparseTwoModes` is the same as the forward pass of `tests.oracle.focus_two_modes.generate`. There a pass denoises a
+block or encodes one, and those that denoise choose. Around a block, what is encoded sees every key; under MaskKV it
+does until the first pass that denoises has chosen, and what is kept after it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.nn.functional import linear
 
 from tests.oracle.dyllm import Turn
 from tests.oracle.qwen3 import Cache, Config, FeedForward, Weights, gated, rms_norm, rope
+from tests.oracle.scoring import EvictRows
 from tests.oracle.sparse import Head, Method, attend, choose_keys
 
 
@@ -65,7 +70,7 @@ class SparseBlocks:
         positions: Sequence[int],
         limits: Sequence[int],
         cache: Cache,
-        hook: None = None,
+        hook: EvictRows | None = None,
     ) -> Tensor:
         assert hook is None, "nothing is evicted here"
         start = positions[-1] // self.size * self.size
@@ -76,18 +81,22 @@ class SparseBlocks:
         h = self._hidden(weights, config, tokens, positions, limits, cache, phase, low)
         if self.prefilled:
             self.passes.append(Pass(phase, list(positions), [[o.positions for o in layer] for layer in self.kept]))
+        self._drop(phase, cache)
+        self.prefilled = True
+        return h
+
+    def _drop(self, phase: str, cache: Cache) -> None:
+        """What MaskKV does not keep is gone once it has chosen."""
         if phase == "select" and self.method.window == "response":
             for caches in (cache.k, cache.v):
                 for values in caches:
-                    values[:low] = torch.nan
-        self.prefilled = True
-        return h
+                    values[: self.first] = torch.nan
 
     def _phase(self, start: int) -> str:
         count, method = self.counts.get(start, 0), self.method
         self.counts[start] = count + 1
         if method.window == "response":
-            return "reuse" if self.passes else "select"
+            return "reuse" if any(p.phase == "select" for p in self.passes) else "select"
         if count < method.delay:
             return "dense"
         again = method.interval > 0 and count % method.interval == 0
@@ -155,3 +164,39 @@ class SparseBlocks:
                 score[head // group] = fits if head % group == 0 else torch.maximum(score[head // group], fits)
         chosen = choose_keys(self.method, layer, score, (low, end))
         self.kept[layer] = [Head(p, k[p, i].clone(), v[p, i].clone()) for i, p in enumerate(chosen)]
+
+
+class SparseTwoModes(SparseBlocks):
+    """The same of a model that encodes what it has denoised; every pass counts, those of the prompt, too.
+
+    Args:
+        causal: blocks begin anywhere, so that the window of a response begins where the prompt ends.
+    """
+
+    def __init__(self, method: Method, prompt: int, size: int, causal: bool) -> None:
+        super().__init__(method, prompt, size)
+        self.first = prompt if causal else self.first
+
+    def __call__(
+        self,
+        weights: Weights,
+        config: Config,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        limits: Sequence[int],
+        cache: Cache,
+        hook: EvictRows | None = None,
+    ) -> Tensor:
+        """hook: of a pass that denoises; it keeps all rows."""
+        around, begin = self.method.window == "block", positions[0]
+        if hook is None:
+            chosen = any(p.phase == "select" for p in self.passes)
+            phase = "reuse" if chosen and not around else "dense"
+        else:
+            phase = self._phase(begin)
+            hook.kept = list(range(len(positions)))
+        self.kept = self.kept or [[] for _ in range(config.layers)]
+        h = self._hidden(weights, config, tokens, positions, limits, cache, phase, begin if around else self.first)
+        self.passes.append(Pass(phase, list(positions), [[o.positions for o in layer] for layer in self.kept]))
+        self._drop(phase, cache)
+        return h

@@ -131,15 +131,15 @@ def test_the_random_models_decode_in_steps_of_one_and_of_many(threshold: float) 
     assert max(confidence) > 0.95
 
 
-def check_invariants(trace: Trace, evict: bool, signal: str, select: str) -> None:
-    """What holds in every step, whatever the options."""
+def check_invariants(trace: Trace, evict: bool, signal: str, select: str, hides: bool = True) -> None:
+    """What holds in every step, whatever the options. hides: no row after the last kept one is seen."""
     known: set[int] = set()
     for step in trace.steps:
         p, m, s = set(step.positions), set(step.masked), set(step.kept)
         assert m <= p
         assert step.positions == sorted(p)
         assert p - m <= s <= p
-        assert step.limit == max(s) + 1
+        assert step.limit == max(s if hides else p) + 1
         assert step.committed
         assert {position for position, _ in step.committed} <= s & m
         assert set(step.confidence) == s & m
@@ -167,17 +167,19 @@ def check_invariants(trace: Trace, evict: bool, signal: str, select: str) -> Non
             {"keep": 4, "select": "random"},
             {"steps": 7, "block_cache": "dc", "recommit": False},
             {"threshold": 0.5, "after": 3},
+            {"full_steps": 1, "keep": 2},
         ],
     ),
 )
 def test_focus_invariants(size: int, options: dict[str, Any]) -> None:
-    options = dict(options)
+    options = {"full_steps": 0, **options}
     if options.get("select") == "random":
         options["noise"] = lambda step, positions: torch.rand(
             len(positions), generator=torch.Generator().manual_seed(step)
         )
     trace = run(prompt_of(size + 5), size, seed=1, **options)
-    check_invariants(trace, True, options.get("signal", "delta"), options.get("select", "top"))
+    hides = options["full_steps"] == 0
+    check_invariants(trace, True, options.get("signal", "delta"), options.get("select", "top"), hides)
     assert len(trace.tokens) == 2 * size
     assert size == 8 or any(len(step.kept) < len(step.positions) for step in trace.steps)
 

@@ -31,7 +31,7 @@ DEFAULT = {
     ("dream", "dkv_cache", 2),
     ("llada", "vicinity", 4),
     ("llada2", "dyllm", 2),
-    ("fast_dllm_v2", "dense", 2),
+    ("fast_dllm_v2", "focus", 2),
     ("nemotron", "focus", 2),
     ("llada_moe", "dense", 2),
     ("dream", "dllm_cache", 4),

@@ -215,6 +215,35 @@ def test_keeping_as_many_as_there_are_is_lossless_too(cached: Graph, step: Scene
     assert torch.equal(out["logits"], interpret(cached, step.copy().inputs)["logits"])
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": 2}, {"select": "bottom"}], ids=str)
+def test_the_full_steps_of_a_block_evict_nothing(cached: Graph, step: Scene, options: dict[str, Any]) -> None:
+    """Two of four sequences are in their second step: of the others every row is kept, and all is the dense program."""
+    graph = rewritten(cached, EvictTokens(full_steps=2, **options))
+    dense, mine = interpret(cached, step.copy().inputs), step.copy()
+    mine.inputs["block_step"] = torch.tensor([1, 2, 0, 3], dtype=torch.int32)
+    out = interpret(graph, mine.inputs)
+    kept = out["kept"].tolist()
+    counts = [sum(8 * s <= i < 8 * s + 8 for i in kept) for s in range(4)]
+    assert (counts[0], counts[2]) == (8, 8)
+    assert max(counts[1], counts[3]) < 8
+    for at, row in enumerate(kept):
+        if row // 8 in (0, 2):
+            assert torch.equal(out["logits"][at], dense["logits"][row]), row
+    assert out["reached"][[0, 2]].tolist() == [step.lengths[0] - 1, step.lengths[2] - 1]
+
+
+def test_after_full_steps_the_kept_rows_see_what_was_forwarded(cached: Graph, evicted: Graph) -> None:
+    """The published form hides what lies after the last kept row instead."""
+    full = rewritten(cached, EvictTokens(full_steps=1))
+    limits = {id(g): g.find("paged_attention", 2)[0].args[5] for g in (evicted, full)}
+    for graph, source in ((evicted, "select_tokens"), (full, "limit")):
+        part = limits[id(graph)]
+        carried = graph.find("compact")[0].args[0][part.args[1]]  # type: ignore[union-attr,index]
+        assert carried.name == source if source == "limit" else op_name(carried.args[0].target).endswith(source)
+    assert [n.name for n in full.nodes if n.name == "block_step"] == ["block_step"]
+    assert "block_step" not in evicted.inputs
+
+
 # -- with other passes -------------------------------------------------------------------------------------------
 
 
@@ -302,6 +331,8 @@ def test_a_delta_needs_the_cache_of_the_layer_before(packed: Graph) -> None:
         ({"keep": -1}, r"keep must be 0 \(dynamic budget\) or a number of rows, got -1"),
         ({"keep": "4"}, r"keep must be an integer, got '4'"),
         ({"keep": 4, "select": "scripted"}, r"keep must be 0 with select='scripted': the script says how many, got 4"),
+        ({"full_steps": -1}, r"full_steps must be at least 0 \(a block's first step evicts\), got -1"),
+        ({"full_steps": True}, r"full_steps must be an integer, got True"),
         ({"pool": 2}, r"pool must be odd and at least 1, got 2"),
         ({"pool": -1}, r"pool must be odd and at least 1, got -1"),
         ({"pool": 3.0}, r"pool must be an integer, got 3\.0"),
@@ -325,7 +356,8 @@ def test_the_scene_is_what_it_says(cached: Graph, step: Scene) -> None:
 
 def test_scripted_selection_measures_all_the_same_and_takes_what_is_given(cached: Graph, step: Scene) -> None:
     """Scores of at least 0 replace the signal; alpha is 1, so `average` says how many rows are selected."""
-    graph = rewritten(cached, EvictTokens(select="scripted", alpha=5.0))
+    graph = rewritten(cached, EvictTokens(select="scripted", alpha=5.0, full_steps=1))
+    assert "block_step" not in graph.inputs, "the script says what the first step keeps, too"
     assert len(graph.find("importance")) == 2
     assert graph.inputs["script"].shape == ("N",)
     mine = step.copy()

@@ -209,6 +209,7 @@ def test_a_pass_as_json() -> None:
         "select": "top",
         "keep": 0,
         "pool": 3,
+        "full_steps": 0,
     }
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert PackRows().to_json() == {"pass": "PackRows"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import dgraph
-from dgraph.errors import PassError
+from dgraph.errors import PassError, VerifyError
 from dgraph.graph import Graph
 from dgraph.ops.lm_head import gumbel
 from dgraph.passes import CacheKV, EncodeRows, FuseProjections, OnlyKV, PackRows, SelfCondition
@@ -63,7 +65,7 @@ def test_where_they_fire(cached: Graph, captured: Graph) -> None:
     assert "where" not in ops_of(prefill)
     assert {"encoded", "soft", "soft_cache"}.isdisjoint(prefill.inputs)
     assert {"encoded", "soft_cache", "origin"} <= set(step.inputs)
-    assert step.inputs["soft_cache"].reset == "response"
+    assert (step.inputs["soft_cache"].window, step.inputs["soft_cache"].reset) == (1, "block")
     assert not any("self_conditioning" in name or "decoder.layers.0.layer_scalar" in name for name in prefill.tensors)
 
 
@@ -79,8 +81,8 @@ def test_reasons_to_skip(captured: Graph, cached: Graph) -> None:
     def reasons(graph: Graph, step: SelfCondition | EncodeRows) -> list[str]:
         return [skip.reason for skip in report_of(graph, step).skipped]
 
-    packed = rewritten(captured, PackRows())
-    assert reasons(packed, SelfCondition()) == ["no cache has a place for what is predicted; run CacheKV first"]
+    padded = ["rows of a padded batch have no places in a cache; run PackRows first"]
+    assert reasons(captured, SelfCondition()) == padded
     prefill = rewritten(cached, EncodeRows(), OnlyKV())
     assert reasons(prefill, SelfCondition()) == ["the graph returns nothing, no logits"]
     assert reasons(prefill, EncodeRows()) == ["no row of this model says whether it is encoded"]
@@ -112,13 +114,16 @@ def test_heads_that_are_no_tied_ones(cached: Graph, change: str) -> None:
     assert expected in report_of(graph, SelfCondition()).skipped[0].reason
 
 
-def test_a_cache_that_is_reset_with_a_response_may_be_read_before_it_is_written(cached: Graph) -> None:
+def test_a_cache_that_is_reset_may_be_read_before_it_is_written(cached: Graph) -> None:
     """No other may: the verifier says so of the same program with another declaration."""
     program = rewritten(cached, SelfCondition())
     verify(program)
     (first,) = program.find("feature_read")
     (last,) = program.find("feature_write")
     assert first < last
+    program.inputs["soft_cache"] = replace(program.inputs["soft_cache"], reset="never")
+    with pytest.raises(VerifyError, match="reads soft_cache before its write"):
+        verify(program)
 
 
 def test_programs_read_well() -> None:

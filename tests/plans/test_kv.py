@@ -41,6 +41,13 @@ def test_entries(plan: KVPlan, wanted: list[tuple[int, int, int, int]]) -> None:
         assert plan.entries(layer, candidates, heads) == entries
 
 
+def test_where_the_window_of_a_response_begins() -> None:
+    """Where blocks begin at multiples, with the one that the prompt ends in; else where it ends."""
+    assert [KVPlan(ratio=0.5).kept_from(n, 4) for n in (3, 4, 7)] == [0, 4, 4]
+    assert KVPlan(ratio=0.5).kept_from(7, 1) == 7
+    assert KVPlan("block", ratio=0.5).kept_from(7, 4) == 0
+
+
 def test_heads_of_a_rank_may_use_the_budgets_of_others() -> None:
     """Of those of all heads as much as their own candidates."""
     plan = KVPlan(pairs=(4,))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +90,9 @@ class Watched:
     @property
     def output_names(self) -> frozenset[str]:
         return frozenset(self.graph.outputs)
+
+    def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
+        return partial(self, inputs)
 
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         ((outputs, found),) = run_graph(self.graph, [inputs], {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.amounts import every_value
+from tests.kv import kv_pairs
 from tests.recipes.block_causal import Setup, check, optimized, prompts_for, setup_for
 
 
@@ -29,10 +30,13 @@ FOCUS_CASES = {
     "keep 4": {"keep": 4},
     "bottom": {"select": "bottom", "keep": 2},
     "random": {"select": "random", "keep": 8},
+    "as published": {"full_steps": 0},
+    "as published, keep 4": {"full_steps": 0, "keep": 4},
+    "two full steps": {"full_steps": 2, "alpha": 1.0},
 }
 
 
-@every_value(("block", [16, 32, 64]), ("case", ["defaults", "no recommit"]))
+@every_value(("block", [16, 32, 64]), ("case", ["defaults", "as published", "no recommit"]))
 def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, case: str) -> None:
     setup, options = setups[block], FOCUS_CASES[case]
     check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
@@ -70,13 +74,7 @@ def test_lossless_limit_is_the_dense_program_bit_for_bit(setups: dict[int, Setup
     want, got = dense.generate(**settings), limit.generate(**settings)
     assert got.token_ids == want.token_ids
     assert got.stats.rows["suffix"] == got.stats.rows["prefix"] == want.stats.rows["step"]
-    assert want.kv is not None
-    assert got.kv is not None
-    for mine, theirs in zip(got.kv, want.kv, strict=True):
-        assert mine.committed == theirs.committed
-        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
-            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
-                assert torch.equal(got_kv, want_kv)
+    assert all(torch.equal(*pair) for pair in kv_pairs(got, want))
 
 
 @pytest.mark.parametrize("recipe", ["dense", "focus"])
@@ -110,6 +108,7 @@ COUNTED_CASES = {
     "after layer 2": {"after": 2},
     "keep 4": {"keep": 4},
     "random": {"select": "random", "keep": 8},
+    "as published": {"full_steps": 0},
 }
 
 
@@ -138,10 +137,7 @@ def test_who_counts_the_rows_changes_no_bit(setups: dict[int, Setup]) -> None:
     for mine, theirs in zip(records["device"], records["host"], strict=True):
         assert torch.equal(mine.kept, theirs.kept)
         assert torch.equal(mine.confidence, theirs.confidence)
-    for mine, theirs in zip(found["device"].kv, found["host"].kv, strict=True):
-        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
-            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
-                assert torch.equal(got_kv, want_kv)
+    assert all(torch.equal(*pair) for pair in kv_pairs(found["device"], found["host"]))
     kept = sum(int(record.kept.sum()) for record in records["device"])
     assert kept == found["host"].stats.rows["suffix"] < found["host"].stats.rows["prefix"]
     assert found["device"].stats.rows["step"] == found["host"].stats.rows["prefix"]

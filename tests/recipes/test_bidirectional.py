@@ -17,6 +17,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.amounts import every_value
+from tests.kv import kv_pairs
 from tests.recipes.bidirectional import FAMILIES, Setup, prompts_for, setup_of
 from tests.tiny import tiny_spec
 
@@ -58,12 +59,7 @@ def same_bits(got: Result, want: Result) -> None:
     assert got.stats.commit_rows == want.stats.commit_rows
     for stage in got.stats.rows.values():
         assert stage == want.stats.rows["step"]
-    assert got.kv is not None
-    assert want.kv is not None
-    for mine, theirs in zip(got.kv, want.kv, strict=True):
-        for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
-            for got_kv, want_kv in zip(got_layer, want_layer, strict=True):
-                assert torch.equal(got_kv, want_kv)
+    assert all(torch.equal(*pair) for pair in kv_pairs(got, want))
 
 
 @every_value(("family", FAMILIES), ("limit", LIMITS))
@@ -171,6 +167,7 @@ def test_block_causal_models_are_refused(name: str) -> None:
         ("dkv_cache", {"variant": "gredy"}, UnknownName, r"variant of dkv_cache 'gredy'\. Did you mean 'greedy'"),
         ("dkv_cache", {"variant": "greedy", "around": -1}, InputError, r"around must be an integer of at least 0"),
         ("dkv_cache", {"around": 4}, InputError, r"around=4 belongs to the variant 'greedy' of dkv_cache"),
+        ("focus", {"full_steps": 0}, InputError, r"full_steps=0 evicts rows in the first step of a block, but"),
         ("vicinity", {"before": -3}, InputError, r"before must be an integer of at least 0, got -3"),
         ("vicinity", {"warm_up": True}, InputError, r"warm_up must be an integer of at least 0, got True"),
         ("vicinity", {"bfore": 3}, UnknownName, r"unknown option of recipe 'vicinity' 'bfore'\. Did you mean 'before'"),

@@ -21,6 +21,7 @@ from dgraph.runtime.seeds import policy_order, row_seeds, sequence_keys, uniform
 from dgraph.runtime.session import BlockSession, Generation
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_pair, every_value
+from tests.kv import kv_pairs
 from tests.oracle import canvas as oracle
 from tests.oracle import dream, llada
 from tests.oracle.qwen3 import Cache
@@ -469,11 +470,8 @@ def test_a_captured_transition_gives_what_plain_steps_give(setups: dict[str, Set
             assert got.stats.sequence_rows == want.stats.sequence_rows
             if case != "dense":  # whose rows are not counted before every step, but known to be at most so many
                 assert (got.stats.rows, got.stats.steps) == (want.stats.rows, want.stats.steps)
-            assert got.kv is not None
-            assert want.kv is not None
-            for mine, theirs in zip(got.kv, want.kv, strict=True):
-                for got_layer, want_layer in zip(mine.layers, theirs.layers, strict=True):
-                    torch.testing.assert_close(got_layer, want_layer, rtol=1e-5, atol=1e-5)
+            for mine, theirs in kv_pairs(got, want):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert [stage for stage, _ in pool.recorded].count("transition") == len(rules)
     assert not pool.refused
 

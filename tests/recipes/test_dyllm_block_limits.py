@@ -22,6 +22,7 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Generation
+from tests.kv import kv_pairs
 from tests.oracle import qwen3
 from tests.oracle.dyllm import Method
 from tests.recipes.block_causal import LAYERS, optimized, prompts_for
@@ -42,12 +43,9 @@ def check_same(got: Any, want: Any, exactly: bool = False) -> None:
     """Tokens and steps; keys and values bit for bit, or to 1e-5 of the largest."""
     assert got.token_ids == want.token_ids
     assert got.stats.sequence_steps == want.stats.sequence_steps
-    for mine, theirs in zip(got.kv, want.kv, strict=True):
-        assert mine.committed == theirs.committed
-        for kv, other in zip(mine.layers, theirs.layers, strict=True):
-            for values, wanted in zip(kv, other, strict=True):
-                atol = 0 if exactly else 1e-5 * float(wanted.abs().max())
-                torch.testing.assert_close(values, wanted, rtol=0, atol=atol)
+    for values, wanted in kv_pairs(got, want):
+        atol = 0 if exactly else 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(values, wanted, rtol=0, atol=atol)
 
 
 EACH = [("sdar", *cache) for cache in CACHES] + [(family, *CACHES[i]) for family in FAMILIES[1:] for i in (0, 5)]

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from dgraph.passes import (
     PackRows,
     SlotKV,
 )
-from dgraph.recipes import RECIPES, Phase, Recipe, build, options_of
+from dgraph.recipes import RECIPES, Phase, Recipe, build, costs_of, options_of
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
 
@@ -51,14 +52,15 @@ def test_focus_is_dense_with_an_eviction() -> None:
     dense, focus = recipe("dense"), recipe("focus")
     assert focus.phase("prefill") == dense.phase("prefill")
     *cached, head = dense.phase("step").passes
-    assert focus.phase("step").passes == (*cached, EvictTokens(alpha=1.5, after=1), head)
+    assert focus.phase("step").passes == (*cached, EvictTokens(alpha=1.5, after=1, full_steps=1), head)
     assert (focus.block_cache, focus.recommit) == ("dc+", True)
 
 
 def test_options_reach_their_pass() -> None:
-    focus = recipe("focus", alpha=2.0, after=2, signal="importance", select="bottom", keep=4, max_num_logits=7)
+    of_pass = {"alpha": 2.0, "after": 2, "signal": "importance", "select": "bottom", "keep": 4, "pool": 5}
+    focus = recipe("focus", **of_pass, full_steps=0, max_num_logits=7)
     evict, head = focus.phase("step").passes[-2:]
-    assert evict == EvictTokens(alpha=2.0, after=2, signal="importance", select="bottom", keep=4)
+    assert evict == EvictTokens(**of_pass)
     assert head == ChunkLMHead(7)
     counted = recipe("focus", count="device").phase("step")
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
@@ -83,6 +85,8 @@ def test_options_and_their_defaults() -> None:
         "signal": "delta",
         "select": "top",
         "keep": 0,
+        "pool": 3,
+        "full_steps": None,
         "block_cache": "dc+",
         "recommit": True,
         "max_num_logits": 2048,
@@ -96,6 +100,20 @@ def test_options_and_their_defaults() -> None:
             continue
         documented = (builder.__doc__ or "").split("Args:")[1]
         assert all(f"{option}:" in documented or f"{option}, " in documented for option in options_of(builder)), name
+
+
+def test_defaults_say_what_they_cost() -> None:
+    """From a page of results that is there and names the recipe; a combination was not measured."""
+    pages = Path(__file__).parents[2] / "benchmarks" / "results"
+    costs = {name: costs_of(builder) for name, builder in RECIPES.items()}
+    measured = {name for name, found in costs.items() if found}
+    assert measured == {*RECIPES} - {"dense", "dllm_cache", *(name for name in RECIPES if "+" in name)}
+    for name in measured:
+        for cost in costs[name]:
+            assert name in (pages / f"{cost.page}.md").read_text().lower(), cost
+            assert cost.within is None or cost.within[0] <= cost.points <= cost.within[1]
+    assert str(costs["focus"][0]).startswith("+0.0 points (-2.1 to +2.1), 1.11 x the steps: tiny_sdar, 160 prompts of")
+    assert str(costs["maskkv"][0]) == "-3.3 points: tiny_llada, 30 prompts of retrieval"
 
 
 # -- values ------------------------------------------------------------------------------------------------------
@@ -194,6 +212,8 @@ def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, An
     ("name", "options", "message"),
     [
         ("focus", {"alpha": 0.5}, r"alpha must be at least 1"),
+        ("focus", {"full_steps": "1"}, r"full_steps must be an integer, got '1'"),
+        ("focus", {"full_steps": -1}, r"full_steps must be at least 0"),
         ("focus", {"after": 0}, r"after must be a layer of at least 1"),
         ("focus", {"after": "1"}, r"after must be an integer, got '1'"),
         ("focus", {"signal": "d"}, r"signal must be one of"),
@@ -268,7 +288,7 @@ def test_the_phases_of_both_recipes_fit_one_loop(captured: Graph, name: str, pha
         outputs += ("kept", "reached", "score")
     assert graph.outputs == outputs
     given = {"input_ids", "positions", "limit", "cu_rows", "page_table", "candidate", "temperature", "seed"}
-    given |= {"average", "reached"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
+    given |= {"average", "reached", "block_step"} | {f"{n}_cache_{i}" for n in "kv" for i in range(4)}
     assert set(graph.inputs) <= given
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dgraph.lowering.program import ProgramResult
+from dgraph.ops.sparse import REUSE
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import OFFERS
@@ -91,7 +93,8 @@ def caches(*layers: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 def summary(state: DecodeState) -> list[int]:
     """Over all sequences: rows of the next step, active ones, tokens decoded so far, broken ones, ones that choose."""
     report = Report(state.report().numpy())
-    return [int(getattr(report, name).sum()) for name in ("rows", "active", "total", "broken", "choosing")]
+    counts = [int(getattr(report, name).sum()) for name in ("rows", "active", "total", "broken")]
+    return [*counts, int((report.action != REUSE).sum())]
 
 
 class FakeProgram:
@@ -121,6 +124,9 @@ class FakeProgram:
 
     def bucket_sizes(self, rows: int) -> tuple[int, ...]:
         return (rows,)
+
+    def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
+        return partial(self, inputs)
 
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         # What comes after the rows is padding.

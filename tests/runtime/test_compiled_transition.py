@@ -13,6 +13,7 @@ import dgraph
 from dgraph.families import families
 from dgraph.lowering.inductor import Compiled, Source
 from dgraph.lowering.traced import TraceCompiler, trace
+from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
@@ -66,6 +67,7 @@ PLANS = {
     "step": None,
     "encode": None,
     "causal": None,
+    "kept": None,
     "random": None,
     "canvas": RowPlan(Block()),
     "every": RowPlan(Response(), Counted(every=3, full_steps=1)),
@@ -80,8 +82,9 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
     plan = PLANS[kind]
-    if kind in ("encode", "causal"):
-        state: Any = TwoModeState.begin(canvas, *which, **facts, shift=1, causal=kind == "causal")
+    if kind in ("encode", "causal", "kept"):
+        kv = KVPlan("response", pairs=(3,)) if kind == "kept" else None
+        state: Any = TwoModeState.begin(canvas, *which, **facts, shift=1, causal=kind == "causal", kv=kv)
     elif kind == "random":
         state = RenoisedState.begin(canvas, *which, **facts, vocab=90)
     elif plan is None:
@@ -91,7 +94,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
     offers = ["input_ids", "positions", "limit", "masked", "candidate", "cu_rows", "average", "block_end", "step"]
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
-    offers += ["noise"] * bool(rule.get("select_noise"))
+    offers += [*["noise"] * bool(rule.get("select_noise")), *["window", "action"] * (kind == "kept")]
     defaults["inputs"] = (*map(offered, offers), REACHED)
     heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
@@ -151,6 +154,10 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
 @every_value(("kind", ["step", "canvas", "encode"]), ("name", sorted(RULES.keys() - CAUSAL.keys() - RENOISING.keys())))
 def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     check_rule(kind, name)
+
+
+def test_keys_that_are_chosen_when_a_block_is_denoised() -> None:
+    check_rule("kept", "confidence_threshold")
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "confidence_threshold"])

@@ -24,6 +24,7 @@ from dgraph.recipes import RECIPES, build
 from dgraph.runtime.cudagraph import IDLE, GraphPool
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy, policy_key
 from dgraph.runtime.session import BlockSession, Generation
+from tests.kv import kv_pairs
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 from tests.runtime.recorder import Recorder
 
@@ -59,11 +60,7 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
     pool = GraphPool(recorder=capture)
     plain, graphed = generate(phases, run_steps), generate(phases, pool.runner, calls=2)
     assert graphed.token_ids == plain.token_ids
-    assert graphed.kv is not None
-    assert plain.kv is not None
-    for mine, theirs in zip(graphed.kv, plain.kv, strict=True):
-        for got, want in zip(mine.layers, theirs.layers, strict=True):
-            assert torch.equal(got[0][: mine.committed], want[0][: theirs.committed])
+    assert all(torch.equal(*pair) for pair in kv_pairs(graphed, plain))
     assert {name for name, _ in pool.recorded} == {"step", "prefix", "suffix"}
     assert len(pool.recorded) == len(recorders) == len(set(pool.recorded)), "a bucket was captured twice"
     assert sum(r.replays for r in recorders) > 2 * len(recorders), "buckets were not reused"

@@ -22,6 +22,7 @@ from dgraph.ops.draws import cu_rows_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.session import BlockSession, Generation
+from tests.kv import kv_pairs
 from tests.lowering.test_schedule import two_cuts
 from tests.runtime.recorder import Recorder
 from tests.tiny import Hand
@@ -245,12 +246,7 @@ def test_a_generation_of_a_trained_model() -> None:
     assert graphed.token_ids == plain.token_ids
     assert graphed.stats.rows == plain.stats.rows
     assert graphed.stats.kept_rows == plain.stats.kept_rows
-    assert graphed.kv is not None
-    assert plain.kv is not None
-    for mine, theirs in zip(graphed.kv, plain.kv, strict=True):
-        for got, want in zip(mine.layers, theirs.layers, strict=True):
-            for one, other in zip(got, want, strict=True):
-                assert torch.equal(one[: mine.committed], other[: theirs.committed])
+    assert all(torch.equal(*pair) for pair in kv_pairs(graphed, plain))
     for stage in ("prefix", "suffix"):
         assert len({rows for name, rows in pool.recorded if name == stage}) >= 4
     assert not pool.refused

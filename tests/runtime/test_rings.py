@@ -122,8 +122,8 @@ def test_a_ring_that_is_full_takes_nothing_of_the_others() -> None:
     kv.allocate([20], rings=[(3,)])
 
 
-def test_a_cache_of_a_window_is_never_reset() -> None:
-    with pytest.raises(InputError, match="resets with 'never', got 'response'"):
+def test_a_cache_of_a_window_is_not_reset_with_a_response() -> None:
+    with pytest.raises(InputError, match="resets with 'never' or 'block', got 'response'"):
         InputSpec("seen_cache", torch.float32, ("pages_6", "page"), reset="response")
 
 
@@ -141,9 +141,8 @@ def test_tokens_equal_those_with_every_key(window: int) -> None:
     assert found.token_ids == wanted.token_ids
     assert len({tuple(tokens) for tokens in found.token_ids}) == len(prompts)
     kv = made._session.kv
-    (ring,) = kv.rings.values()
-    assert ring.free_pages == ring.pages
-    assert kv.free_pages == kv.pages
+    ring = kv.rings[window]
+    assert all(each.free_pages == each.pages for each in (kv, *kv.rings.values()))
     part = kv.part(BLOCK)
     assert part is not None
     assert ring.pages <= len(prompts) * ring_size(window, part, kv.page_size)
@@ -151,7 +150,7 @@ def test_tokens_equal_those_with_every_key(window: int) -> None:
 
 
 def test_a_ring_does_not_grow_with_the_sequence() -> None:
-    """Its peak is ceil((part + window - 2) / page) + 1 pages in a prefill, and no more for four times the length."""
+    """Its peak is ceil((part + window - 1) / page) pages in a prefill, and no more for four times the length."""
     made = optimized(24)
     kv = made._session.kv
     peaks = []
@@ -159,7 +158,7 @@ def test_a_ring_does_not_grow_with_the_sequence() -> None:
         kv.unlimited()
         made.generate(input_ids=[ids(count, 1)], policy=RULE, max_new_tokens=9, seed=1)
         peaks.append(kv.rings[24].pages)
-    assert peaks == [-(-(48 + 22) // kv.page_size) + 1] * 2
+    assert peaks == [-(-(48 + 23) // kv.page_size)] * 2
     kv.unlimited()
 
 
@@ -183,7 +182,9 @@ def test_requests_of_an_engine_get_what_they_get_alone(
         asked(70, 25, 5),
         asked(33, 12, 5, draft=True),
     ]
-    few = 18 if pages == "block" else 26, (2 * ring_size(window, kv.part(BLOCK) or 0, kv.page_size),)
+    own = 3 * ring_size(1, BLOCK, kv.page_size)
+    rings = tuple({1: own, window: 2 * ring_size(window, kv.part(BLOCK) or 0, kv.page_size)}[each] for each in kv.rings)
+    few = 18 if pages == "block" else 26, rings
     monkeypatch.setattr("dgraph.engine.build._pool_pages", lambda *sizes: few)
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=3, max_tokens=160, pages=pages)
     turns.run()
@@ -207,7 +208,8 @@ def test_admission_counts_the_pages_of_every_ring(room: int) -> None:
     schedule = [asked(90, 41, 0), asked(90, 41, 0)]
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=room, max_tokens=160)
     driver = turns.driver
-    assert driver.scheduler.budgets.rings == driver.free_rings == (first + (room - 1) * later,)
+    pages = {24: first + (room - 1) * later, 1: room * ring_size(1, BLOCK, kv.page_size)}
+    assert driver.scheduler.budgets.rings == driver.free_rings == tuple(pages[window] for window in kv.rings)
     turns.run()
     assert turns.most_running == room
     assert driver.scheduler.counters.requeued == 0
@@ -234,11 +236,12 @@ def test_what_needs_every_key_is_refused_by_name() -> None:
 def test_the_profile_counts_them() -> None:
     few, every = (profile(optimized(6, rings=rings), rows=64).kv_cost for rings in (True, False))
     layers = 2 * 2 * optimized().spec.kv_heads * optimized().spec.head_dim * 4  # keys and values of two layers, fp32
-    assert few.rings == ((6, layers, ring_size(6, BLOCK, 8)),)
+    own = (1, optimized().spec.hidden * 4, 1)
+    assert few.rings == (own, (6, layers, ring_size(6, BLOCK, 8)))
     assert few.position + layers == every.position
-    assert every.rings == ()
+    assert every.rings == (own,)
     for length in (4, 16, 200):
         pages = -(-(length + BLOCK) // 8)
-        behind = (pages - min(pages, 3)) * 8 * layers
+        behind = (pages - min(pages, 2)) * 8 * layers
         assert every.sequence(length, 4) - few.sequence(length, 4) == behind
     assert type(few).from_json(few.to_json()) == few

@@ -93,11 +93,11 @@ def test_rows_are_foreseen_exactly(
     foreseen: list[int] = []
     launch = Batch._launch
 
-    def noted(self: Batch, count: int, choosing: bool, slots: Sequence[int]) -> None:
+    def noted(self: Batch, bound: Any, count: int, slots: Sequence[int]) -> None:
         if bool(self.advance.state.active[: len(PROMPTS)].all()):  # one that has ended unnoticed has no rows
             assert count == int(self.advance.rows.cu_rows[-1])
             foreseen.append(count)
-        launch(self, count, choosing, slots)
+        launch(self, bound, count, slots)
 
     monkeypatch.setattr(Batch, "_launch", noted)
     options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}

@@ -18,11 +18,12 @@ from dgraph.runtime.decode_state import OUT
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.rule import Rule
+from dgraph.runtime.two_modes import TwoModeState
 from tests.runtime.fake import summary
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
 
-State = CanvasState | BlockCausalState
+State = CanvasState | BlockCausalState | TwoModeState
 RESPONSE = KVPlan("response", pairs=(3,))
 
 
@@ -68,7 +69,12 @@ def test_who_sits_a_step_out_chooses_nothing(window: str) -> None:
 
 
 def test_without_a_plan_there_is_neither() -> None:
-    for kind, more in ((CanvasState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
+    kinds: tuple[tuple[type[State], dict[str, Any]], ...] = (
+        (CanvasState, {"plan": RowPlan(Block())}),
+        (BlockCausalState, {}),
+        (TwoModeState, {"shift": 1, "causal": False}),
+    )
+    for kind, more in kinds:
         state = begin(kind, [[1, 2, 3]], 6, None, **more)
         assert state.window is state.action is None
         assert summary(state)[4] == 0
@@ -133,6 +139,45 @@ def test_a_response_of_blocks() -> None:
         step_of_blocks(state, {(0, 6 + position): 10, (1, 1 + position): 10})
         after = said(state)
         assert (after[0], after[1:]) == (window, ([REUSE, REUSE], 0))
+
+
+def test_a_block_of_two_modes() -> None:
+    """What is encoded sees every key; the steps that denoise a block are counted, and its window begins with it."""
+    kv = KVPlan("block", delay=1, ratio=0.5)
+    shifted = begin(TwoModeState, [[1, 2, 3, 4]], 8, kv, shift=1, causal=False)
+    # Row 3, with which the prompt's block is encoded, predicts position 4, and rows of a block the next position.
+    found = walk(shifted, step_of_blocks, 3, 8)
+    assert [action for _, action in found] == [DENSE, DENSE, SELECT, REUSE, DENSE, DENSE, SELECT, REUSE]
+    assert [low for (low, _), _ in found] == [0, 4, 4, 4, 4, 8, 8, 8]
+    causal = begin(TwoModeState, [[1, 2, 3, 4, 5]], 5, kv, shift=1, causal=True)
+    found = walk(causal, step_of_blocks, 4, 5)
+    assert [action for _, action in found] == [DENSE, DENSE, SELECT, REUSE, DENSE]
+    assert [low for (low, _), _ in found] == [4, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("causal", "low"), [(False, 4), (True, 6)])
+def test_a_response_of_two_modes(causal: bool, low: int) -> None:
+    """The first step that denoises chooses, and what is encoded after it sees what is kept."""
+    state = begin(TwoModeState, [[1, 2, 3, 4, 5, 6]], 6, RESPONSE, shift=1, causal=causal)
+    found = walk(state, step_of_blocks, 5, 5)
+    assert {first for (first, _), _ in found} == {low}
+    # A prompt that ends within a block of four begins it; where rows are encoded causally, its last one comes first.
+    assert [action for _, action in found] == [*[DENSE] * causal, SELECT, *[REUSE] * (4 - causal)]
+    assert state.total.item() == 5
+
+
+def test_a_sequence_that_waits_before_it_chooses_chooses_later() -> None:
+    state = begin(TwoModeState, [[1, 2, 3, 4], [5, 6, 7, 8]], 8, RESPONSE, shift=1, causal=False)
+    assert said(state)[1:] == ([DENSE, DENSE], 2)
+    state.place[1] = OUT
+    state.grant()
+    assert said(state)[1:] == ([DENSE, REUSE], 1)
+    step_of_blocks(state, {(0, 3): 10})
+    assert said(state)[1:] == ([SELECT, REUSE], 1)
+    state.place[1] = 1
+    state.grant()
+    step_of_blocks(state, {(0, 4): 10, (1, 3): 10})
+    assert said(state)[1:] == ([REUSE, SELECT], 1)
 
 
 def keys_of(state: BlockCausalState) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ if any(find_spec(name) is None for name in NEEDS):
 
 @pytest.fixture(scope="session")
 def sdar() -> dgraph.Optimized:
-    """A trained block-causal model."""
-    return dgraph.optimize("tiny_sdar", "focus", backend="eager")
+    """A trained block-causal model, whose first steps evict, too, so that a few words take several steps."""
+    return dgraph.optimize("tiny_sdar", "focus", backend="eager", full_steps=0)
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,19 @@ def test_from_the_command_to_the_signal(tmp_path: Path) -> None:
     assert "fourth" not in log
 
 
+def test_sigterm_before_there_is_a_server_ends_the_command_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("dgraph.serve.check_installed", lambda: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(app, ["serve"])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "stopped before the server had begun to load.\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

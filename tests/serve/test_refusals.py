@@ -113,6 +113,13 @@ def test_a_chat_that_cannot_be_served(http: httpx.Client, fields: dict[str, Any]
     assert refused(http.post("/v1/chat/completions", json=body))["param"] == param
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio"])
+def test_a_part_of_a_message_that_is_no_text_is_named(http: httpx.Client, kind: str) -> None:
+    parts = [{"type": "text", "text": "abc"}, {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}]
+    error = refused(http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]}))
+    assert error["message"] == f"a part of a message is a text here, got one of type '{kind}'; leave it out."
+
+
 def test_known_fields_that_ask_for_nothing_and_unknown_ones_are_passed_over(http: httpx.Client) -> None:
     neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "tools": [], "best_of": 1, "logit_bias": None}
     unknown = {"user": "me", "metadata": {"a": 1}, "no_such_field": [1, {}], "response_format": {"type": "text"}}

@@ -74,7 +74,7 @@ def test_their_decode_is_not_trivial(tiny: TinyModel) -> None:
     assert len({token for ids in found.token_ids for token in ids}) > 8
 
 
-@pytest.mark.parametrize("tiny", [tiny for tiny in models() if str(tiny) != "fast_dllm_v2"], ids=str)
+@pytest.mark.parametrize("tiny", models(), ids=str)
 def test_checks_pass_on_focus(tiny: TinyModel) -> None:
     causal = tiny.model.spec.attention == "block_causal"
     rows = "dense" if causal else tiny.recipe("fast_dllm", first="policy")  # whose rows it forwards

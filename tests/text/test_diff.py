@@ -61,16 +61,16 @@ def test_both_phases_of_prefill_are_equal(captured: Graph) -> None:
 
 def test_summary_of_dense_to_focus(dense_to_focus: Diff) -> None:
     assert dense_to_focus
-    assert counts(dense_to_focus) == {(0, 0): (1, 0, 0), (1, 1): (5, 0, 1), (2, 3): (0, 0, 2)}
+    assert counts(dense_to_focus) == {(0, 0): (1, 0, 0), (1, 1): (7, 0, 1), (2, 3): (0, 0, 2)}
     assert {g.layers: dict(g.rows) for g in dense_to_focus.groups if g.rows} == {
         (1, 1): {("N", "K"): 11},
         (2, 3): {("N", "K"): 23},
         None: {("N", "K"): 2},
     }
-    assert dense_to_focus.by_pass["EvictTokens"] == {"added": 6, "removed": 0, "changed": 0}
+    assert dense_to_focus.by_pass["EvictTokens"] == {"added": 8, "removed": 0, "changed": 0}
     assert dense_to_focus.by_pass["CacheKV"] == {"added": 0, "removed": 0, "changed": 5}
     declared = dense_to_focus.declared
-    assert declared["inputs"].added == ("average f32[b]", "reached i32[b]")
+    assert declared["inputs"].added == ("average f32[b]", "reached i32[b]", "block_step i32[b]")
     assert declared["outputs"].added == ("kept i64[K]", "reached i32[b]", "score f32[N]")
     assert declared["outputs"].removed == ()  # token and confidence have other rows, which is not another type
     assert not declared["weights"]
@@ -82,8 +82,8 @@ def test_summary_of_dense_to_focus(dense_to_focus: Diff) -> None:
 def test_text_of_dense_to_focus(dense_to_focus: Diff) -> None:
     text = str(dense_to_focus)
     summary, body = text.split("--- dense\n+++ focus\n")
-    assert summary.startswith("dense -> focus: calls 6 added, 0 removed, 5 changed, 100 unchanged\n")
-    assert "inputs    + average f32[b], reached i32[b]\n" in summary
+    assert summary.startswith("dense -> focus: calls 8 added, 0 removed, 5 changed, 100 unchanged\n")
+    assert "inputs    + average f32[b], reached i32[b], block_step i32[b]\n" in summary
     assert "N -> K in 23 calls" in summary
     assert [line for line in body.splitlines() if line.startswith("@@")] == [
         "@@ layers[0] @@",
@@ -97,8 +97,9 @@ def test_text_of_dense_to_focus(dense_to_focus: Diff) -> None:
 
 def test_json_of_a_diff(dense_to_focus: Diff) -> None:
     data = json.loads(json.dumps(dense_to_focus.to_json(), allow_nan=False))
-    assert data["summary"]["calls"] == {"unchanged": 100, "added": 6, "removed": 0, "changed": 5}
-    assert data["summary"]["inputs"] == {"removed": [], "added": ["average f32[b]", "reached i32[b]"]}
+    assert data["summary"]["calls"] == {"unchanged": 100, "added": 8, "removed": 0, "changed": 5}
+    added = ["average f32[b]", "reached i32[b]", "block_step i32[b]"]
+    assert data["summary"]["inputs"] == {"removed": [], "added": added}
     (rest,) = (g for g in data["groups"] if g["layers"] == [2, 3])
     assert rest["rows"] == [{"from": "N", "to": "K", "calls": 23}]
     assert [c["mark"] for c in rest["changes"]] == ["~", "~"]
@@ -191,7 +192,7 @@ def test_a_layer_that_is_gone() -> None:
 def test_options_go_to_the_recipe_that_has_them(captured: Graph) -> None:
     found = diff_view(captured, "dense", "focus", alpha=2.0, max_num_logits=64)
     assert "EvictTokens(alpha=2.0" in found.declared["passes"].added[0]
-    assert counts(found)[(1, 1)] == (5, 0, 1)
+    assert counts(found)[(1, 1)] == (7, 0, 1)
     with pytest.raises(UnknownName, match=r"unknown option of 'dense' or 'focus' 'alhpa'. Did you mean 'alpha'"):
         diff_view(captured, alhpa=2.0)
     with pytest.raises(UnknownName, match=r"unknown recipe 'dens'. Did you mean 'dense'"):

@@ -59,7 +59,7 @@ def test_regions_are_those_that_are_compiled(captured: Graph, focus: Explanation
     assert len(focus.regions) == len(compiler._functions)
     assert sum(r.uses for r in focus.regions) == len(compiler._functions) + compiler.reused
     assert [r.name for r in focus.regions] == list("ABCDE")[: len(focus.regions)]
-    assert [r.ops for r in focus.regions if not r.compiled] == [{"sub": 1}]
+    assert {"sub", "lt", "masked_fill"} in [set(r.ops) for r in focus.regions if r.compiled], "of the eviction"
     used = sum(n for stages in focus.stages.values() for s in stages for n in s.regions.values())
     assert used == sum(r.uses for r in focus.regions)
 

@@ -234,9 +234,16 @@ def _attend(
     # The others: after the plain keys, and first those before them.
     for at in tl.range(plain - (lead - first), last, BLOCK_N, num_stages=1):
         key = tl.where(at < plain, at - plain + lead, at) if origin_ptr is not None else at
-        k, v = load_keys(
-            k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
-        )
+        if BULK and WIDTH > 128:  # a pointer for each number of such a tile takes more registers than there are
+            slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
+            k = k_blocks.load([slot, head * D]).T
+            v = v_blocks.load([slot, head * D])
+            # An unwritten slot of the page may hold NaN; of a key, the score is masked below.
+            v = tl.where((key + tl.arange(0, BLOCK_N) < longest)[:, None], v, tl.zeros_like(v))
+        else:
+            k, v = load_keys(
+                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
+            )
         if k_scale_ptr is not None:
             k, v = k.to(q.dtype), v.to(q.dtype)
             k_by, v_by = load_scales(

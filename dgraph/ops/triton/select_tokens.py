@@ -26,6 +26,7 @@ def kernel(
     reached: Tensor,
     alpha: float,
     keep: int,
+    masked: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dgraph::select_tokens; see its contract. `block`: rows of a tile, by default 16 to 64."""
@@ -36,7 +37,8 @@ def kernel(
     new_limit = torch.empty(n, dtype=limit.dtype, device=score.device)
     new_reached = torch.empty(b, dtype=reached.dtype, device=score.device)
     _select[(b + 1,)](
-        *(x.contiguous() for x in (score, candidate, positions, cu_rows, limit, average, reached)),
+        *(x.contiguous() for x in (score, candidate, candidate if masked is None else masked)),
+        *(x.contiguous() for x in (positions, cu_rows, limit, average, reached)),
         kept, new_limit, new_reached, n, b, alpha,
         keep, block or power_of_two(-(-n // max(b, 1)), 16, 64),
         num_warps=4, enable_fp_fusion=False,
@@ -64,7 +66,7 @@ def _base(
 
 @triton.jit
 def _select(
-    score_ptr, candidate_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, reached_ptr,
+    score_ptr, candidate_ptr, masked_ptr, positions_ptr, cu_ptr, limit_ptr, average_ptr, reached_ptr,
     kept_ptr, new_limit_ptr, new_reached_ptr, n, b, alpha,
     KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +124,8 @@ def _select(
         next_chosen = _base(score_ptr, candidate_ptr, row + 1, start, end, budget, threshold, by_spread, BLOCK)
         chosen = flag & (chosen | (next_chosen & (following == position + 1)))
         rightmost = tl.maximum(rightmost, tl.max(tl.where(chosen, position, -1)))
-        tl.store(kept_ptr + row, chosen | (inside & ~flag) | (flag & ~evict), mask=inside)
+        masked = (tl.load(masked_ptr + row, mask=inside, other=0) != 0) & evict
+        tl.store(kept_ptr + row, chosen | (inside & ~masked), mask=inside)
     tl.debug_barrier()
 
     reached = tl.load(reached_ptr + s).to(tl.int64)
@@ -130,10 +133,9 @@ def _select(
     for first in range(start, end, BLOCK):
         row = first + column
         inside = row < end
-        flag = (tl.load(candidate_ptr + row, mask=inside, other=0) != 0) & inside
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         kept = (tl.load(kept_ptr + row, mask=inside, other=0) != 0) & inside
-        kept = kept | (flag & (position > reached) & (position < rightmost))
+        kept = kept | (inside & (position > reached) & (position < rightmost))
         last = tl.maximum(last, tl.max(tl.where(kept, position, -1)))
         tl.store(kept_ptr + row, kept, mask=inside)
     for first in range(start, end, BLOCK):

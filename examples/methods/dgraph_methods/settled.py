@@ -19,8 +19,8 @@ from dgraph.shapes import InputSpec
 
 aten = torch.ops.aten
 SAID = ("token", "confidence", "draw", "entropy")
-DECIDED = InputSpec("decided_cache", torch.float32, ("pages", "page", 4), reset="response", initial=-1)
-COUNTS = InputSpec("calm_cache", torch.float32, ("pages", "page", 2), reset="response")
+DECIDED = InputSpec("decided_cache", torch.float32, ("pages_1", "page", 4), reset="block", initial=-1)
+COUNTS = InputSpec("calm_cache", torch.float32, ("pages_1", "page", 2), reset="block")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class DropSettled(Pass):
     """Rows whose most likely token has been the same and sure for some steps do not go through the later layers.
 
     Others see the keys that such a row wrote last; its decision and its mean embedding stay what they were then. Kept
-    per position: the decision, for how many steps it is the same and sure, and for how many the row was left out.
+    per position of the canvas: the decision, for how many steps it is the same and sure, and for how many the row was
+    left out.
 
         before  dgraph.kv_write(%11, %12, k_cache, v_cache, positions, page_table, cu_rows)         # [N, ...]
         after   %4, %5 = dgraph.keep_index(%3, cu_rows, -1)                                         # K of N rows
                 dgraph.kv_write(%11, %12, k_cache, v_cache, %7, page_table, %5)                     # [K, ...]
-                %90 = dgraph.feature_merge(%89, %4, decided_cache, positions, page_table, cu_rows)  # [N, 4]
+                %90 = dgraph.feature_merge(%89, %4, decided_cache, positions, page_table_1, cu_rows)  # [N, 4]
 
     Run it after SelfCondition. Approximate; with steps = 0, or entropy = 0, no row is left out.
 
@@ -59,7 +60,7 @@ class DropSettled(Pass):
             return
         if not 1 <= self.after < graph.spec.layers:
             raise InputError(f"after must be a layer from 1 to {graph.spec.layers - 1}, got {self.after}.")
-        place = tuple(graph.input(name) for name in ("positions", "page_table", "cu_rows"))
+        place = tuple(graph.input(name) for name in ("positions", "page_table_1", "cu_rows"))
         first, results = next(node for node in graph.calls if node.meta["layer"] == self.after), graph.results()
 
         def before(node: Node) -> Callable[..., Node]:

@@ -116,8 +116,12 @@ def importance(
     return *(pad_rows(x, 3) for x in (q, k, masked)), cu_rows_of(counts), d**-0.5, pool
 
 
-def selection(counts: Sequence[int], *, share: float = 0.8, alpha: float = 1.5, keep: int = 0, seed: int = 0) -> Call:
-    """Scores in a few levels for half of the sequences, so that there are ties; positions with gaps."""
+def selection(
+    counts: Sequence[int], *, share: float = 0.8, alpha: float = 1.5, keep: int = 0, seed: int = 0, shift: int = 0
+) -> Call:
+    """Scores in a few levels for half of the sequences, so that there are ties; positions with gaps. shift: 1 if rows
+    predict the next position, so that others than the candidates hold masks.
+    """
     generator = torch.Generator().manual_seed(seed)
     n, b = sum(counts), len(counts)
     score = torch.randn(n, generator=generator)
@@ -128,7 +132,8 @@ def selection(counts: Sequence[int], *, share: float = 0.8, alpha: float = 1.5, 
     limit = torch.cat([p.new_full((len(p),), int(p.max()) + 1) if len(p) else p for p in parts]).int()
     average, reached = torch.rand(b, generator=generator) * 4, torch.randint(-1, 9, (b,), generator=generator).int()
     rows = tuple(pad_rows(x, 3) for x in (score, masked, positions))
-    return *rows, cu_rows_of(counts), pad_rows(limit, 3), average, reached, alpha, keep
+    found = *rows, cu_rows_of(counts), pad_rows(limit, 3), average, reached, alpha, keep
+    return (*found, pad_rows(masked.roll(1), 3)) if shift else found
 
 
 def keeping(counts: Sequence[int], capacity: int, *, share: float = 0.5, seed: int = 0) -> Call:
@@ -333,6 +338,7 @@ LARGER: list[tuple[str, str, Call]] = [
     ("select_tokens", "longer than a tile", selection((150, 70), alpha=9.5)),
     ("select_tokens", "few averages", selection((32,) * 8, alpha=1.0, share=1.1, seed=3)),
     ("select_tokens", "fixed budget", selection((48, 64, 5), keep=7)),
+    ("select_tokens", "rows predict the next position", selection((64, 40, 0, 64, 1, 17), shift=1)),
     ("keep_index", "many rows", keeping((300, 0, 41, 259), 400)),
     ("keep_index", "large capacity", keeping((5, 3), 600)),
     ("compact", "many values", gathering(40, 25)),

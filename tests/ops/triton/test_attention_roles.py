@@ -56,6 +56,27 @@ def test_it_compiles_for_the_device_it_is_made_for() -> None:
     assert found["shared"] < 227 << 10
 
 
+@pytest.mark.parametrize("rows", [1, 32, 256, 1024, 32768])
+def test_a_tile_of_wide_heads_fits_into_shared_memory(rows: int) -> None:
+    """Queries, and keys and values of two iterations, in bf16."""
+    from dgraph.ops.triton.attention_tiling import tiling_for
+
+    for d, kv_heads in ((256, 8), (512, 2)):
+        tiling = tiling_for(rows, 1, (16, kv_heads), d, 256, 4096, 2, HOPPER)
+        assert 2 * d * (tiling.block_m + 4 * tiling.block_n) < 227 << 10
+
+
+@pytest.mark.release
+def test_wide_heads_compile_with_their_sums_in_registers() -> None:
+    """What a thread keeps elsewhere, bytes: at a head of 512 addresses, of which iterations read two numbers."""
+    found = found_by("compiled_wide")
+    assert len(found) == 10
+    for what, one in found.items():
+        assert one["shared"] < 227 << 10, what
+        if "bf16" in what:
+            assert one["stack"] <= (64 if "sliding" in what else 320), what
+
+
 CASES = {
     "whole tiles": ((256, 256), (640, 640), (32, 32)),
     "heads in a group of 7": ((150, 40), (300, 256), (28, 4)),

@@ -80,6 +80,22 @@ def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, spli
         compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
 
 
+@pytest.mark.parametrize(("splits", "window"), [(1, 0), (2, 40)])
+def test_wide_heads_in_pages_that_are_read_in_bulk(interpreted: Interpreter, splits: int, window: int) -> None:
+    """Limits end within a tile, whose other slots hold NaN."""
+    from dgraph.ops.triton.attention_tiling import Tiling
+
+    args = attention((9, 0, 5), (75, 0, 33), page=32, d=256, heads=(4, 2))
+    tiling = Tiling(16, 32, splits, 8, 2)
+    for call in (args, in_float8(args)):
+        seen = (None, None) if call is args else ()
+        more = (*seen, args[5] - 1, window) if window else ()
+        compare(
+            results(interpreted, "paged_attention", (*call, *more), tiling=tiling),
+            expected("paged_attention", (*call, *more)),
+        )
+
+
 @pytest.mark.parametrize(("name", "sample"), SAMPLES)
 def test_samples(interpreted: Interpreter, name: str, sample: Sample) -> None:
     for args in (sample.args, sample.padded):
@@ -186,7 +202,7 @@ def test_importance_sums_to_heads_times_rows(interpreted: Interpreter) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_selections_in_tiles_of_any_size(interpreted: Interpreter, seed: int) -> None:
-    args = selection((33, 20, 1, 12), alpha=1.0 + seed / 2, share=0.95 - seed / 10, seed=seed)
+    args = selection((33, 20, 1, 12), alpha=1.0 + seed / 2, share=0.95 - seed / 10, seed=seed, shift=seed % 2)
     for block in (16, 64):
         compare(results(interpreted, "select_tokens", args, block=block), expected("select_tokens", args), 0)
 

@@ -1,0 +1,58 @@
+"""Where the pages of each slot are, as programs read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dgraph.runtime.kv import NO_PAGE, KVStore
+from dgraph.runtime.requests import Running
+from dgraph.runtime.upload import upload
+
+
+class PageTables:
+    """Tables on the device that stay where they are, i32[slots, pages] each, by the names that programs ask for.
+
+    Pages come and go while a step runs; what has changed is written all at once before the next, for which the device
+    waits.
+
+    Args:
+        kv: whose pages they are.
+        count: sequences of a slot; two under guidance.
+        slots, pages: how large they are.
+    """
+
+    def __init__(self, kv: KVStore, count: int, slots: int, pages: int):
+        self._kv, self._pages = kv, pages
+        none = torch.full((count, slots, pages), NO_PAGE, dtype=torch.int32, device=kv.device)
+        self._tables = {name: none.clone() for name in kv.page_tables([])}
+        self._stale: set[int] = set()
+
+    def changed(self, slots: Iterable[int]) -> None:
+        """Note that slots have other pages now."""
+        self._stale.update(slots)
+
+    def left(self, slots: Iterable[int]) -> None:
+        """Note that nobody has slots any more; their rows stay as they are."""
+        self._stale.difference_update(slots)
+
+    def of(self, place: int) -> dict[str, Tensor]:
+        """The tables of one sequence of each slot, by name."""
+        return {name: table[place] for name, table in self._tables.items()}
+
+    def write(self, running: Mapping[int, Running]) -> None:
+        """Write the pages of the slots that have others now. running: the request in each slot that has one."""
+        if not self._stale:
+            return
+        slots = sorted(self._stale)
+        self._stale.clear()
+        written, values = list[Tensor](), list[Tensor]()
+        for place, sequences in enumerate(zip(*(running[slot].handles for slot in slots), strict=True)):
+            for name, table in self._kv.page_tables(sequences, columns=self._pages).items():
+                written.append(self._tables[name][place])
+                values.append(table)
+        at, *values = upload(self._kv.device, torch.tensor(slots), *values)
+        for table, value in zip(written, values, strict=True):
+            table.index_copy_(0, at, value)
