@@ -19,6 +19,7 @@ import gc
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,16 @@ class Timed:
         return getattr(self._program, name)
 
     def __call__(self, inputs: Any, rows: int) -> ProgramResult:
-        self._clock.mark()
-        return self._program(inputs, rows)
+        return self.bound(inputs)(rows)
+
+    def bound(self, inputs: Any) -> Callable[[int], ProgramResult]:
+        run = self._program.bound(inputs)
+
+        def timed(rows: int) -> ProgramResult:
+            self._clock.mark()
+            return run(rows)
+
+        return timed
 
 
 class Arm:
