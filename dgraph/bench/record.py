@@ -14,9 +14,11 @@ from dgraph.bench.traces import Trace
 from dgraph.errors import InputError
 from dgraph.families import Model, embedded
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import Policy, edits
 from dgraph.runtime.script import BlockStep, History
 from dgraph.runtime.session import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Recorded:
     """A trace, and what the generation that it is from did.
 
     Attributes:
-        trace: of whole blocks: those that began all masked and in which no response ended.
+        trace: of whole blocks: those that no prompt began and in which no response ended.
         dropped: blocks that were left out.
         stats: of the generation, all blocks included.
     """
@@ -38,39 +40,44 @@ class Recorded:
 class Histories:
     """An observer that collects block histories.
 
+    Where the forward of a finished block predicts the first token of the next one, that token is in the first step of
+    the history, in which it is kept: a block that begins with it leaves it out (see `Script`), and one that begins all
+    masked commits it with the others. The forward itself is no step of a history, but the commit of the block before.
+
     Attributes:
-        block: columns of a block.
-        stops: ids that end a response.
+        spec: the model.
+        evicts: whether a step keeps only some of its rows.
         begun: per (prompt, start of block) the steps so far, and whether the block counts.
     """
 
-    block: int
-    stops: frozenset[int]
+    spec: ModelSpec
     evicts: bool
     begun: dict[tuple[int, int], list[BlockStep]] = field(default_factory=dict)
     partial: set[tuple[int, int]] = field(default_factory=set)
 
     def __call__(self, record: StepRecord) -> None:
-        """Add one step of every sequence."""
-        for prompt in record.sequence[record.candidate].unique().tolist():
+        """Add one step of every sequence that denoises in it."""
+        denoised = record.sequence[record.input_ids == self.spec.mask_id].unique()
+        for prompt in denoised.tolist():
             mine = (record.sequence == prompt) & record.candidate
-            positions, committed = record.positions[mine], record.committed[mine]
-            start = int(positions[0]) // self.block * self.block
-            key = (prompt, start)
-            if key not in self.begun and len(positions) < self.block:  # it began with a remainder of the prompt
+            if not mine.any():
+                continue
+            columns, committed = record.column[mine], record.committed[mine]
+            key = (prompt, int(record.start[mine][0]))
+            given = (0,) if self.spec.next_token and key not in self.begun else ()
+            if key not in self.begun and len(given) + len(columns) < self.spec.block_length:  # the prompt began it
                 self.partial.add(key)
-            if not self.stops.isdisjoint(record.token[mine][committed].tolist()):
+            if not set(self.spec.eos_ids).isdisjoint(record.token[mine][committed].tolist()):
                 self.partial.add(key)
-            kept = tuple((positions[record.kept[mine]] - start).tolist()) if self.evicts else None
-            step = BlockStep(tuple((positions[committed] - start).tolist()), kept)
-            self.begun.setdefault(key, []).append(step)
+            kept = (*given, *columns[record.kept[mine]].tolist()) if self.evicts else None
+            self.begun.setdefault(key, []).append(BlockStep((*given, *columns[committed].tolist()), kept))
 
     def whole(self) -> tuple[History, ...]:
-        """The blocks that began all masked and were decoded to their end, by prompt and position."""
+        """The blocks that no prompt began and that were decoded to their end, by prompt and position."""
         return tuple(
             tuple(steps)
             for key, steps in sorted(self.begun.items())
-            if key not in self.partial and sum(len(s.committed) for s in steps) == self.block
+            if key not in self.partial and sum(len(s.committed) for s in steps) == self.spec.block_length
         )
 
 
@@ -113,32 +120,41 @@ def record(
         tell: called with what is being done.
 
     Raises:
-        InputError: a setting that cannot be used, a model whose blocks do not begin all masked, or no block was decoded
-            as a whole.
+        InputError: a setting that cannot be used, a model or a policy that commits no token once and for good, or no
+            block was decoded as a whole.
     """
-    if model.spec.next_token:
-        raise InputError(
-            f"a history is of a block that begins all masked, but blocks of {model.spec.family} begin with the token "
-            f"that the forward before them predicts; record one of another family."
-        )
     tell, chosen = tell or (lambda what: None), decoding or Decoding()
+    if reason := obstacle(model.spec, chosen.rule):
+        raise InputError(f"a trace says which step commits each token of a block, once and for good, but {reason}.")
     said = {**chosen.to_json(), **dict(options or {}), **({} if weights is None else {"weights": weights})}
     optimized = optimize(model, recipe, backend=backend, progress=tell, weights=weights, **dict(options or {}))
-    histories = Histories(model.spec.block_length, frozenset(model.spec.eos_ids), evicts(optimized))
+    histories = Histories(model.spec, evicts(optimized))
 
     def count(progress: Progress) -> None:
         tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
     result = optimized.generate(prompts, chosen, max_batch=max_batch, observer=histories, progress=count)
     found = histories.whole()
+    block = model.spec.block_length
     if not found:
         raise InputError(
-            f"no block of {histories.block} was decoded as a whole; ask for more than {2 * histories.block} tokens, or "
-            f"take other prompts."
+            f"no block of {block} was decoded as a whole; ask for more than {2 * block} tokens, or take other prompts."
         )
     settings = ", ".join(f"{name}={value}" for name, value in said.items() if name != "max_new_tokens")
-    trace = Trace(histories.block, found, f"{model.name}, {recipe}, {settings}, {len(prompts)} prompts")
+    trace = Trace(block, found, f"{model.name}, {recipe}, {settings}, {len(prompts)} prompts")
     return Recorded(trace, len(histories.begun) - len(found), result.stats)
+
+
+def obstacle(spec: ModelSpec, policy: Policy) -> str:
+    """Why no trace says how such a model decodes by such a policy; "" if one does."""
+    if spec.noise == "uniform":
+        return f"{spec.family} draws its canvas anew in every step (noise='uniform'); record one with a mask token"
+    named = type(policy).__name__
+    if edits(policy):
+        return f"{named} also replaces tokens that it has committed; decode by a threshold"
+    if getattr(policy, "autoregressive", False):
+        return f"{named} commits what encoded rows predict, in blocks that begin anywhere; decode by a threshold"
+    return ""
 
 
 def evicts(optimized: Optimized) -> bool:

@@ -4,8 +4,10 @@
      "histories": [[{"commit": [0, 1], "keep": [0, 1, 2]}, ...], ...]}
 
 A history is one block from all masked to none. `commit` are the columns whose tokens a step commits; `keep`, which all
-steps have or none, the masked columns that were kept after the eviction. Decoded columns that are forwarded once more
-follow from these (see `Trace.redundancy`).
+steps have or none, the masked columns that were kept after the eviction, by the rows that predict them. Decoded columns
+that are forwarded once more follow from these (see `Trace.redundancy`). Of a model whose blocks begin with the token
+that the forward of the block before predicts, that token is in the first step: such a model leaves it out, and every
+other one commits it there, so that both take as many steps per block.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ FORMAT, VERSION = "dgraph-trace", 1
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Rows per committed token in the layers after the eviction, of blocks that are followed by another block.
+    """Rows per committed token in the layers after the eviction, of blocks that are followed by another block, in a
+    model whose rows predict their own positions. (Where a row predicts the next one, it may stand both for a kept
+    column and for a decoded one that is not cached.)
 
     Attributes:
         dense: every row of the block in every step, and once more to commit the block.

@@ -50,10 +50,11 @@ class Script:
     consecutive histories, and prompts start far apart. It depends on nothing that a program computes.
 
     A step belongs to the first of the history's steps whose tokens are not all decoded yet, known from how many the
-    block has decoded; columns that the prompt's remainder fills are left out, and steps that commit nothing else with
-    them. So every step commits as many tokens as the script says, in every program. Columns that cannot be committed
-    (evicted) are replaced by the most confident that can; where fewer can be committed than the script says, a step
-    commits all of them (at least one), and the next goes on from there.
+    block has decoded; columns that a block begins with (the prompt's remainder, or the token that the forward of the
+    block before predicts) are left out, and steps that commit nothing else with them. So every step commits as many
+    tokens as the script says, in every program. Columns that cannot be committed (evicted) are replaced by the most
+    confident that can; where fewer can be committed than the script says, a step commits all of them (at least one),
+    and the next goes on from there.
 
     Tensors stay on the device and nothing is read back. They are made on a device's first use: a CUDA graph must be
     captured after a first call.
@@ -124,7 +125,7 @@ class Script:
         """
         table, _ = self._on(masked.device)
         when = table[self._history(start, prompt, len(table))]
-        # The block began with its prompt remainder decoded, then all that is masked now or was decoded since.
+        # The block began with what was known of it, then all that is masked now or was decoded since.
         first = self.block - masked.sum(dim=1) - decoded
         columns = torch.arange(self.block, device=masked.device)
         scheduled = columns >= first[:, None]

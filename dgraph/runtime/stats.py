@@ -159,6 +159,8 @@ class StepRecord:
         prompts: i64[b], indices of the batch's prompts among all prompts of the call.
         sequence: i64[N], index of each row's prompt among all prompts.
         input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: what was forwarded.
+        start, column: i64[N], where the block of each row's sequence begins, and which column of it the row predicts;
+            below 0: none, B: the position after the block.
         origin: i32[N], where each row or its block begins; None of a model whose rows see no window.
         kept: bool[N], rows that reached the last stage.
         score: f32[N] as the program selected by it, None where it has no such output.
@@ -175,6 +177,8 @@ class StepRecord:
     positions: Tensor
     limit: Tensor
     candidate: Tensor
+    start: Tensor
+    column: Tensor
     origin: Tensor | None
     kept: Tensor
     score: Tensor | None
@@ -225,6 +229,8 @@ class StepRecord:
             positions=copy(rows.positions),
             limit=copy(rows.limit),
             candidate=copy(rows.candidate),
+            start=copy(state.start[rows.sequence]),
+            column=copy(rows.column - state.block),
             origin=None if rows.origin is None else copy(rows.origin),
             kept=copy(results.kept[:n]),
             score=None if score is None else copy(score[:n]),

@@ -117,16 +117,19 @@ def test_an_arm_that_runs_out_of_memory_is_told(run: Run, folder: Path, monkeypa
     assert "\nfocus  " in result.stdout
 
 
-def test_record(run: Run, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shift", [0, 1])
+def test_record(run: Run, folder: Path, tmp_path: Path, shift: int) -> None:
+    """Of a model whose blocks begin with a known token, too, which takes a step less for them."""
     (tmp_path / "prompts.txt").write_text("w3 w4 w5\nw6 w7\n")
     given = ("--prompt-file", "prompts.txt", "--tokens", 24, "--backend", "eager", "--threshold", 1.0)
-    given += ("--weights", "int8")
+    given += ("--weights", "int8", *(("--fact", "logit_shift=1", "--fact", "next_token=true") if shift else ()))
     result = run("bench", "record", "--model", folder, *given, "--out", "trace.json", "--json")
     assert result.exit_code == 0, result.stderr
     found: Trace = read_trace(tmp_path / "trace.json")
     facts = json.loads(result.stdout)
     assert (facts["block"], facts["blocks"]) == (8, len(found.histories))
-    assert facts["dense_rows_per_token"] == found.redundancy().dense == 9.0, "a token per step, and the commit"
+    dense = facts["dense_rows_per_token"]
+    assert dense == found.redundancy().dense == 9.0 - shift, "a token per step, and the commit"
     assert facts["kept_rows_per_token"] == found.redundancy().kept
     assert "weights=int8" in found.source
 
