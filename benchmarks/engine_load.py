@@ -1,6 +1,7 @@
 """The engine against batches that wait for their last request, its policies side by side, and over concurrency.
 
     python -m benchmarks.engine_load --shape llada-8b --recipe fast_dllm --commits benchmarks/traces/text.json
+    python -m benchmarks.engine_load --shape sdar-8b --recipe focus -o alpha=1.2 --steps 8
 
 Three parts, each of which can be left out:
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 import dgraph
+from benchmarks.recipes import add_recipe, chosen
 from benchmarks.tables import Cell, Report
 from dgraph.bench.load import named, shape_of
 from dgraph.bench.serve import LoadTest, ServedLoad, prompts_for
@@ -134,7 +136,7 @@ def concurrency(test: LoadTest, report: Report, policy: str, clients: Sequence[i
 
 def test_of(args: argparse.Namespace) -> LoadTest:
     """The model and its requests."""
-    device = torch.device(args.device)
+    recipe, device = chosen(args), torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     trace = None if args.commits is None else read_trace(args.commits)
     block = trace.block if trace is not None else args.block
@@ -152,7 +154,8 @@ def test_of(args: argparse.Namespace) -> LoadTest:
         max_logit_rows=args.logit_rows,
         kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
     )
-    optimized = dgraph.optimize(model, args.recipe, backend=args.backend, buckets=args.buckets)
+    running = {"backend": args.backend, "buckets": args.buckets}
+    optimized = dgraph.optimize(model, recipe.name, **running, **recipe.options)
     prompts = prompts_for(model, requests, seed=args.seed)
     return LoadTest(optimized, requests, prompts, decoding, settings)
 
@@ -163,7 +166,7 @@ def add_load(parser: argparse.ArgumentParser, **defaults: object) -> None:
     parser.add_argument("--model", help="instead: an embedded model or a checkpoint folder, with its weights")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
     parser.add_argument("--block", type=int, default=32, help="without a trace")
-    parser.add_argument("--recipe", default="fast_dllm")
+    add_recipe(parser, "fast_dllm")
     parser.add_argument("--commits", help="a trace of commits that every arm follows")
     parser.add_argument(
         "--steps", type=int, default=32, help="instead: steps per block; as many as it has rows: one token a step"
@@ -202,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     test = test_of(args)
-    report = Report(f"The engine, {test.optimized.model.name} under {args.recipe}")
+    report = Report(f"The engine, {test.optimized.model.name} under {chosen(args)}")
     test.prepare(args.policies[0], args.sequences)
     print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
     parts: dict[str, Callable[[], Any]] = {

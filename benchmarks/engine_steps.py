@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import dgraph
+from benchmarks.recipes import add_recipe, chosen
 from benchmarks.tables import Cell, Report
 from dgraph.api import Optimized
 from dgraph.engine.engine import Engine
@@ -96,12 +97,12 @@ def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
     return Waits(1e-6 * busy, sum(row[3] for row in between) / (reached - half[0][0]), between)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial")
-    parser.add_argument("--recipe", default="fast_dllm")
+    add_recipe(parser, "fast_dllm")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of the shorter run")
@@ -111,14 +112,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
+    recipe = chosen(args)
     changes: dict[str, Any] = {"block_length": 32} | ({"num_hidden_layers": args.layers} if args.layers else {})
     on_gpu = args.device != "cpu"
     model = random_model(args.shape, args.device, torch.bfloat16 if on_gpu else torch.float32, **changes)
-    program = dgraph.optimize(model, args.recipe, backend=args.backend)
+    program = dgraph.optimize(model, recipe.name, backend=args.backend, **recipe.options)
     draw = torch.Generator().manual_seed(0)
-    report = Report(f"Steps of {args.shape} under {args.recipe}")
+    report = Report(f"Steps of {args.shape} under {recipe}")
     rows: list[list[Cell]] = []
     gaps: list[list[Cell]] = []
     for batch in args.batch:

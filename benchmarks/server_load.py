@@ -32,6 +32,7 @@ from typing import Any
 
 import dgraph
 from benchmarks.engine_load import add_load, test_of
+from benchmarks.recipes import chosen
 from benchmarks.tables import Cell, Report
 from dgraph.bench.serve import LoadTest
 from dgraph.engine.engine import Engine
@@ -275,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--requests {args.requests} must be at least twice --clients {args.clients}")
     test = with_words(test_of(args))
     arms = measure(test, args.clients, args.rounds, 1e-3 * args.think)
-    title = f"A server over its engine, {test.optimized.model.name} under {args.recipe}, dgraph {dgraph.__version__}"
+    title = f"A server over its engine, {test.optimized.model.name} under {chosen(args)}, dgraph {dgraph.__version__}"
     report_of(arms, args.clients, title).write(args.markdown, args.json)
 
 
