@@ -16,6 +16,7 @@ FACTS = (
     "mask_id",
     "eos_ids",
     "pad_id",
+    "image_id",
     "block_length",
     "attention",
     "encoding",
@@ -59,6 +60,8 @@ class ModelSpec:
         dtype: dtype of the weights.
         layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
             it, MaskKV, section 3.3); empty if it was not measured.
+        image_id: id that stands for an image; -1 of a model that has none. No image is read, so prompts and canvases
+            that have it are refused.
         adapter: the folder of a low-rank adapter by which the model drafts, and does not verify; in the checkpoint's
             folder or anywhere. Empty: it drafts by its own weights.
     """
@@ -83,6 +86,7 @@ class ModelSpec:
     next_token: bool = False
     noise: str = "mask"
     adapter: str = ""
+    image_id: int = -1
 
     def __post_init__(self) -> None:
         if self.noise not in NOISES:

@@ -36,6 +36,7 @@ FACTS: dict[str, Any] = {
     "mask_id": -1,
     "eos_ids": (1, 106, 50),
     "pad_id": 0,
+    "image_id": 258880,
     "block_length": 256,
     "attention": "block_causal",
     "encoding": "causal",

@@ -151,6 +151,7 @@ def native_spec(
         "mask_id": getattr(config, "mask_token_id", None),
         "eos_ids": (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos),
         "pad_id": pad,
+        "image_id": getattr(config, "image_token_id", None),
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
         **{

@@ -42,7 +42,17 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-READ_LATER = {"block_length", "encoding", "eos_ids", "layer_importance", "mask_id", "next_token", "noise", "pad_id"}
+READ_LATER = {
+    "block_length",
+    "encoding",
+    "eos_ids",
+    "image_id",
+    "layer_importance",
+    "mask_id",
+    "next_token",
+    "noise",
+    "pad_id",
+}
 """Facts of a spec that recipes and decode loops read, and no capture does."""
 
 

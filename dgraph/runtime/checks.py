@@ -294,7 +294,7 @@ def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | No
 
 
 def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
-    """A token as an id of the vocabulary other than the mask, or an `InputError`."""
+    """A token as an id of the vocabulary that stands neither for a mask nor for an image, or an `InputError`."""
     try:
         value = operator.index(token)  # type: ignore[arg-type]
     except TypeError:
@@ -308,6 +308,11 @@ def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
         free = "write None where it is free" if what.startswith("canvas") else "remove it from the prompt"
         raise InputError(
             f"{what}: token {place} is the mask token (id {value}), which stands for what is to be decoded; {free}."
+        )
+    if value == spec.image_id:
+        raise InputError(
+            f"{what}: token {place} stands for an image (id {value}), and no image is read here; leave it out, and say "
+            f"in words what {spec.family} is to know of it."
         )
     return value
 

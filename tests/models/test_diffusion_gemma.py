@@ -188,6 +188,12 @@ def test_passes_that_think_all_keys_are_seen_leave_windows_alone(cached: Graph) 
 # -- loading and adopting ----------------------------------------------------------------------------------------
 
 
+def text_weights() -> dict[str, Tensor]:
+    """What a checkpoint has of the text model."""
+    weights = {n: w.contiguous() for n, w in published().state_dict().items() if n != "lm_head.weight"}
+    return {n: w for n, w in weights.items() if not OF_VISION.match(n)}
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_official_folder(tmp_path: Path, shards: int, captured: Graph) -> None:
     """Its vision tower is not read, nor is what is tied."""
@@ -207,6 +213,19 @@ def test_an_official_folder(tmp_path: Path, shards: int, captured: Graph) -> Non
     assert (spec.family, spec.noise, spec.mask_id, spec.encoding) == ("diffusion_gemma", "uniform", -1, "causal")
     assert (spec.block_length, spec.eos_ids, spec.pad_id, spec.max_positions) == (CANVAS, (1, 94, 50), 0, 256)
     assert (spec.heads, spec.kv_heads, spec.head_dim) == (4, 2, 8)
+    assert spec.image_id == FACTS["image_id"] == published().config.image_token_id
+
+
+def test_the_token_of_an_image_is_refused_among_ids(tmp_path: Path) -> None:
+    """By the id that the folder names."""
+    folder = write(tmp_path / "m", {**CONFIG, "image_token_id": 93}, text_weights())
+    program = dgraph.optimize(dgraph.load(folder), "dense", backend="eager")
+    said = r"prompt 0: token 1 stands for an image \(id 93\), and no image is read here; leave it out, and say in words"
+    with pytest.raises(InputError, match=said):
+        program.generate(input_ids=[[5, 93, 7]], max_new_tokens=4)
+    with program.engine(max_sequences=1, max_tokens=64) as engine, pytest.raises(InputError, match=said):
+        engine.generate([[5, 93]])
+    assert program.generate(input_ids=[[5, 92]], max_new_tokens=4).token_ids
 
 
 def test_a_model_object_is_adopted_without_a_copy(model: dgraph.Model) -> None:
@@ -255,8 +274,7 @@ def test_a_random_model_of_the_shape_passes_something_on(opened: bool) -> None:
 
 
 def test_a_missing_scalar(tmp_path: Path) -> None:
-    stored = {n: w.contiguous() for n, w in published().state_dict().items() if not OF_VISION.match(n)}
-    folder = write(tmp_path / "m", CONFIG, {n: w for n, w in stored.items() if n != "lm_head.weight"})
+    folder = write(tmp_path / "m", CONFIG, text_weights())
     name = "model.encoder.language_model.layers.2.layer_scalar"
     change_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"missing: {re.escape(name)}\. Its"):
