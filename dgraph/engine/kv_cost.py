@@ -84,6 +84,9 @@ class KVCost:
     def sequence(self, length: int, response: int) -> int:
         """Bytes of a sequence, as long as it lives; while its prompt is prefilled, rings have more of it.
 
+        Of one that denoises: under a policy that only encodes (autoregression) no keys are chosen, whatever the plan,
+        so that none is absent from the pages. No policy is known here.
+
         Args:
             length: positions, prompt and response together.
             response: positions of the response; they matter only where not all keys are kept.
