@@ -118,7 +118,7 @@ class Advance:
         for name, value in zip(theirs, values, strict=True):
             mine[name].index_copy_(0, at, value)
         for name, spec in self.carried.items():
-            self.inputs[name].index_fill_(0, at, spec.initial)
+            self.inputs[name][at] = spec.initial  # of any dtype, float8 among them
         self._write_fixed()
 
     def adopt(self, other: Advance) -> None:

@@ -283,18 +283,20 @@ class KVStore:
 
     def _reset(self, pages: list[int]) -> None:
         """What begins anew with a response, or with a block, on those pages."""
-        again = {name: spec.initial for name, spec in self._specs.items() if spec.reset != "never"}
-        if again and pages:
+        self._fill(pages, (spec for spec in self._specs.values() if spec.reset != "never"))
+
+    def _fill(self, pages: list[int], specs: Iterable[InputSpec]) -> None:
+        """Let some caches hold their initial values on those pages."""
+        initial = {spec.name: spec.initial for spec in specs}
+        if initial and pages:
             (index,) = upload(self.device, torch.tensor(pages))
-            for name, initial in again.items():
-                self._caches[name].index_fill_(0, index, initial)
+            for name, value in initial.items():
+                self._caches[name][index] = value  # `index_fill_` does not know float8
 
     def clear(self, sequence: int) -> None:
         """Make what a sequence has written finite again: its numbers went wrong."""
         pages = [page for page in self._pages_of(sequence) if page != NO_PAGE and self._owners[page] == 1]
-        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        for name, spec in self._specs.items():
-            self._caches[name][index] = spec.initial
+        self._fill(pages, self._specs.values())
         for ring in self.rings.values():
             ring.clear(sequence)
 

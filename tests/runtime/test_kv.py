@@ -217,18 +217,19 @@ def test_each_cache_has_its_own_shape_and_type() -> None:
             KVStore([InputSpec("odd_cache_0", torch.float32, shape)], page_size=4)
 
 
-def test_what_begins_with_a_response_is_reset_with_its_pages() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_what_begins_with_a_response_is_reset_with_its_pages(dtype: torch.dtype) -> None:
     """Nothing of the sequence that had the pages before is left, and nothing of others is touched."""
-    fresh = InputSpec("seen_cache_0", torch.float32, ("pages", "page", 2), reset="response", initial=-1.0)
+    fresh = InputSpec("seen_cache_0", dtype, ("pages", "page", 2), reset="response", initial=-1.0)
     kv = KVStore([*caches((3, 5)), fresh], page_size=4)
     first, second = kv.allocate([8, 4])
-    assert kv.tensors()["seen_cache_0"].eq(-1).all()
+    assert kv.tensors()["seen_cache_0"].float().eq(-1).all()
     for tensor in kv.tensors().values():
         tensor.fill_(7)
     kv.free(first)
     (third,) = kv.allocate([12])
-    assert kv.gather("seen_cache_0", third).eq(-1).all()
-    assert kv.gather("seen_cache_0", second).eq(7).all()
+    assert kv.gather("seen_cache_0", third).float().eq(-1).all()
+    assert kv.gather("seen_cache_0", second).float().eq(7).all()
     assert kv.gather("k_cache_0", third, 8).eq(7).all()
 
 

@@ -23,6 +23,7 @@ from tests.runtime.fake import FakeProgram, fake_spec, offered
 from tests.runtime.recorder import Recorder
 
 BLOCKWISE = InputSpec("level", torch.float32, ("b", 2), reset="block", initial=0.5)
+EIGHT_BITS = InputSpec("level", torch.float8_e4m3fn, ("b",), reset="response", initial=0.5)
 LASTING = InputSpec("count", torch.int64, ("b",), reset="response", initial=3)
 ABOUT = ("prompt_end", "response_end", "block_start", "block_end", "step", "block_step")
 
@@ -90,6 +91,31 @@ def test_states_are_carried_and_reset(attention: str, pool: bool) -> None:
     assert first["block_start"][:2] == [end // width * width for end in ends]
     assert max(max(said["block_step"]) for said in step.said) >= 1
     assert max(max(said["step"]) for said in step.said) >= 3
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_state_may_have_eight_bits(pool: bool) -> None:
+    said: list[tuple[int, float]] = []
+
+    class Eight(FakeProgram):
+        def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
+            level, result = inputs["level"].float(), super().__call__(inputs, rows)
+            took_part = inputs["cu_rows"].diff() > 0
+            said.extend(zip(inputs["step"][took_part].tolist(), level[took_part].tolist(), strict=True))
+            result.outputs["level"] = (level + 1).to(EIGHT_BITS.dtype)
+            return result
+
+        @property
+        def output_names(self) -> frozenset[str]:
+            return super().output_names | {"level"}
+
+    step = Eight("step")
+    step.inputs |= {spec.name: spec for spec in (EIGHT_BITS, offered("step"))}
+    programs = {"step": step, "prefill": FakeProgram("prefill")}
+    session = BlockSession(fake_spec(4, eos_ids=()), programs, pool=GraphPool(recorder=Recorder) if pool else None)
+    session.generate(PROMPTS, max_new_tokens=8, policy=FixedSteps(2), max_batch=2)
+    assert {step for step, _ in said} >= {0, 1, 2, 3}
+    assert all(level == 0.5 + step for step, level in said)
 
 
 def test_a_response_state_goes_through_the_prefill() -> None:
