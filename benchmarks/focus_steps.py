@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 import dgraph
 from benchmarks.tables import Cell, Report
+from dgraph.bench.floor import work_of
 from dgraph.cli.options import recipe_options
 from dgraph.evaluate.questions import OPEN, Question, choose, drawn, hard_tasks, stored
 from dgraph.families import Model
-from dgraph.passes import EvictTokens
 from dgraph.runtime.stats import StepRecord
 from dgraph.settings import named
 
@@ -209,8 +209,7 @@ def measure(
     name, given = named(arm)
     options = recipe_options(name, given)
     program = dgraph.optimize(model, name, backend="eager", **options)
-    evictions = [p for phase in program.recipe.phases for p in phase.passes if isinstance(p, EvictTokens)]
-    hides = any(not p.full_steps for p in evictions)
+    hides = work_of(program.graph("step")).hides
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(q.prompt) for q in questions]
     watch = Watch(dense, prompts, threshold, hides)

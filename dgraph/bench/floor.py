@@ -35,6 +35,9 @@ COLD = 400e6
 SCALE_BYTES = 4
 """Of the scale of a row in 8 bits."""
 
+NEW_LIMIT = 1
+"""Which result of dgraph::select_tokens says what kept rows still see, if they do not see all."""
+
 SETTLE, STAY = 0.2, 0.03
 """Seconds of load on a GPU before a shape's first measurement, and of each that follows at once: so the clocks are
 those of a long run, and not of a burst.
@@ -86,6 +89,7 @@ class Work:
         spared: by product, how many bytes less than in that dtype its weights take as they are stored; of products of
             one shape, the most of any.
         narrow: products that take rows, and so weights, in 8 bits; of products of one shape, if any does.
+        hides: whether kept rows see their sequence up to the last of them alone (see `EvictTokens`).
     """
 
     products: tuple[dict[Shape, int], ...]
@@ -96,6 +100,7 @@ class Work:
     dtype: torch.dtype
     spared: Mapping[Shape, int] = field(default_factory=dict)
     narrow: frozenset[Shape] = frozenset()
+    hides: bool = False
 
     @property
     def windows(self) -> frozenset[int]:
@@ -174,6 +179,7 @@ def work_of(graph: Graph) -> Work:
         graph.spec.dtype,
         spared,
         frozenset(narrow),
+        any(args_of(part)[1] == NEW_LIMIT for node in graph.find("select_tokens") for part in node.users),
     )
 
 

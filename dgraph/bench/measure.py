@@ -131,26 +131,28 @@ class Counter:
     """An observer that counts the rows of each step.
 
     evicts: whether the step program does. masked: whether its last layer runs on masked rows alone. windows: that its
-    layers see, 0 for all positions.
+    layers see, 0 for all positions. hides: whether kept rows see nothing after the last of them.
     """
 
     evicts: bool
     masked: bool = False
     windows: frozenset[int] = frozenset({0})
+    hides: bool = False
     counts: list[StepCount] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, optimized: Optimized, work: Work) -> Counter:
         """For a program whose steps do that work."""
-        return cls(evicts(optimized), work.masked, work.windows)
+        return cls(evicts(optimized), work.masked, work.windows, work.hides)
 
     def __call__(self, record: StepRecord) -> None:
         """Count one step."""
         limit, found = record.limit.long(), [(torch.ones_like(record.candidate), record.limit.long())]
-        if self.evicts:  # after the eviction a sequence is visible up to its last kept row
+        if self.hides:
             last = _largest(record.sequence[record.kept], record.positions[record.kept] + 1)
             limit = torch.minimum(limit, last[record.sequence])
+        if self.evicts:
             found.append((record.kept, limit))
         head = record.candidate & found[-1][0]
         if self.masked:

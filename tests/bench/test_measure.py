@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dgraph.bench.products import Mixture
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.families import Model
 from dgraph.families import load as load_model
+from dgraph.ops.registry import Op
 from dgraph.ops.statistics import KL
 from dgraph.passes import (
     CountRows,
@@ -214,6 +217,30 @@ def test_an_activation_within_a_product_leaves_the_floor_as_it_is(counting: tupl
     after = rewritten(before, FuseGLU())
     assert after.find("rows_glu")
     assert work_of(after) == work_of(before)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("sdar", {}), ("sdar", {"full_steps": 0}), ("sdar", {"count": "device"}), ("llada", {})]
+)
+def test_the_keys_are_those_that_kept_rows_see(family: str, options: dict[str, Any]) -> None:
+    """Up to the last kept row, or beyond it where all keys have been written before."""
+    (tiny,) = models(None, family)
+    program = tiny.optimized("focus", **options)
+    counter, seen = Counter.of(program, work_of(program.graph("step"))), list[int]()
+
+    def see(op: Op, args: Sequence[Any], result: object) -> None:
+        if op.name == "paged_attention":
+            cu_rows, limit = args[4].tolist(), args[5]
+            seen.append(sum(int(limit[a:b].max()) for a, b in pairwise(cu_rows) if b > a))
+
+    with program.programs["step"].observed(see):
+        program.generate(input_ids=[[5] * 11, [6] * 3], max_new_tokens=24, steps=6, ignore_eos=True, observer=counter)
+    found = [seen[at : at + program.spec.layers] for at in range(0, len(seen), program.spec.layers)]
+    assert [c.keys[0][0] for c in counter.counts] == [first for first, *_ in found]
+    assert [c.keys[-1][0] for c in counter.counts] == [last for *_, last in found]
+    assert any(c.rows[1] < c.rows[0] for c in counter.counts)
+    hidden = any(last < first for first, *_, last in found)
+    assert hidden == (options == {"full_steps": 0})
 
 
 def test_layers_that_differ_count_with_their_own_heads_and_what_their_window_sees() -> None:
