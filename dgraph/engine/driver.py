@@ -196,7 +196,7 @@ class Driver:
             ticket.slot = slot
             if math.isnan(ticket.times.admitted):
                 ticket.times.admitted = now
-            if ticket.going_on is ticket.request or not ticket.said:
+            if not ticket.said:
                 ticket.cached = batch.running[slot].prefilled
 
     def _ready_for(self, decodings: list[Decoding]) -> Batch:
@@ -242,8 +242,8 @@ class Driver:
         """Take a request's pages; it comes back later, and says the same."""
         self.totals.preempted += 1
         ticket.times.requeued += 1
-        now, slot = ticket.going_on, ticket.slot
-        again = ticket.request
+        slot = ticket.slot
+        now = again = ticket.going_on
         if self._resumes:
             # It goes on at the block that it is in: all before that is a prompt now.
             one = batch.running[slot]

@@ -379,3 +379,23 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     # Of who gives way the step that runs is not heard of any more.
     rows, heard = list(turns.driver.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
     assert 0 <= rows - heard <= turns.driver.totals.preempted * 2 * BLOCK
+
+
+def test_who_gives_way_again_goes_on_at_the_same_block() -> None:
+    """It begins with what it had when it first gave way, if it has not come to another block since."""
+    asked = Asked(PROMPTS[3], Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True))
+    turns = Turns(made("step"), [asked], max_sequences=1, max_tokens=32, pages="block", prefix_cache=False)
+    driver = turns.driver
+    ticket = driver.ticket("r0", 0, asked.request(driver.session.spec), turns.told[0].events.append, False, 0)
+    driver.take(ticket)
+    known = []
+    while driver.tickets:
+        turns.turn()
+        if ticket.slot >= 0 and driver.tickets and len(known) < 6 and len(ticket.said) >= 2 * BLOCK:
+            assert driver._batch is not None
+            driver._give_way(driver._batch, ticket)
+            known.append(len(ticket.going_on.ids))
+    assert len(known) == 6
+    assert known == sorted(known)
+    assert known[0] > len(asked.ids)
+    turns.told[0].check_as(alone(("step",), made("step"), asked))
