@@ -138,8 +138,6 @@ class Batch:
         shared = [list(r.shared) for r in requests]
         rings = [ring_pages(request, self.shape.block, self.spec, self.kv) for request in requests]
         handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables, rings * tables)
-        if self.packed is not None:
-            self.packed.open(slots, [self._candidates(request) for request in requests])
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
             prompt = prefilled_positions(request, self.shape.block, self.spec)
             mine = handles[place :: len(requests)]
@@ -147,6 +145,8 @@ class Batch:
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
         self._tables.changed(slots)
+        if self.packed is not None:  # after that: memory may run out, and who runs is retired then
+            self.packed.open(slots, [self._candidates(request) for request in requests])
         self.advance.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])

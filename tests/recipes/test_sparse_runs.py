@@ -14,6 +14,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import policy_of
 from dgraph.runtime.sampling import Sampler
 from dgraph.runtime.session import BlockSession, Generation
@@ -152,6 +153,25 @@ def first_of(run: Optimized, **settings: Any) -> list[int]:
         assert len(kv.layers[0][0]) >= end - kv.first
         assert all(t[: end - kv.first].abs().sum(dim=(1, 2)).all() for pair in kv.layers for t in pair)
     return [kv.first for kv in result.kv]
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_pages_come_back_where_there_is_no_memory_for_what_is_packed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(family, "maskkv")
+    wanted = run.generate(input_ids=prompts(), **SETTINGS).token_ids
+    kv = run._session.kv
+
+    def grow(packed: PackedKV, *_: object) -> None:
+        raise torch.OutOfMemoryError("it was the last straw")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedKV, "_grow", grow)
+        with pytest.raises(torch.OutOfMemoryError, match="the last straw"):
+            run.generate(input_ids=prompts(), **SETTINGS)
+    assert kv.free_pages == kv.pages > 0
+    assert run.generate(input_ids=prompts(), **SETTINGS).token_ids == wanted
 
 
 @pytest.mark.parametrize(("family", "case"), [("llada", "maskkv, often"), ("dream", "maskkv, often")])
