@@ -16,13 +16,14 @@ from dgraph.engine.served import Served
 from dgraph.engine.tickets import Sink, Ticket, Totals
 from dgraph.engine.writer import Writer
 from dgraph.errors import PoolFull
-from dgraph.runtime.batch import Batch, first_cached
+from dgraph.runtime.batch import Batch
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import kind_of, policy_key
 from dgraph.runtime.report import Report
 from dgraph.runtime.requests import (
     Request,
     Shape,
+    first_cached,
     first_positions,
     positions,
     prefilled_positions,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,32 +18,29 @@ from dgraph.lowering.program import Program, ProgramResult
 from dgraph.ops.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.runtime.advance import TWIN, Advance
-from dgraph.runtime.block_causal import BlockCausalState
-from dgraph.runtime.canvas import CanvasState
+from dgraph.runtime.begin import begin
 from dgraph.runtime.decide import Decide
 from dgraph.runtime.decode_state import OUT, DecodeState
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.page_tables import PageTables
-from dgraph.runtime.renoised import RenoisedState
 from dgraph.runtime.report import Report, Reports
 from dgraph.runtime.requests import (
     Programs,
     Request,
     Running,
     Shape,
+    first_cached,
     first_positions,
     positions,
     prefilled_positions,
     ring_pages,
-    say,
     step_rows,
 )
 from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
-from dgraph.runtime.two_modes import TwoModeState
 from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
@@ -415,39 +411,8 @@ class Batch:
         return len(request.ids) + after
 
     def _begin(self, requests: Sequence[Request], device: torch.device) -> DecodeState:
-        """The state of these requests before their first step; of as many idle slots as there are for none. It is made
-        on the host for those that are admitted: there it takes no launches.
-        """
-        spec, shape = self.spec, self.shape
-        count = len(requests) or shape.slots
-        canvas = torch.full((count, shape.columns), spec.mask_id)
-        for row, request in zip(canvas, requests, strict=False):
-            fixed = [spec.mask_id if token is None else token for token in request.canvas]
-            row[: len(request.ids) + len(fixed)] = torch.tensor([*request.ids, *fixed])
-        numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
-        index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
-        settings: dict[str, Any] = {
-            "sequences": len(requests),
-            "max_new_tokens": new,
-            "block": shape.block,
-            "mask_id": spec.mask_id,
-            "stop_ids": torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
-            "plan": self.plan,
-            "most_rows": shape.most_rows,
-        }
-        tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
         kv = None if self.packed is None else self.packed.plan
-        if spec.noise == "uniform":
-            state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
-        elif spec.next_token:
-            settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
-            state = TwoModeState.begin(*tensors, **settings, kv=kv)
-        elif self.causal:
-            state = BlockCausalState.begin(*tensors, **settings, kv=kv)
-        else:
-            state = CanvasState.begin(*tensors, **settings, kv=kv, shift=spec.logit_shift)
-        say(state, self.rule.policy, requests)
-        return state
+        return begin(requests, self.spec, self.rule.policy, self.shape, plan=self.plan, kv=kv, device=device)
 
     def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
         """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
@@ -479,12 +444,3 @@ class _Bound:
     program: Program
     inputs: dict[str, Tensor]
     run: Callable[[int], ProgramResult]
-
-
-def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
-    """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
-    if packed is None:
-        return 0
-    if spec.attention != "block_causal":
-        return prompt - spec.logit_shift
-    return packed.plan.kept_from(prompt, block if spec.aligned else 1)

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import torch
-
 from dgraph.lowering.program import Program
-from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore
-from dgraph.runtime.policies import Mixture, edits, row_of, settings_spec
-from dgraph.runtime.seeds import sequence_keys
+from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.policies import edits
 from dgraph.spec import ModelSpec
 
 Canvas = tuple[int | None, ...]
@@ -159,29 +156,17 @@ def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tu
     return kv.ring_pages(whole, step_rows(block, spec), prompt if part is None else min(part, prompt))
 
 
+def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
+    """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
+    if packed is None:
+        return 0
+    if spec.attention != "block_causal":
+        return prompt - spec.logit_shift
+    return packed.plan.kept_from(prompt, block if spec.aligned else 1)
+
+
 def settled_end(request: Request, start: int) -> int:
     """The position up to which committed tokens of a response are final, while its block begins at `start`: under some
     policies those of the block can still be replaced.
     """
     return min(request.end, start) if edits(request.decoding.rule) else request.end
-
-
-def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
-    """Write what requests ask for into their state [b]; with no request, as much as its slots need to be written later.
-
-    Raises `InputError` for a policy whose kind the mixture has not.
-    """
-    device, count = state.start.device, len(state.start)
-    given = [row_of(mixture, request.decoding.rule) for request in requests]
-    for name, dtype in settings_spec(mixture.kinds).items():
-        values = [settings.get(name, 1) for _, settings in given] or [1] * count
-        state.settings[name] = torch.tensor(values, dtype=dtype, device=device)
-    if not requests:
-        return
-    keys = [sequence_keys(r.decoding.seed, torch.tensor([r.index]))[:, 0] for r in requests]
-    state.keys = torch.stack(keys).to(device)
-    state.counter = torch.tensor([request.steps for request in requests], device=device)
-    state.kind = torch.tensor([kind for kind, _ in given], device=device)
-    heat = [float(r.decoding.sampling.temperature) for r in requests]
-    state.temperature = torch.tensor(heat, dtype=torch.float32, device=device)
-    state.stops_from = torch.tensor([request.stops_from for request in requests], device=device)

@@ -18,6 +18,7 @@ from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
 from dgraph.runtime.advance import Advance
+from dgraph.runtime.begin import say
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.cudagraph import GraphPool
@@ -38,7 +39,7 @@ from dgraph.runtime.policies import (
     statistics_of,
 )
 from dgraph.runtime.renoised import RenoisedState
-from dgraph.runtime.requests import Request, say
+from dgraph.runtime.requests import Request
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from dgraph.runtime.session import BlockSession

@@ -11,10 +11,11 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.advance import Advance
+from dgraph.runtime.begin import say
 from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture
-from dgraph.runtime.requests import Request, say
+from dgraph.runtime.requests import Request
 from dgraph.runtime.rule import Rule
 from tests.runtime.fake import offered
 
