@@ -112,7 +112,7 @@ class KVCost:
     def _packed(self, prompt: int, response: int) -> int:
         if self.plan is None:
             return 0
-        candidates = prompt + (response if self.plan.window == "block" else 0)
+        candidates = self.plan.candidates(prompt, response)
         return sum(
             size * self.plan.entries(layer, candidates, heads, *budgets) + counts
             for layer, size, heads, counts, *budgets in self.packed

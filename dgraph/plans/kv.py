@@ -58,6 +58,10 @@ class KVPlan:
         """
         return prompt // unit * unit if self.window == "response" else 0
 
+    def candidates(self, prompt: int, response: int) -> int:
+        """Positions outside of the window of a sequence of so many positions, at most."""
+        return prompt + (response if self.window == "block" else 0)
+
     def entries(self, layer: int, candidates: int, kv_heads: int, budgets: int = 0) -> int:
         """The most entries that a sequence keeps in a layer, over so many heads.
 

@@ -142,7 +142,8 @@ class Batch:
             self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
         self._tables.changed(slots)
         if self.packed is not None:  # after that: memory may run out, and who runs is retired then
-            self.packed.open(slots, [self._candidates(request) for request in requests])
+            lengths = [(len(r.ids), r.decoding.max_new_tokens) for r in requests]
+            self.packed.open(slots, [self.packed.plan.candidates(*each) for each in lengths])
         self.advance.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
@@ -403,12 +404,6 @@ class Batch:
     def first_cached(self, prompt: int) -> int:
         """See `first_cached`."""
         return first_cached(prompt, self.shape.block, self.spec, self.packed)
-
-    def _candidates(self, request: Request) -> int:
-        """Positions outside of a sequence's window, at most."""
-        assert self.packed is not None
-        after = request.decoding.max_new_tokens if self.packed.plan.window == "block" else 0
-        return len(request.ids) + after
 
     def _begin(self, requests: Sequence[Request], device: torch.device) -> DecodeState:
         kv = None if self.packed is None else self.packed.plan
