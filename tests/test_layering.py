@@ -64,7 +64,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"settings", "shapes", "spec"},
     "optimized": {"engine", "errors", "families", "graph", "groups", "lowering", "ops", "passes", "phases", "private"}
     | {"recipes", "runtime", "settings"},
-    "bench": CORE | {"api", "cache", "engine", "families", "lowering", "ops", "passes", "recipes", "runtime"},
+    "bench": CORE
+    | {"api", "cache", "engine", "families", "lowering", "ops", "passes"}
+    | {"plans", "recipes", "runtime"},
     "blueprint": {"api", "cache", "captured", "compilation", "engine", "errors", "recipes"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
     "dataset": {"engine", "errors", "runtime"},

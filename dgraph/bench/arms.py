@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.recipes import Recipe
-from dgraph.recipes.base import BLOCK_CACHES
 
 NEEDED = frozenset({"PackRows", "CacheKV", "OnlyKV"})
 """Passes without which nothing can be decoded step by step."""

@@ -13,11 +13,10 @@ from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
+from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.parts import Part
 from dgraph.plans.rows import PARTS, RowPlan
-
-BLOCK_CACHES = ("off", "dc", "dc+")
 
 
 @dataclass(frozen=True)

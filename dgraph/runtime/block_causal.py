@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import REUSE, SELECT
+from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BLOCK_CACHES, BlockCache, ready_columns
 from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.rows import StepRows, choose, packed
-
-__all__ = ["BLOCK_CACHES", "BlockCache", "BlockCausalState", "ready_columns"]
 
 
 @dataclass

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BlockCache, DecodeState, ready_columns
+from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
 from dgraph.runtime.rows import StepRows, choose, packed
 

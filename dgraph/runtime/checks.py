@@ -14,9 +14,9 @@ from torch import Tensor
 from dgraph.errors import InputError, LoweringError, UnknownName, warn
 from dgraph.lowering.program import Program
 from dgraph.ops.statistics import GIVEN
+from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.decode_state import BLOCK_CACHES
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.offers import OFFERS, declared
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees, renoises, statistics_of

@@ -15,13 +15,14 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import REUSE
 from dgraph.ops.statistics import GIVEN
+from dgraph.plans.block_cache import BlockCache
 from dgraph.runtime.policies import (
     Candidates,
     Policy,
@@ -35,24 +36,6 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.rows import RowResults, StepRows, choose, inverse, read
 from dgraph.runtime.seeds import policy_order
-
-BlockCache = Literal["off", "dc", "dc+"]
-BLOCK_CACHES: tuple[BlockCache, ...] = ("off", "dc", "dc+")
-
-
-def ready_columns(decoded: Tensor, rule: BlockCache) -> Tensor:
-    """Columns whose keys and values are frozen within their block: bool[b, B] -> bool[b, B].
-
-    decoded: before the commit of the step. "off": none. "dc": the decoded ones. "dc+": the decoded ones whose
-    right neighbour is decoded too; the last column counts as having one (FOCUS, delayed cache).
-    """
-    if rule == "off":
-        return torch.zeros_like(decoded)
-    if rule == "dc":
-        return decoded
-    right = torch.cat([decoded[:, 1:], torch.ones_like(decoded[:, :1])], dim=1)
-    return decoded & right
-
 
 REPORT = (
     *("rows", "wanted", "action", "active", "broken", "shown_start", "start", "counter"),

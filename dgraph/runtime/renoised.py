@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgraph.plans.block_cache import BlockCache
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.rows import StepRows, packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
-from dgraph.runtime.decode_state import BlockCache
+from dgraph.plans.block_cache import BlockCache
 from dgraph.runtime.policies import Mixture, policy_key
 from dgraph.runtime.script import Script
 from dgraph.shapes import InputSpec

@@ -17,13 +17,13 @@ from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.scales import unscaled
 from dgraph.ops.statistics import declare, kept_rows
+from dgraph.plans.block_cache import BlockCache
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.agree import agree, agree_on_step
 from dgraph.runtime.batch import Batch
 from dgraph.runtime.checks import check_canvases, check_keep_kv, check_modes, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.decode_state import BlockCache
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states

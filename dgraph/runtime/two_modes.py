@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.sparse import DENSE, REUSE, SELECT
+from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.decode_state import BlockCache, ready_columns
 from dgraph.runtime.own_block import OwnBlockState
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.rows import StepRows, choose, packed

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dgraph.plans.block_cache import ready_columns
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import ConfidenceThreshold
-from dgraph.runtime.block_causal import BlockCausalState, ready_columns
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from tests.runtime.fake import summary
