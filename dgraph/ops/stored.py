@@ -1,4 +1,4 @@
-"""Products by weights as they are stored, of rows as they are or in 8 bits, in plain torch."""
+"""Products by weights as they are stored, of rows as they are or in 8 bits: in plain torch, or on a CPU by a kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.private.torch import product_by_int8, product_of_int8
+from dgraph.ops.cpp import product
+from dgraph.private.torch import product_of_int8
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight, spread, unpacked
 
 AT_A_TIME = 2**18
 """Elements of a weight that are dequantised at a time: what a core's cache holds."""
-FEW_ROWS = 16
-"""Up to so many rows, torch's product by int8 is faster than a conversion."""
 MANY_ROWS, MOST_NUMBERS = 128, 2**28
 """For more rows a GPU dequantises a weight before the product, into memory of its own, if it has no more numbers."""
 _BYTE = 2.0**8
@@ -38,11 +37,10 @@ def multiply(
         return _of_numbers(x, weight, bias)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if product.serves(x, weight):
+        return product.multiply(x, weight, bias)
     rows, columns = weight.shape
     high = rows if weight.block[0] == WHOLE else weight.block[0]
-    if _has_kernel(x, weight):
-        made = product_by_int8(x, weight.values) * spread(weight.scales, weight.block, weight.shape)[:, 0]
-        return made.to(x.dtype) if bias is None else made.add_(bias).to(x.dtype)
     some = max(1, AT_A_TIME // max(1, columns * high)) * high
     parts = [_product(x, weight.rows(at, min(at + some, rows))) for at in range(0, rows, some)]
     made = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else x.new_empty((*x.shape[:-1], 0))
@@ -65,30 +63,28 @@ def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) 
     """Rows and weight in numbers of one kind, each with a scale for each row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.values.dtype == torch.int8 and x.device.type == "cpu":
-        sums = product_of_int8(x.values, weight.values).to(wide)
+        sums = product_of_int8(x.values, weight.values).to(wide) * _of_rows(weight, wide)
     else:
         rows, more = _numbers(x.values, wide)
-        each = max(1, AT_A_TIME // max(1, weight.shape[1]))
-        parts = [F.linear(rows, _numbers(values, wide)[0]) for values in weight.values.split(each)]
-        sums = torch.cat(parts, -1) * (more * more)
-    scales = spread(weight.scales, weight.block, weight.shape)[:, 0].to(wide)
-    made = sums * x.scales.to(wide) * scales
+        if product.serves(rows, weight):
+            sums = product.multiply(rows, weight, None) * more
+        else:
+            each = max(1, AT_A_TIME // max(1, weight.shape[1]))
+            parts = [F.linear(rows, _numbers(values, wide)[0]) for values in weight.values.split(each)]
+            sums = torch.cat(parts, -1) * (more * more) * _of_rows(weight, wide)
+    made = sums * x.scales.to(wide)
     return (made if bias is None else made + bias).to(x.dtype)
 
 
-def _has_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
-    """Whether torch has a kernel that is faster: few rows of bfloat16 by int8, on a CPU."""
-    plain = weight.values.dtype == torch.int8 and weight.zeros is None and weight.scales.shape[-1] == 1
-    if not plain or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return False
-    return x.numel() <= FEW_ROWS * x.shape[-1] and weight.values.is_contiguous()
+def _of_rows(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    """[rows] the scale of each row, which has one."""
+    return spread(weight.scales, weight.block, weight.shape)[:, 0].to(dtype)
 
 
 def _product(x: Tensor, weight: QuantisedWeight) -> Tensor:
     if weight.zeros is None and weight.scales.shape[-1] == 1 and x.dtype != torch.float16:  # whose sums are too large
         numbers, more = _numbers(weight.values, x.dtype)
-        scales = weight.scales.to(torch.promote_types(x.dtype, torch.float32))
-        of_rows = spread(scales, weight.block, weight.shape)[:, 0] * more
+        of_rows = _of_rows(weight, torch.promote_types(x.dtype, torch.float32)) * more
         return (F.linear(x, numbers) * of_rows).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     numbers, more = _numbers(weight.values, wide)

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, in C++, which are compiled where they first run."""

@@ -1,0 +1,74 @@
+"""Products by stored weights on a CPU, as `product.cpp` computes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError, warn
+from dgraph.private.torch import load_cpp
+from dgraph.quantised import KINDS, WHOLE, QuantisedWeight
+
+_KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}
+_POINTER, _SIZE = c_void_p, c_int64
+_ARGUMENTS = (
+    *(_POINTER, c_int, _SIZE),  # x, whether it is bfloat16, its rows
+    *(_POINTER, c_int, _POINTER, _POINTER),  # values, their kind, scales, zeros
+    *(_SIZE, _SIZE, _SIZE, _SIZE),  # rows and columns of the weight, of a block
+    *(_POINTER, _POINTER, c_int),  # bias, result, threads
+)
+
+
+def serves(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether the kernel takes these: on a CPU where it was compiled, contiguous, of a dtype other than float64."""
+    if x.device.type != "cpu" or x.dtype == torch.float64 or weight.values.dim() != 2 or not x.numel():
+        return False
+    stored = (weight.values, weight.scales, weight.zeros)
+    return all(part is None or part.is_contiguous() for part in stored) and _kernel() is not None
+
+
+def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """x [..., columns] @ weight.T + bias, in the dtype of x, of what it serves.
+
+    Sums are in fp32 and rounded once. What a row gives does not depend on the rows beside it. Where a scale is of a
+    whole row the sum is scaled, else each number; those are rounded to bfloat16 first where a CPU multiplies that.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return multiply(x.float(), weight, bias).to(x.dtype)
+    kernel = _kernel()
+    assert kernel is not None
+    rows, columns = weight.shape
+    high, wide = (size if size != WHOLE else all_ for size, all_ in zip(weight.block, (rows, columns), strict=True))
+    x, added = x.contiguous(), None if bias is None else bias.float().contiguous()
+    out = x.new_empty((*x.shape[:-1], rows))
+    kernel(
+        *(x.data_ptr(), x.dtype == torch.bfloat16, x.numel() // columns),
+        *(weight.values.data_ptr(), _KINDS[weight.values.dtype], weight.scales.data_ptr(), _at(weight.zeros)),
+        *(rows, columns, high, wide),
+        *(_at(added), out.data_ptr(), torch.get_num_threads()),
+    )
+    return out
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _kernel() -> Callable[..., None] | None:
+    """The kernel; None where it cannot be compiled, which is said once."""
+    try:
+        kernel = load_cpp(Path(__file__).with_name("product.cpp").read_text(encoding="utf-8"), "multiply")
+    except LoweringError as error:
+        warn(
+            f"products by quantised weights run in plain torch, which is slower, since their kernel did not compile: "
+            f"{error} `dgraph doctor` says what is missing."
+        )
+        return None
+    kernel.argtypes, kernel.restype = _ARGUMENTS, None  # type: ignore[attr-defined]
+    return kernel

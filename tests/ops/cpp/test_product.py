@@ -1,0 +1,139 @@
+"""The kernel of products by stored weights on a CPU, against what the weights stand for and against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgraph
+from dgraph.errors import LoweringError
+from dgraph.ops import stored
+from dgraph.ops.cpp import product
+from dgraph.quantised import WHOLE, Format, QuantisedWeight, quantise
+from tests.amounts import every_pair
+
+FORMATS = (
+    Format("fp8"),
+    Format("fp8", (16, 32)),
+    Format("fp8", (3, 20)),  # a chunk has two scales
+    Format("int8"),
+    Format("int8", (WHOLE, WHOLE)),
+    Format("int8", (1, 64), zeros=True),
+    Format("int8", (5, 7), zeros=True),
+    Format("int4"),
+    Format("int4", (2, 20)),
+    Format("int4", (1, WHOLE), zeros=True),
+    Format("int4", (1, 64), zeros=True),
+)
+SHAPES = ((64, 128), (37, 96), (5, 2050), (130, 1056), (1, 34))
+"""Whole panels and chunks, and what is left of each; columns past what is converted at a time."""
+TOLERANCE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Of the sum of what is summed, without signs."""
+
+
+def drawn(shape: tuple[int, int], format: Format) -> tuple[torch.Generator, QuantisedWeight]:
+    draw = torch.Generator().manual_seed(shape[0])
+    return draw, quantise(torch.randn(shape, generator=draw), format)
+
+
+def in_torch(monkeypatch: pytest.MonkeyPatch, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "serves", lambda x, weight: False)
+        return stored.multiply(x, weight, bias)
+
+
+@every_pair(
+    ("format", FORMATS),
+    ("shape", SHAPES),
+    ("dtype", list(TOLERANCE)),
+    ("rows", [1, 2, 5, 6, 7, 13, 40]),
+    ("biased", [False, True]),
+)
+def test_products_are_those_of_the_weights_that_are_stood_for(
+    format: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw, weight = drawn(shape, format)
+    x = torch.randn((rows, shape[1]), generator=draw).to(dtype)
+    bias = torch.randn(shape[0], generator=draw).to(dtype) if biased else None
+    assert product.serves(x, weight), "this test needs a C++ compiler"
+    got = product.multiply(x, weight, bias)
+    parts = x.double(), weight.dequantised(torch.float64), torch.zeros(()) if bias is None else bias.double()
+    want, close = F.linear(*parts[:2]) + parts[2], TOLERANCE[dtype] * (F.linear(*map(abs, parts[:2])) + abs(parts[2]))
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    assert ((got.double() - want).abs() <= close).all()
+    assert ((in_torch(monkeypatch, x, weight, bias).double() - got.double()).abs() <= 3 * close).all()
+
+
+@every_pair(("format", FORMATS), ("dtype", [torch.float32, torch.bfloat16]), ("columns", [96, 100, 2112]))
+def test_a_row_gives_the_same_bits_whatever_is_beside_it(format: Format, dtype: torch.dtype, columns: int) -> None:
+    draw, weight = drawn((50, columns), format)
+    x = torch.randn((23, columns), generator=draw).to(dtype)
+    together = product.multiply(x, weight, None)
+    for count in (1, 3, 6, 7):
+        assert torch.equal(product.multiply(x[:count], weight, None), together[:count])
+    ones = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(product.multiply(x, weight, None), together)
+    finally:
+        torch.set_num_threads(ones)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_float8_is_read_as_what_it_is(dtype: torch.dtype) -> None:
+    """A row of the identity times a weight of all of them, with few rows and with many."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = values[values.float().isfinite()].repeat(2)[:256].view(8, 32)
+    weight = QuantisedWeight(values, torch.ones(8, 1), None, (1, WHOLE))
+    x = torch.eye(32, dtype=dtype)
+    for rows in (x[:5], x):
+        assert torch.equal(product.multiply(rows, weight, None).float(), values.float().t()[: len(rows)])
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    draw, weight = drawn((20, 64), Format("int8"))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn((9, 64), generator=draw).to(dtype)
+        x[4, 3] = torch.nan
+        got = product.multiply(x, weight, None)
+        assert got[4].isnan().all()
+        assert got[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+def test_what_it_does_not_serve_runs_in_torch() -> None:
+    _, weight = drawn((20, 64), Format("int8"))
+    stack = QuantisedWeight(weight.values[None], weight.scales[None], None, weight.block)
+    apart = QuantisedWeight(weight.values.t().contiguous().t(), weight.scales, None, weight.block)
+    x = torch.randn(3, 64)
+    assert product.serves(x, weight)
+    assert not product.serves(x.double(), weight)
+    assert not product.serves(x[:0], weight)
+    assert not product.serves(x, stack)
+    assert not product.serves(x, apart)
+    torch.testing.assert_close(stored.multiply(x, apart), stored.multiply(x, weight), rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_compiler_products_run_in_torch_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, name: str) -> None:
+        raise LoweringError("InvalidCxxCompiler: no working C++ compiler.")
+
+    _, weight = drawn((20, 64), Format("fp8"))
+    x = torch.randn(3, 64)
+    want = stored.multiply(x, weight)
+    monkeypatch.setattr(product, "load_cpp", refuse)
+    product._kernel.cache_clear()
+    try:
+        with pytest.warns(dgraph.DgraphWarning, match=r"plain torch.*InvalidCxxCompiler.*dgraph doctor") as said:
+            got = [stored.multiply(x, weight) for _ in range(2)]
+        assert len(said) == 1
+    finally:
+        product._kernel.cache_clear()
+    for each in got:
+        torch.testing.assert_close(each, want, rtol=1e-5, atol=1e-5)
