@@ -30,7 +30,7 @@ def focus(
     signal: str = "delta",
     select: str = "top",
     keep: int = 0,
-    pool: int = 3,
+    signal_pool: int = 3,
     full_steps: int | None = None,
     block_cache: str = "dc+",
     recommit: bool = True,
@@ -54,7 +54,7 @@ def focus(
         select: keep the "top", "random" or "bottom" rows of the signal; "scripted": what a script of commits says, to
             measure speed (see `EvictTokens`).
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
-        pool: width of the max-pooling of the signal over neighbouring masked rows; odd.
+        signal_pool: width of the max-pooling of the signal over neighbouring masked rows; odd.
         full_steps: steps at the beginning of a block that evict nothing, default 1; 0 on block-causal models alone, as
             published, and always on those that work in two modes.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
@@ -81,7 +81,7 @@ def focus(
             f"forwards the whole canvas, whose keys the later ones read. Give at least 1."
         )
     # The plan of a bidirectional model says which steps are full.
-    evict = EvictTokens(alpha, after, signal, select, keep, pool, full_steps if causal else 0)
+    evict = EvictTokens(alpha, after, signal, select, keep, signal_pool, full_steps if causal else 0)
     passes: tuple[Pass, ...] = (evict, *ending(spec, max_num_logits))
     if count == "device":
         passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())

@@ -57,10 +57,10 @@ def test_focus_is_dense_with_an_eviction() -> None:
 
 
 def test_options_reach_their_pass() -> None:
-    of_pass = {"alpha": 2.0, "after": 2, "signal": "importance", "select": "bottom", "keep": 4, "pool": 5}
-    focus = recipe("focus", **of_pass, full_steps=0, max_num_logits=7)
+    of_pass = {"alpha": 2.0, "after": 2, "signal": "importance", "select": "bottom", "keep": 4}
+    focus = recipe("focus", **of_pass, signal_pool=5, full_steps=0, max_num_logits=7)
     evict, head = focus.phase("step").passes[-2:]
-    assert evict == EvictTokens(**of_pass)
+    assert evict == EvictTokens(**of_pass, pool=5)
     assert head == ChunkLMHead(7)
     counted = recipe("focus", count="device").phase("step")
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
@@ -85,7 +85,7 @@ def test_options_and_their_defaults() -> None:
         "signal": "delta",
         "select": "top",
         "keep": 0,
-        "pool": 3,
+        "signal_pool": 3,
         "full_steps": None,
         "block_cache": "dc+",
         "recommit": True,

@@ -183,6 +183,8 @@ def test_options_of_a_combination_reach_both_parts() -> None:
     assert (both.plan, both.kv) == (RowPlan(Block(), Counted(full_steps=2, every=4)), KVPlan("block", 1, 4, pairs=(9,)))
     assert both.block_cache == "dc"
     assert SparseKV("block", 0.0, (9,), pool=5, reuse=True) in both.phase("step").passes
+    pooled = build(RECIPES, "dllm_serve+focus", BOTH, {"pool": 5}).phase("select").passes
+    assert {EvictTokens(alpha=1.5), SparseKV("block", 0.5, pool=5)} < set(pooled), "a pool of keys, not of the signal"
     evicting = build(RECIPES, "maskkv+focus", BOTH, {"pairs": 3, "alpha": 1.9, "max_num_logits": 6})
     assert {EvictTokens(alpha=1.9), ChunkLMHead(6)} < set(evicting.phase("select").passes)
     with pytest.raises(UnknownName, match=r"unknown option of recipe 'maskkv\+focus' 'alhpa'\. Did you mean 'alpha'"):
