@@ -35,7 +35,7 @@ from dgraph.graph import Graph
 from dgraph.models.shapes import random_model
 from dgraph.passes import Effect, Pass, base
 from dgraph.passes.salience import finder, flags_of
-from dgraph.runtime.session import Progress
+from dgraph.runtime.generation import Progress
 from dgraph.runtime.stats import GenerationStats
 from dgraph.shapes import InputSpec
 

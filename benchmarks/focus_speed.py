@@ -21,7 +21,7 @@ import dgraph
 from benchmarks.tables import Report
 from dgraph.api import Optimized
 from dgraph.models.shapes import SHAPES, random_model
-from dgraph.runtime.session import Progress
+from dgraph.runtime.generation import Progress
 
 ARMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dense", "dense", {}),

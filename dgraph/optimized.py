@@ -35,9 +35,10 @@ from dgraph.recipes import Recipe
 from dgraph.runtime.checks import canvases_of, ids_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.generation import Progress, SequenceKV
 from dgraph.runtime.kv import page_size_for
 from dgraph.runtime.policies import Mixture, statistics_of
-from dgraph.runtime.session import LOGITS, BlockSession, Progress, SequenceKV, measuring
+from dgraph.runtime.session import LOGITS, BlockSession, measuring
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import says_stop, trim
 from dgraph.settings import settings_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from dgraph.api import Result
-from dgraph.runtime.session import Generation
+from dgraph.runtime.generation import Generation
 
 
 def kv_pairs(got: Result | Generation, want: Result | Generation) -> Iterator[tuple[Tensor, Tensor]]:

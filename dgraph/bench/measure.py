@@ -20,7 +20,7 @@ from dgraph.bench.profile import Enough, Profile, StepProfiler
 from dgraph.bench.record import evicts
 from dgraph.engine.kv_cost import KVCost
 from dgraph.families import Model
-from dgraph.runtime.session import Progress
+from dgraph.runtime.generation import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
 
 if TYPE_CHECKING:

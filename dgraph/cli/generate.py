@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dgraph.engine.events import Event
     from dgraph.families import Model
     from dgraph.runtime.decoding import Decoding
-    from dgraph.runtime.session import Progress
+    from dgraph.runtime.generation import Progress
     from dgraph.viewer import Run
 
 

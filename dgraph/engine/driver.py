@@ -19,7 +19,7 @@ from dgraph.errors import PoolFull
 from dgraph.runtime.batch import Batch
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import kind_of, policy_key
-from dgraph.runtime.report import Report
+from dgraph.runtime.report import Report, broken
 from dgraph.runtime.requests import (
     Request,
     Shape,
@@ -31,7 +31,7 @@ from dgraph.runtime.requests import (
     settled_end,
     step_rows,
 )
-from dgraph.runtime.session import BlockSession, broken
+from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stats import StageCounts
 from dgraph.runtime.stops import Decoder
 from dgraph.runtime.transcript import Transcripts

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dgraph.errors import DgraphError
 from dgraph.runtime.decode_state import REPORT, SHOWN
 
 Numbers = NDArray[np.int64]
@@ -83,3 +84,11 @@ class Reports:
         if self._on_gpu:
             self._events[last].synchronize()
         return Report(self._buffers[last].numpy().copy())
+
+
+def broken(prompt: int, start: int) -> DgraphError:
+    """The error of a request whose numbers went wrong."""
+    return DgraphError(
+        f"program 'step' gave no usable confidence for prompt {prompt} (block at position {start}): NaN, or no "
+        f"candidate with a token and a confidence. Check the weights, and whether their dtype overflows."
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgraph.errors import DgraphError, InputError
+from dgraph.errors import InputError
 from dgraph.groups import Alone, Group
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
@@ -25,11 +25,12 @@ from dgraph.runtime.batch import Batch
 from dgraph.runtime.checks import check_canvases, check_keep_kv, check_modes, check_request, check_rule, check_session
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.generation import Ended, Generation, Progress, SequenceKV
 from dgraph.runtime.kv import KVStore, check_page_size
 from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import Mixture, Policy, renoises, statistics_of
-from dgraph.runtime.report import Report
+from dgraph.runtime.report import Report, broken
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
@@ -38,40 +39,6 @@ from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.runtime.transcript import Transcripts
 from dgraph.runtime.transitions import Transitions
 from dgraph.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class SequenceKV:
-    """Keys and values of one sequence after its last step.
-
-    committed: positions before it are final; those of the last block (from `committed` on) are as its steps
-    left them, since nobody would read a commit. A bidirectional model has no final ones: 0. layers: per layer K and V
-    [positions, Hkv, D], after RoPE. first: the position that they begin with, above 0 where only some of the keys in
-    front of it are kept.
-    """
-
-    committed: int
-    layers: list[tuple[Tensor, Tensor]]
-    first: int = 0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """token_ids: per prompt the new tokens, without the stop token; kv: per prompt, if it was asked for."""
-
-    token_ids: list[list[int]]
-    stats: GenerationStats
-    kv: list[SequenceKV] | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a generation is: prompts finished, prompts in all, tokens decoded so far."""
-
-    finished: int
-    prompts: int
-    decoded: int
-
 
 LOGITS = "logits"
 """The variant of programs that end in logits."""
@@ -214,7 +181,7 @@ class BlockSession:
         shape = self.shape(min(max_batch or len(ids), len(ids)), longest, block, fixed)
         batch = self.batch([chosen], shape, fixed=fixed, foresee=fixed, stats=stats, observer=observer)
         script = Transcripts(shape.slots, shape.columns, block)
-        waiting, ended = deque(requests), dict[int, _Ended]()
+        waiting, ended = deque(requests), dict[int, Ended]()
         try:
             while waiting or batch.running:
                 slots = batch.free[: len(waiting)]
@@ -443,14 +410,14 @@ class BlockSession:
         variant = LOGITS if needs_logits else measuring(policy)
         return {**self.programs, **self.variants.get(variant, {})}
 
-    def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> _Ended:
+    def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> Ended:
         """What is left of a request that ended."""
         request = batch.running[slot].request
         said = script.response(slot, len(request.ids), request.end, self.spec.eos_ids, request.stops_from)
         steps, decoded, rows, commits = (
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
-        return _Ended(said, steps, decoded, rows, commits, self._kv_of(batch, report, slot) if keep_kv else None)
+        return Ended(said, steps, decoded, rows, commits, self._kv_of(batch, report, slot) if keep_kv else None)
 
     @staticmethod
     def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
@@ -475,23 +442,3 @@ class BlockSession:
 
         layers = [(read("k", layer), read("v", layer)) for layer in range(self.spec.layers)]
         return SequenceKV(committed, layers, first)
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A request that has been served."""
-
-    token_ids: list[int]
-    steps: int
-    decoded: int
-    rows: int
-    commit_rows: int
-    kv: SequenceKV | None
-
-
-def broken(prompt: int, start: int) -> DgraphError:
-    """The error of a request whose numbers went wrong."""
-    return DgraphError(
-        f"program 'step' gave no usable confidence for prompt {prompt} (block at position {start}): NaN, or no "
-        f"candidate with a token and a confidence. Check the weights, and whether their dtype overflows."
-    )

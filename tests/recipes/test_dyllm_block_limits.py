@@ -19,9 +19,10 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.generation import Generation
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.session import BlockSession, Generation
+from dgraph.runtime.session import BlockSession
 from tests.kv import kv_pairs
 from tests.oracle import qwen3
 from tests.oracle.dyllm import Method

@@ -14,10 +14,11 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.generation import Generation
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import policy_of
 from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.session import BlockSession, Generation
+from dgraph.runtime.session import BlockSession
 from tests.kv import kv_pairs
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import LAYERS, Setup, prompts_for, setup_of

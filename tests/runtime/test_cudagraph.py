@@ -22,8 +22,9 @@ from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import Slot, Slots, Step
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.cudagraph import IDLE, GraphPool
+from dgraph.runtime.generation import Generation
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy, policy_key
-from dgraph.runtime.session import BlockSession, Generation
+from dgraph.runtime.session import BlockSession
 from tests.kv import kv_pairs
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 from tests.runtime.recorder import Recorder

@@ -20,8 +20,9 @@ from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.ops import OPS
 from dgraph.ops.draws import cu_rows_of
 from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.generation import Generation
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.session import BlockSession, Generation
+from dgraph.runtime.session import BlockSession
 from tests.kv import kv_pairs
 from tests.lowering.test_schedule import two_cuts
 from tests.runtime.recorder import Recorder

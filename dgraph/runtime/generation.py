@@ -1,0 +1,54 @@
+"""What decoding gives: tokens, keys and values, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dgraph.runtime.stats import GenerationStats
+
+
+@dataclass(frozen=True)
+class SequenceKV:
+    """Keys and values of one sequence after its last step.
+
+    committed: positions before it are final; those of the last block (from `committed` on) are as its steps
+    left them, since nobody would read a commit. A bidirectional model has no final ones: 0. layers: per layer K and V
+    [positions, Hkv, D], after RoPE. first: the position that they begin with, above 0 where only some of the keys in
+    front of it are kept.
+    """
+
+    committed: int
+    layers: list[tuple[Tensor, Tensor]]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """token_ids: per prompt the new tokens, without the stop token; kv: per prompt, if it was asked for."""
+
+    token_ids: list[list[int]]
+    stats: GenerationStats
+    kv: list[SequenceKV] | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a generation is: prompts finished, prompts in all, tokens decoded so far."""
+
+    finished: int
+    prompts: int
+    decoded: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that has been served."""
+
+    token_ids: list[int]
+    steps: int
+    decoded: int
+    rows: int
+    commit_rows: int
+    kv: SequenceKV | None
