@@ -144,7 +144,8 @@ def main() -> None:
     if args.started is not None:
         print(json.dumps(measure(args)))
         return
-
+    if args.arms[0] != ARMS[0]:
+        parser.error(f"--arms begins with {ARMS[0]!r}, which fills the caches that the others find; got {args.arms}")
     found = rounds(sys.argv[1:], args.weights, args.arms, args.repeat)
     rows: list[list[str | int | float]] = []
     for stored, arm in itertools.product(found, args.arms):
