@@ -73,8 +73,9 @@ def weights_of(seed: int) -> dict[str, Tensor]:
     return weights
 
 
-WEIGHTS = weights_of(seed=7)
-"""A seed by which no row of the decoding tests has two experts so near to each other that rounding decides."""
+WEIGHTS = weights_of(seed=19)
+"""Of 40 seeds the one by which the decisions of DyLLM's tests are furthest from where rounding decides: 2.7e-5 between
+two experts of a row, 5e-4 between a confidence and the threshold, 1.6e-5 between a cosine and tau."""
 
 
 def feed_forward(x: Tensor, weight: Callable[[str], Tensor], normalise: bool = True) -> Tensor:
