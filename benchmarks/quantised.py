@@ -131,7 +131,7 @@ def products(
         for name, median, ratio in found:
             gigabytes = 1e-6 * sum(weight.nbytes for weight in arms[str(name)][1]) / float(median)
             table.append([f"{count} rows, {name}", float(median) / COLD, ratio, gigabytes])
-        report.data[f"products of {count} rows"] = found
+        report.data[f"products of {count} rows, {str(dtype).removeprefix('torch.')}"] = found
     title = (
         f"The four products of a layer, sizes of 8B / {scale}, {str(dtype).removeprefix('torch.')}, median of {rounds}"
     )

@@ -63,16 +63,15 @@ def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) 
     """Rows and weight in numbers of one kind, each with a scale for each row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.values.dtype == torch.int8 and x.device.type == "cpu":
-        sums = product_of_int8(x.values, weight.values).to(wide) * _of_rows(weight, wide)
+        sums = product_of_int8(x.values, weight.values).to(wide)
     else:
         rows, more = _numbers(x.values, wide)
         if product.serves(rows, weight):
-            sums = product.multiply(rows, weight, None) * more
-        else:
-            each = max(1, AT_A_TIME // max(1, weight.shape[1]))
-            parts = [F.linear(rows, _numbers(values, wide)[0]) for values in weight.values.split(each)]
-            sums = torch.cat(parts, -1) * (more * more) * _of_rows(weight, wide)
-    made = sums * x.scales.to(wide)
+            return product.multiply(rows.to(x.dtype), weight, bias, x.scales * more)
+        each = max(1, AT_A_TIME // max(1, weight.shape[1]))
+        parts = [F.linear(rows, _numbers(values, wide)[0]) for values in weight.values.split(each)]
+        sums = torch.cat(parts, -1) * (more * more)
+    made = sums * x.scales.to(wide) * _of_rows(weight, wide)
     return (made if bias is None else made + bias).to(x.dtype)
 
 

@@ -328,7 +328,7 @@ void with(int64_t count, F f) {
 
 // T: what numbers and rows are multiplied as. X: what rows and results are stored as.
 template <Kind kind, bool scaled, typename T, typename X>
-void product(const X *x, int64_t rows, const Weight &w, const float *bias, X *out, int threads) {
+void product(const X *x, const float *x_scales, int64_t rows, const Weight &w, const float *bias, X *out, int threads) {
   int64_t columns = (w.columns + CHUNK - 1) / CHUNK * CHUNK;
   Rows<T> copy(rows, columns);
   for (int64_t r = 0; r < rows; r++)
@@ -361,7 +361,7 @@ void product(const X *x, int64_t rows, const Weight &w, const float *bias, X *ou
       }
       for (int64_t m = 0; m < rows; m++)
         for (int64_t n = 0; n < count; n++) {
-          float scale = scaled ? 1.0f : w.scales[(first + n) / w.high];
+          float scale = (x_scales ? x_scales[m] : 1.0f) * (scaled ? 1.0f : w.scales[(first + n) / w.high]);
           put(sums[m * PANEL + n] * scale + (bias ? bias[first + n] : 0.0f), out[m * w.rows + first + n]);
         }
     }
@@ -369,27 +369,29 @@ void product(const X *x, int64_t rows, const Weight &w, const float *bias, X *ou
 }
 
 template <Kind kind>
-void of_kind(const void *x, bool half, int64_t rows, const Weight &w, const float *bias, void *out, int threads) {
+void of_kind(const void *x, bool half, const float *x_scales, int64_t rows, const Weight &w, const float *bias,
+             void *out, int threads) {
 #if defined(__AVX512BF16__)
   using Narrow = Bfloat16;
 #else
   using Narrow = float;
 #endif
   auto call = [&](auto scaled) {
-    if (half) product<kind, scaled, Narrow>((const Bfloat16 *)x, rows, w, bias, (Bfloat16 *)out, threads);
-    else product<kind, scaled, float>((const float *)x, rows, w, bias, (float *)out, threads);
+    if (half) product<kind, scaled, Narrow>((const Bfloat16 *)x, x_scales, rows, w, bias, (Bfloat16 *)out, threads);
+    else product<kind, scaled, float>((const float *)x, x_scales, rows, w, bias, (float *)out, threads);
   };
   w.scaled() ? call(std::true_type()) : call(std::false_type());
 }
 
 }  // namespace
 
-// x [rows, columns] and out [rows, outputs] are float, or bfloat16 if `half`; values as `QuantisedWeight` has them, of
-// a kind: 0 float8, 1 int8, 2 int4; high and wide are rows and columns that share a scale, none of them `WHOLE`.
-extern "C" void multiply(const void *x, int half, int64_t rows, const uint8_t *values, int kind, const float *scales,
-                         const float *zeros, int64_t outputs, int64_t columns, int64_t high, int64_t wide,
-                         const float *bias, void *out, int threads) {
+// x [rows, columns] and out [rows, outputs] are float, or bfloat16 if `half`; each row of x is multiplied by its entry
+// of x_scales, if given. Values are as `QuantisedWeight` has them, of a kind: 0 float8, 1 int8, 2 int4; high and wide are
+// rows and columns that share a scale, none of them `WHOLE`.
+extern "C" void multiply(const void *x, int half, const float *x_scales, int64_t rows, const uint8_t *values, int kind,
+                         const float *scales, const float *zeros, int64_t outputs, int64_t columns, int64_t high,
+                         int64_t wide, const float *bias, void *out, int threads) {
   Weight w{values, scales, zeros, outputs, columns, high, wide};
   auto call = kind == FLOAT8 ? of_kind<FLOAT8> : kind == INT8 ? of_kind<INT8> : of_kind<INT4>;
-  call(x, half != 0, rows, w, bias, out, threads);
+  call(x, half != 0, x_scales, rows, w, bias, out, threads);
 }

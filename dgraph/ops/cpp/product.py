@@ -17,7 +17,7 @@ from dgraph.quantised import KINDS, WHOLE, QuantisedWeight
 _KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}
 _POINTER, _SIZE = c_void_p, c_int64
 _ARGUMENTS = (
-    *(_POINTER, c_int, _SIZE),  # x, whether it is bfloat16, its rows
+    *(_POINTER, c_int, _POINTER, _SIZE),  # x, whether it is bfloat16, scales of rows, how many they are
     *(_POINTER, c_int, _POINTER, _POINTER),  # values, their kind, scales, zeros
     *(_SIZE, _SIZE, _SIZE, _SIZE),  # rows and columns of the weight, of a block
     *(_POINTER, _POINTER, c_int),  # bias, result, threads
@@ -32,22 +32,25 @@ def serves(x: Tensor, weight: QuantisedWeight) -> bool:
     return all(part is None or part.is_contiguous() for part in stored) and _kernel() is not None
 
 
-def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """x [..., columns] @ weight.T + bias, in the dtype of x, of what it serves.
+def multiply(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, scales: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """x [..., columns] * scales [..., 1] @ weight.T + bias, in the dtype of x, of what it serves.
 
     Sums are in fp32 and rounded once. What a row gives does not depend on the rows beside it. Where a scale is of a
     whole row the sum is scaled, else each number; those are rounded to bfloat16 first where a CPU multiplies that.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
-        return multiply(x.float(), weight, bias).to(x.dtype)
+        return multiply(x.float(), weight, bias, scales).to(x.dtype)
     kernel = _kernel()
     assert kernel is not None
     rows, columns = weight.shape
     high, wide = (size if size != WHOLE else all_ for size, all_ in zip(weight.block, (rows, columns), strict=True))
-    x, added = x.contiguous(), None if bias is None else bias.float().contiguous()
+    x = x.contiguous()
+    added, of_rows = (None if t is None else t.float().contiguous() for t in (bias, scales))
     out = x.new_empty((*x.shape[:-1], rows))
     kernel(
-        *(x.data_ptr(), x.dtype == torch.bfloat16, x.numel() // columns),
+        *(x.data_ptr(), x.dtype == torch.bfloat16, _at(of_rows), x.numel() // columns),
         *(weight.values.data_ptr(), _KINDS[weight.values.dtype], weight.scales.data_ptr(), _at(weight.zeros)),
         *(rows, columns, high, wide),
         *(_at(added), out.data_ptr(), torch.get_num_threads()),
