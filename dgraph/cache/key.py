@@ -237,7 +237,7 @@ def environment(device: torch.device) -> dict[str, str]:
     # Inductor's C++ is built for exactly this processor, and for this number of threads.
     return found | {
         "vectors": torch.backends.cpu.get_cpu_capability(),
-        "processor features": _processor_features(),
+        "processor features": processor_features(),
         "threads": str(torch.get_num_threads()),
     }
 
@@ -292,7 +292,7 @@ def _version(package: str) -> str:
 
 
 @lru_cache
-def _processor_features() -> str:
+def processor_features() -> str:
     """Instruction sets as Linux names them, sorted; elsewhere the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

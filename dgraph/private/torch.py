@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 # What sees every op that torch's dispatcher runs; it has no public name. Checked on 2.11 and 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dgraph.cache.key import processor_features
 from dgraph.errors import LoweringError
 
 __all__ = [
@@ -472,6 +473,9 @@ def load_cpp(source: str, name: str) -> Callable[..., Any]:
     """A function of C++ source, compiled for this CPU as Inductor compiles its own kernels, with OpenMP, and found in
     Inductor's cache the next time. It contracts a * b + c. Checked on 2.11 and 2.13.
 
+    Inductor finds it by source and command line, which says "native" on every CPU; so the source names the CPU's
+    features, or machines that share a cache would run what one of them lacks.
+
     Raises:
         LoweringError: there is no compiler, or it refuses the source.
     """
@@ -481,7 +485,7 @@ def load_cpp(source: str, name: str) -> Callable[..., Any]:
     if platform.machine() in ("x86_64", "AMD64"):
         flags.append("-mtune=generic")  # what gcc 12 tunes for some CPUs loads an operand again for each product
     try:
-        library = CppCodeCache.load(source, "cpu", extra_flags=flags)
+        library = CppCodeCache.load(f"{source}// {processor_features()}\n", "cpu", extra_flags=flags)
     except (RuntimeError, OSError) as error:
         raise LoweringError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     function: Callable[..., Any] = getattr(library, name)

@@ -64,7 +64,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
 }
 CPU_PATCHES: dict[str, tuple[Any, str, Any]] = {
     "vectors": (torch.backends.cpu, "get_cpu_capability", lambda: "AVX"),
-    "processor features": (keys, "_processor_features", lambda: "sse"),
+    "processor features": (keys, "processor_features", lambda: "sse"),
     "threads": (torch, "get_num_threads", lambda: 77),
 }
 
@@ -218,13 +218,13 @@ def test_lines_of_a_difference(before: str | None, after: str | None, lines: lis
     ("text", "features"),
     [("vendor: x\nflags\t\t: sse fma avx\nflags : y\n", "avx fma sse"), ("Features : neon asimd\n", "asimd neon")],
 )
-def test_processor_features(monkeypatch: pytest.MonkeyPatch, text: str, features: str) -> None:
+def testprocessor_features(monkeypatch: pytest.MonkeyPatch, text: str, features: str) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
-    assert keys._processor_features.__wrapped__() == features
+    assert keys.processor_features.__wrapped__() == features
 
 
 def test_processor_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     read: Callable[..., str] = lambda self, **_: (_ for _ in ()).throw(OSError())  # noqa: E731
     monkeypatch.setattr(Path, "read_text", read)
     monkeypatch.setattr(keys.platform, "processor", lambda: "arm")
-    assert keys._processor_features.__wrapped__() == "arm"
+    assert keys.processor_features.__wrapped__() == "arm"

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
 
 import dgraph
 from dgraph.errors import LoweringError
 from dgraph.ops import stored
 from dgraph.ops.cpp import product
+from dgraph.private.torch import load_cpp
 from dgraph.quantised import WHOLE, Format, QuantisedWeight, quantise
 from tests.amounts import every_pair
 
@@ -137,3 +139,16 @@ def test_without_a_compiler_products_run_in_torch_and_that_is_said_once(monkeypa
         product._kernel.cache_clear()
     for each in got:
         torch.testing.assert_close(each, want, rtol=1e-5, atol=1e-5)
+
+
+def test_each_kind_of_cpu_has_a_kernel_of_its_own_in_a_cache_that_machines_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor's key has the source and `-march=native`, and no word of which CPU that was."""
+    sources = []
+    monkeypatch.setattr(CppCodeCache, "load", lambda source, *args, **options: sources.append(source))
+    for features in ("avx2", "avx2 avx512_bf16", "avx2"):
+        monkeypatch.setattr("dgraph.private.torch.processor_features", lambda now=features: now)
+        with pytest.raises(AttributeError):  # there is no library
+            load_cpp("int one() { return 1; }", "one")
+    assert sources[0] == sources[2] != sources[1]
