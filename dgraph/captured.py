@@ -18,7 +18,6 @@ from dgraph.graph import Graph
 from dgraph.passes.manager import run_passes
 from dgraph.passes.quantize_weights import SPELLINGS, QuantizeWeights
 from dgraph.settings import named, typed
-from dgraph.spec import ModelSpec
 from dgraph.stored import formats_of
 from dgraph.weights import Quantising, Shapes, Source
 
@@ -28,10 +27,11 @@ if TYPE_CHECKING:
 Weights = str | QuantizeWeights | None
 """How weights are stored: as a text (see `quantising`), the pass with its settings, or as they are."""
 
-# Of a model, its graphs with quantised weights, as long as both live: recipes of one model share these weights.
-_QUANTISED: weakref.WeakKeyDictionary[
-    nn.Module, weakref.WeakValueDictionary[tuple[QuantizeWeights | None, ModelSpec], Graph]
-] = weakref.WeakKeyDictionary()
+# Of a model, its graphs with quantised weights, as long as both live and its parameters are as they were: recipes of
+# one model share these weights.
+_QUANTISED: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tuple[object, ...], Graph]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def quantising(weights: Weights) -> QuantizeWeights | None:
@@ -126,13 +126,14 @@ def _without_adapter(
 ) -> Graph:
     if mesh is None and (weights is not None or model.weights is not None):
         known = _QUANTISED.setdefault(model.module, weakref.WeakValueDictionary())
-        graph = known.get((weights, model.spec))
+        key = weights, model.spec, _state_of(model.module)
+        graph = known.get(key)
         if graph is None:
             graph, _ = capture_or_load(model.module, model.spec, model.prefix, store, model.weights)
             if weights is not None:
                 graph = graph.copy()
                 run_passes(graph, [replace(weights, weights=model.weights)])
-            known[weights, model.spec] = graph
+            known[key] = graph
         return graph
     graph, _ = capture_or_load(model.module, model.spec, model.prefix, store, model.weights)
     if mesh is None:
@@ -145,3 +146,8 @@ def _without_adapter(
         run_passes(graph, [replace(weights, weights=Shapes())])
         source = Quantising(model.weights, whole, formats_of(graph))
     return divide(graph, mesh, {**(facts or {}), "weights": weights}, model.hints, source)
+
+
+def _state_of(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Another one once parameters were replaced, or changed in place: those of inference mode do not count changes."""
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())

@@ -162,3 +162,15 @@ def test_the_command_line_quantises(folder: Path) -> None:
     wrong = run(app, ["dump", str(folder), "--weights", "int5"])
     assert wrong.exit_code != 0
     assert "int4" in wrong.output
+
+
+def test_weights_that_were_changed_are_quantised_anew(folder: Path) -> None:
+    model, int8 = dgraph.load(folder), quantising("int8")
+    first = graph_of_model(model, None, int8)
+    assert graph_of_model(model, None, int8) is first
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.neg_()
+    second = graph_of_model(model, None, int8)
+    for name in formats_of(first):
+        assert torch.equal(second.tensors[name], -first.tensors[name]), name
