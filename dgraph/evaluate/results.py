@@ -66,14 +66,26 @@ class Result:
         return result
 
 
+_READ = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+}
+"""Files of a model besides its weights on which a response depends."""
+
+
 def fingerprint(model: Model, name: str) -> str:
-    """What tells a model's weights from others: SHA-256 of its config and its weight files.
+    """What tells a model from others: SHA-256 of its weight files, configs and the files of its tokenizer.
 
     name: what the model was loaded by, an embedded model or a folder.
     """
     known = embedded()
     folder = known[name].folder if name in known else Path(name)
-    files = (p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name == "config.json")
+    files = (p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name in _READ)
     return digest_of(model.spec.family, files)
 
 

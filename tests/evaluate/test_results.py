@@ -88,6 +88,18 @@ def test_keys_tell_apart_what_changes_a_response() -> None:
     assert Keys("w", {"max_new_tokens": 8}).of(arms[0], "a") == found[0]
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_a_fingerprint_is_of_all_that_says_what_a_response_is(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "one")
+    model, found = load(folder), set()
+    for text in ('{"eos_token_id": 1}', '{"eos_token_id": 2}'):
+        (folder / name).write_text(text)
+        found.add(fingerprint(model, str(folder)))
+    (folder / "README.md").write_text("what it is")
+    found.add(fingerprint(model, str(folder)))
+    assert len(found) == 2
+
+
 def test_a_fingerprint_is_of_the_weights(tmp_path: Path) -> None:
     changed = weights()
     next(iter(changed.values()))[0] += 1
