@@ -28,6 +28,8 @@ from dgraph.weights import Shapes, weights_of
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """How names of files of weights end: what is not copied as it is."""
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""What a folder of an adapter has, see `dgraph.load(folder, adapter=...)`."""
 SHARD_BYTES = 4 * 2**30
 """Bytes of weights in a file at most, unless one weight has more."""
 
@@ -128,7 +130,8 @@ def save_quantised(
         weights: how they are stored, as for `optimize`.
         device: where weights are quantised.
         shard_bytes: of weights in a file at most, unless one weight has more.
-        folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`.
+        folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`. Adapters in the folder,
+            which are copied else, were trained on inputs without them.
         rounded: by name in the graph, weights that are written as they are rounded here, and not to the nearest, see
             `dgraph.evaluate.gptq.gptq_for`.
         progress: called with (bytes read, bytes in all) after every weight.
@@ -178,7 +181,7 @@ def save_quantised(
         made = Path(temporary) / "checkpoint"
         try:
             made.mkdir()
-            _copy(folder, made, settings)
+            _copy(folder, made, settings, adapters=not folds)
             _write(made, items, shard_bytes, [tensor.nbytes for _, _, tensor in stored], progress)
             made.rename(out)
         except OSError as error:
@@ -384,11 +387,13 @@ def _words(values: Tensor) -> Tensor:
 # -- the folder ----------------------------------------------------------------------------------------------------
 
 
-def _copy(folder: Path, to: Path, settings: Mapping[str, Any] | None) -> None:
-    """All files but weights, and the config with what it says of these."""
+def _copy(folder: Path, to: Path, settings: Mapping[str, Any] | None, adapters: bool) -> None:
+    """All files but weights, folders of adapters if wanted, and the config with what it says of the weights."""
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.suffix not in WEIGHTS and file.name not in (CONFIG, INDEX):
             shutil.copyfile(file, to / file.name)
+        elif adapters and (file / ADAPTER).is_file():
+            shutil.copytree(file, to / file.name)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if settings is not None:
         config["quantization_config"] = settings

@@ -23,6 +23,7 @@ from dgraph.errors import CheckpointError, InputError, UnknownName
 from dgraph.families import resolve
 from dgraph.models.nemotron import stored
 from dgraph.runtime.stats import StepRecord
+from dgraph.saving import Fold, save_quantised
 from dgraph.testing import models
 from tests.amounts import drawn
 from tests.engine.alone import check_as_alone
@@ -258,3 +259,17 @@ def test_models_that_do_not_draft_take_none(tmp_path: Path) -> None:
     causal = {"attention": "block_causal", "encoding": "causal", "next_token": True}
     with pytest.raises(CheckpointError, match="the family LlamaForCausalLM reads no adapters; leave it out"):
         resolve(llama, adapter="x", **causal)
+
+
+def test_an_adapter_stays_with_a_model_that_is_quantised(tmp_path: Path) -> None:
+    folder = write(tmp_path / "Nemotron", CONFIG, WEIGHTS)
+    write_adapter(folder / "linear_spec_lora", products(WEIGHTS))
+    (folder / "onnx").mkdir()
+    saved = save_quantised(folder, tmp_path / "int8", "int8").folder
+    one, other = (dgraph.load(f, adapter="linear_spec_lora").adapter for f in (folder, saved))
+    assert one is not None
+    assert other is not None
+    assert one.weights.keys() == other.weights.keys()
+    assert not (saved / "onnx").exists()
+    fold = Fold("model.norm.weight", (), torch.ones(1))
+    assert not (save_quantised(folder, tmp_path / "folded", "int8", folds=[fold]).folder / "linear_spec_lora").exists()
