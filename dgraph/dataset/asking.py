@@ -31,6 +31,8 @@ async def ask(engine: Engine, question: Question) -> Answer:
         except EngineClosed:
             raise
         except Exception as error:
+            if not engine.alive:  # not this question's fault: a later run asks it again
+                raise EngineClosed(f"the engine has stopped: {error}") from error
             return Answer(question.id, None, 0, "error", str(error) or type(error).__name__)
 
 
@@ -44,6 +46,8 @@ async def _ask(engine: Engine, question: Question) -> Answer:
     pieces = []
     async for event in engine.stream(prompt, question.decoding, index=question.index):
         pieces.append(event.text)
+    if event.finish_reason == "cancelled":
+        raise EngineClosed("the engine was closed before the question was answered.")
     text = None if engine.tokenizer is None else "".join(pieces)
     return Answer(question.id, text, event.usage.completion_tokens, str(event.finish_reason))
 
@@ -56,6 +60,7 @@ async def ask_all(engine: Engine, questions: Iterable[Question]) -> AsyncIterato
     """
     left = iter(questions)
     asked = {asyncio.create_task(ask(engine, each)) for each in islice(left, AHEAD * engine.max_sequences)}
+    done: set[asyncio.Task[Answer]] = set()
     try:
         while asked:
             done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
@@ -65,3 +70,4 @@ async def ask_all(engine: Engine, questions: Iterable[Question]) -> AsyncIterato
     finally:
         for one in asked:
             one.cancel()
+        await asyncio.gather(*done, *asked, return_exceptions=True)  # what became of them is of no interest any more

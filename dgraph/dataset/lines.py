@@ -104,6 +104,8 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
     id, prompt, messages = own.get("id", index), own.get("prompt"), own.get("messages")
     if not isinstance(id, (str, int)) or isinstance(id, bool):
         raise InputError(f"an id is a text or a whole number, got {id!r}")
+    if isinstance(id, str) and not id.isascii() and id.encode("utf-8", "replace").decode() != id:
+        raise InputError(f"an id has no half of a character (a lone surrogate), got {id!r}")
     if (prompt is None) == (messages is None):
         raise InputError("a line has either a prompt or messages" + (", not both" if prompt is not None else ""))
     if prompt is not None and not (isinstance(prompt, str) and prompt.strip()) and not _are_ids(prompt):

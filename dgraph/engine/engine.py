@@ -93,7 +93,7 @@ class Engine:
                 is all after it. Fixed tokens are there from the first step on and never change; a stop token among
                 them ends the response.
             request_id: unique among requests that have not ended; None to make one.
-            priority: higher goes first.
+            priority: higher goes first; a whole number of 32 bits, as is `index`.
             draft: whether an event tells of every step what it made of the block that is being decoded.
             index: of the prompt among others of one seed; draws differ by it.
 
@@ -104,6 +104,9 @@ class Engine:
             EngineClosed: the engine was closed.
         """
         self._open()  # first: another rank need not look at what it is not asked
+        for what, number in (("priority", priority), ("index", index)):  # else they would fail in the engine's thread
+            if type(number) is not int or not -(1 << 31) <= number < 1 << 31:
+                raise InputError(f"{what} must be a whole number of 32 bits, got {number!r}.")
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
         if chosen.stop and self.tokenizer is None:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
@@ -161,7 +164,7 @@ class Engine:
             except Exception as error:  # whoever listens is gone or broken; the others are not
                 here = threading.current_thread()
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
-                self.cancel(event.request_id)
+                self._unheard(event)
 
         return tell
 
@@ -184,19 +187,27 @@ class Engine:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
         "cancelled".
         """
+        return self._cancel(request_id, self._ids.get(request_id))
+
+    def _cancel(self, request_id: str, number: int | None) -> bool:
+        """The same, unless the id is another request's by now."""
         with self._wake:
-            number = self._ids.get(request_id)
-            if number is None:
+            if number is None or self._ids.get(request_id) != number:
                 return False
             self._loop.cancelled.append(number)
             self._wake.notify()
         return True
 
+    def _unheard(self, event: Event) -> None:
+        """End a request to whose events nobody listens; after the last one its id may be another's."""
+        if event.finish_reason is None:
+            self.cancel(event.request_id)
+
     def mailbox(self) -> Mailbox:
         """Makes sinks whose events arrive in the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._mailboxes:
-            self._mailboxes[loop] = Mailbox(loop, lambda event: self.cancel(event.request_id))
+            self._mailboxes[loop] = Mailbox(loop, self._unheard)
         return self._mailboxes[loop]
 
     def prepare(self, decoding: Decoding) -> None:
@@ -236,7 +247,7 @@ class Engine:
             index=index,
             **settings,
         )
-        ended = False
+        number, ended = self._ids.get(name), False
         try:
             while not ended:
                 event = await events.get()
@@ -246,7 +257,7 @@ class Engine:
                 yield event
         finally:
             if not ended:
-                self.cancel(name)
+                self._cancel(name, number)
 
     def generate(
         self,

@@ -113,6 +113,8 @@ class Scheduler:
             self.counters.refused += 1
             raise
         self.counters.submitted += 1
+        if not (self.running or self._waiting):
+            self._ends.clear()  # the time without requests says nothing of how fast they end
         self._enqueue(job)
 
     def check_queue(self, count: int = 1, coming: int = 0) -> None:
@@ -296,7 +298,7 @@ class Scheduler:
         return None
 
     def drained(self) -> float:
-        """Seconds until those that wait now will have been admitted, at the rate of the last ends."""
+        """Seconds until those that wait now will have been admitted, at the rate of the ends since it was empty."""
         if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
             return 1.0
         return len(self._waiting) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

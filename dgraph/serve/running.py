@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, not_now, unavailable
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order, refused
+
+LOGGER = logging.getLogger("dgraph.serve")
 
 Arrival = tuple[int, Event] | None
 """The event of a choice, by its index; or None: look around."""
@@ -113,4 +116,5 @@ def failed(event: Event) -> Refusal | None:
         return unavailable("the engine has stopped, and ended this request.", "closed")
     if isinstance(event.error, (InputError, UnknownName)):
         return refused(event.error)
+    LOGGER.error("a request failed in the engine", exc_info=event.error)
     return Refusal(500, "the request failed in the engine; the server's log says why.", code="failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -92,3 +93,41 @@ def test_an_engine_that_has_stopped_ends_it() -> None:
     served.engine.close()
     with pytest.raises(EngineClosed):
         asyncio.run(ask(served.engine, question(1)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "is closed"])
+def test_an_engine_that_stops_in_the_middle_answers_nothing_more(dies: bool) -> None:
+    served, found, unread = Served(tokenizer=Alphabet()), list[Answer](), list[Any]()
+    served.hold()
+
+    def fail() -> None:
+        if dies:
+            raise RuntimeError("no device")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+
+        async def collect() -> None:
+            async for each in ask_all(served.engine, map(question, range(1, 20))):
+                found.append(each)
+
+        task = asyncio.ensure_future(collect())
+        async with asyncio.timeout(20):
+            while taken(served.engine) < AHEAD * served.engine.max_sequences:
+                await asyncio.sleep(0.001)
+        served.gate.act = fail
+        closing = asyncio.to_thread(served.engine.close) if not dies else asyncio.sleep(0)
+        closed = asyncio.ensure_future(closing)
+        while not dies and served.engine.alive:
+            await asyncio.sleep(0.001)
+        served.gate.open.set()
+        with pytest.raises(EngineClosed, match="no device" if dies else "closed"):
+            await task
+        await closed
+
+    asyncio.run(run())
+    gc.collect()
+    assert not found, "an answer that says so would never be asked for again"
+    assert not unread, "no task's error is left for the log of asyncio"
+    served.engine.close()

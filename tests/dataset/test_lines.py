@@ -63,6 +63,7 @@ def test_the_line_that_a_question_keeps_makes_the_same_question_elsewhere(tmp_pa
             'a list of {"role": TEXT, "content": TEXT}',
         ),
         ({"prompt": "a", "id": True}, "an id is a text or a whole number, got True"),
+        ({"prompt": "a", "id": "\ud800"}, r"an id has no half of a character (a lone surrogate), got '\ud800'"),
         ({"prompt": "a", "id": 1.5}, "an id is a text or a whole number, got 1.5"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'. Did you mean 'temperature'"),
         ({"prompt": "a", "threshold": 2}, "threshold is a probability in (0, 1], got 2"),

@@ -323,6 +323,27 @@ def test_leaving_a_stream_cancels_it(served: Served) -> None:
     assert served.engine.stats.finished == {"cancelled": 1}
 
 
+def test_leaving_a_stream_that_has_ended_leaves_the_next_one_of_its_id_alone(served: Served) -> None:
+    async def leave() -> str | None:
+        first = served.engine.stream([1, 2], request_id="a", max_new_tokens=9, ignore_eos=True)
+        await anext(first)
+        async with asyncio.timeout(WAIT):
+            while served.engine.stats.finished != {"length": 1}:
+                await asyncio.sleep(0.001)
+        served.hold()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        sink = served.engine.mailbox().to(events.put_nowait)
+        served.engine.submit([1, 2], request_id="a", sink=sink, max_new_tokens=9, ignore_eos=True)
+        await first.aclose()
+        served.gate.open.set()
+        async with asyncio.timeout(WAIT):
+            while (event := await events.get()).finish_reason is None:
+                pass
+        return event.finish_reason
+
+    assert asyncio.run(leave()) == "length"
+
+
 def test_a_stream_raises_the_error_of_its_request() -> None:
     served = Served()
 
@@ -386,6 +407,10 @@ def test_settings_that_an_engine_refuses(settings: dict[str, Any], message: str)
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_p": 0.5}, "needs whole logits"),
         ([1], {"seed": "x"}, "seed must be a whole number"),
+        ([1], {"priority": "high"}, "priority must be a whole number of 32 bits, got 'high'"),
+        ([1], {"priority": 1 << 31}, "priority must be a whole number of 32 bits"),
+        ([1], {"priority": float("nan")}, "priority must be a whole number of 32 bits, got nan"),
+        ([1], {"index": None}, "index must be a whole number of 32 bits, got None"),
     ],
 )
 def test_requests_that_an_engine_refuses(served: Served, prompt: Any, settings: dict[str, Any], message: str) -> None:

@@ -176,6 +176,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert busy.value.retry_after == pytest.approx(4.0), "two wait, one ends every two seconds"
 
 
+def test_a_night_without_requests_is_no_reason_to_come_back_late() -> None:
+    scheduler = Scheduler(Budgets(rows=20, sequences=1, pages=8), "fcfs", queue=2)
+    for id in range(9):  # one a minute, and then many at once, of which one ends every two seconds
+        now = 60.0 * id if id < 5 else 36_000.0 + 2 * (id - 5)
+        scheduler.submit(job(id), now)
+        scheduler.plan(now, 8)
+        if id != 5:
+            scheduler.finish(next(iter(scheduler.running)))
+            scheduler.plan(now, 8)
+    scheduler.submit(job(9), now)
+    assert scheduler.drained() == pytest.approx(2.0 * scheduler.waiting)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -164,7 +164,12 @@ def test_what_does_not_end_in_time_is_ended(second: bool) -> None:
         assert server.live.join()
 
 
-def test_an_engine_that_dies_says_so_to_everybody(http: httpx.Client, held: Held) -> None:
+def test_an_engine_that_dies_says_so_to_everybody(
+    http: httpx.Client, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr("dgraph.serve.running.LOGGER.error", lambda message, exc_info: logged.append(exc_info))
+
     def fail() -> None:
         raise RuntimeError("no device at /dev/secret")
 
@@ -181,6 +186,7 @@ def test_an_engine_that_dies_says_so_to_everybody(http: httpx.Client, held: Held
         assert error["error"]["type"] == "server_error"
         assert refused(whole.result(), 500)["code"] == "failed"
     assert "secret" not in text + whole.result().text
+    assert list(map(str, logged)) == ["no device at /dev/secret"] * 2, "the log says why, as the answers promise"
     assert http.get("/health").status_code == http.get("/ready").status_code == 503
     assert refused(complete(http, "abc"), 503)["code"] == "closed"
     assert http.get("/metrics").status_code == 200
