@@ -44,7 +44,7 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     _add_errors(app)
     _add_status(app, lifetime, metrics)
     _add_answers(app, lifetime, settings, metrics)
-    _add_decisions(app, lifetime, metrics)
+    _add_decisions(app, lifetime, settings, metrics)
     _add_page(app)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
@@ -126,14 +126,14 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
 
 
-def _add_decisions(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
+def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
     @app.post("/v1/decisions")
     async def decisions(request: Request, body: DecisionRequest) -> Response:
         """How probable given answers are, in one forward for each question."""
         model = lifetime.model(body.model)
         request.scope["record"].facts["model"] = model.id
         with metrics.of(model.id).taking():
-            return JSONResponse(await decide(body, model, request.receive))
+            return JSONResponse(await decide(body, model, settings, request.receive))
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:

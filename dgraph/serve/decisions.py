@@ -19,7 +19,8 @@ from dgraph.errors import EngineBusy, InputError
 from dgraph.serve.protocol import Lenient, Name, Text
 from dgraph.serve.refusal import Refusal, bad_field, not_now
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.translate import text_of
+from dgraph.serve.settings import ServeSettings
+from dgraph.serve.translate import check_prompt, text_of
 
 TEXTS = ("input_text", "output_text", "text")
 """Parts of a message that can be read."""
@@ -104,12 +105,15 @@ class Asked:
     labels: list[list[int]]
 
 
-async def decide(body: DecisionRequest, model: ServedModel, receive: Receive) -> dict[str, Any]:
+async def decide(
+    body: DecisionRequest, model: ServedModel, settings: ServeSettings, receive: Receive
+) -> dict[str, Any]:
     """The answers to all questions.
 
     Args:
         body: the request.
         model: who answers.
+        settings: how long a prompt may be.
         receive: of the connection, whose end cancels what has not been answered.
 
     Raises:
@@ -118,7 +122,7 @@ async def decide(body: DecisionRequest, model: ServedModel, receive: Receive) ->
     answers: list[Any] = []
     watch = asyncio.create_task(_leaving(receive, answers))
     try:
-        asked = await asyncio.to_thread(_ask, body, model, answers)
+        asked = await asyncio.to_thread(_ask, body, model, settings, answers)
         if watch.done():  # the client has left meanwhile
             raise GONE
         found = [await answer for answer in answers]
@@ -157,10 +161,12 @@ async def _leaving(receive: Receive, answers: Sequence[Any]) -> None:
         answer.cancel()
 
 
-def _ask(body: DecisionRequest, model: ServedModel, answers: list[Any]) -> list[Asked]:
+def _ask(body: DecisionRequest, model: ServedModel, settings: ServeSettings, answers: list[Any]) -> list[Asked]:
     """Give all questions to the engine, or none; `answers` gets what it will say."""
     engine: Engine = model.engine
     asked = [_asked(body, question, model) for question in body.questions]
+    for one in asked:
+        check_prompt(one.prompt, "input", settings)
     after = engine.spec.eos_ids[:1]  # so that an answer ends where its label does
     with engine.together(len(asked)):
         for one in asked:

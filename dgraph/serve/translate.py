@@ -179,11 +179,10 @@ def _check_neutral(body: Asked) -> None:
 
 
 def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedModel, settings: ServeSettings) -> None:
-    room, most = model.engine.max_tokens, settings.max_prompt_tokens
+    room = model.engine.max_tokens
     if not ids:
         raise bad_field(where, "a prompt has at least one token, got an empty one.")
-    if most is not None and len(ids) > most:
-        raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
+    check_prompt(ids, where, settings)
     if len(ids) + wanted > room:
         raise bad_field(
             where if len(ids) >= room else "max_tokens",
@@ -191,6 +190,13 @@ def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedMode
             f"for; shorten the prompt, or ask for fewer.",
             "context_length_exceeded",
         )
+
+
+def check_prompt(ids: Sequence[int], where: str, settings: ServeSettings) -> None:
+    """Raises `Refusal` for a prompt, of that field of a request, that is longer than a server allows."""
+    most = settings.max_prompt_tokens
+    if most is not None and len(ids) > most:
+        raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
 
 
 def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.serve.asking import refused
-from tests.serve.live import WAIT, Live
+from tests.serve.live import WAIT, Held, Live
 
 PREDICATE = {"type": "predicate", "name": "fruit", "instructions": "An apple is a fruit."}
 CHOICE = {
@@ -79,6 +79,12 @@ def test_an_answer_is_what_the_engine_decides(http: httpx.Client, live: Live) ->
 )
 def test_what_cannot_be_asked(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     assert refused(ask(http, **fields), 404 if param == "model" else 400)["param"] == param
+
+
+def test_a_prompt_that_is_longer_than_the_server_allows() -> None:
+    with Held(server={"max_prompt_tokens": 5}) as held, httpx.Client(base_url=held.live.url, timeout=WAIT) as http:
+        error = refused(ask(http, questions=[PREDICATE]))
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
 def test_the_openai_package_reads_the_answers(live: Live) -> None:
