@@ -28,11 +28,11 @@ import torch
 import dgraph
 from benchmarks.full_forward import seconds_per_step
 from benchmarks.tables import Report
-from dgraph.api import Optimized
 from dgraph.bench.profile import Enough
 from dgraph.families import Model
 from dgraph.graph import Graph
 from dgraph.models.shapes import random_model
+from dgraph.optimized import Optimized
 from dgraph.passes import Effect, Pass, base
 from dgraph.passes.salience import finder, flags_of
 from dgraph.runtime.generation import Progress

@@ -25,9 +25,9 @@ import torch
 import dgraph
 from benchmarks.recipes import add_recipe, chosen
 from benchmarks.tables import Cell, Report
-from dgraph.api import Optimized
 from dgraph.engine.engine import Engine
 from dgraph.models.shapes import SHAPES, random_model
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 
 

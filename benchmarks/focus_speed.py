@@ -19,8 +19,8 @@ import torch
 
 import dgraph
 from benchmarks.tables import Report
-from dgraph.api import Optimized
 from dgraph.models.shapes import SHAPES, random_model
+from dgraph.optimized import Optimized
 from dgraph.runtime.generation import Progress
 
 ARMS: tuple[tuple[str, str, dict[str, Any]], ...] = (

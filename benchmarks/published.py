@@ -34,7 +34,6 @@ import torch
 
 import dgraph
 from benchmarks.tables import Cell, Report
-from dgraph.api import Optimized
 from dgraph.bench.floor import Device, floor_of, work_of
 from dgraph.bench.load import endless, prompts_of
 from dgraph.bench.measure import Clock, Counter
@@ -42,6 +41,7 @@ from dgraph.engine.measure import give_back
 from dgraph.families import Model
 from dgraph.models.moe import RoutedExperts
 from dgraph.models.shapes import random_model
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Renoise
 

@@ -34,12 +34,12 @@ import dgraph
 import dgraph.parallel
 from benchmarks.engine_steps import per_step
 from benchmarks.tables import Cell, Report
-from dgraph.api import Optimized
 from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.measure import Counter
 from dgraph.families import Model
 from dgraph.graph import Graph
 from dgraph.models.shapes import random_model
+from dgraph.optimized import Optimized
 from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
 from dgraph.phases import rewrite

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dgraph.api import Result
+from dgraph.optimized import Result
 from dgraph.runtime.generation import Generation
 
 

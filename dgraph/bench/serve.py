@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dgraph.api import Optimized
 from dgraph.bench.load import prompts_of
 from dgraph.engine.build import EngineSettings
 from dgraph.engine.engine import Engine
@@ -18,6 +17,7 @@ from dgraph.engine.served import Served, Summary, summarise
 from dgraph.engine.stats import EngineStats
 from dgraph.errors import InputError
 from dgraph.families import Model
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 
 WARM_UP = 0.1

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.artifact import FORMAT
 from dgraph.cache.sources import hash_of, modules_beside, path_of, sources
+from dgraph.processor import processor_features
 
 if TYPE_CHECKING:
     import torch
@@ -289,14 +290,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-@lru_cache
-def processor_features() -> str:
-    """Instruction sets as Linux names them, sorted; elsewhere the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), "")
-    return " ".join(sorted(found.partition(":")[2].split())) or platform.processor() or "unknown"

@@ -16,9 +16,9 @@ from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from dgraph.api import Optimized
     from dgraph.engine.events import Event
     from dgraph.families import Model
+    from dgraph.optimized import Optimized
     from dgraph.runtime.decoding import Decoding
     from dgraph.runtime.generation import Progress
     from dgraph.viewer import Run

@@ -27,8 +27,8 @@ from torch._ops import OpOverload
 # What sees every op that torch's dispatcher runs; it has no public name. Checked on 2.11 and 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgraph.cache.key import processor_features
 from dgraph.errors import LoweringError
+from dgraph.processor import processor_features
 
 __all__ = [
     "OpOverload",

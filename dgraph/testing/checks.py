@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dgraph.api import Result
+from dgraph.optimized import Result
 from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import Recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from dgraph.cache import sources
 from dgraph.cache.key import Difference, Key, differences, region_key, sources_of
 from dgraph.ops import OPS
 from dgraph.private.torch import inductor_config, inductor_settings
+from dgraph.processor import processor_features
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TEXT = "device cpu\n%0 = input: f32[s0, 4]\n\n  %1 = odd: line\nreturn %0"
@@ -218,13 +220,13 @@ def test_lines_of_a_difference(before: str | None, after: str | None, lines: lis
     ("text", "features"),
     [("vendor: x\nflags\t\t: sse fma avx\nflags : y\n", "avx fma sse"), ("Features : neon asimd\n", "asimd neon")],
 )
-def testprocessor_features(monkeypatch: pytest.MonkeyPatch, text: str, features: str) -> None:
+def test_processor_features(monkeypatch: pytest.MonkeyPatch, text: str, features: str) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
-    assert keys.processor_features.__wrapped__() == features
+    assert processor_features.__wrapped__() == features
 
 
 def test_processor_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     read: Callable[..., str] = lambda self, **_: (_ for _ in ()).throw(OSError())  # noqa: E731
     monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(keys.platform, "processor", lambda: "arm")
-    assert keys.processor_features.__wrapped__() == "arm"
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    assert processor_features.__wrapped__() == "arm"

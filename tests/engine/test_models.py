@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dgraph.api import Optimized
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
 from dgraph.testing import TinyModel, models, prompts

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.engine.engine import EngineClosed
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.executor import LoweredProgram
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.cache.store import Store
 from dgraph.engine import peaks
 from dgraph.engine.costs import CostModel
@@ -22,6 +21,7 @@ from dgraph.engine.kv_cost import KVCost
 from dgraph.engine.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
 from dgraph.errors import InputError
 from dgraph.lowering.footprint import HEAD, footprint
+from dgraph.optimized import Optimized
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.offers import OFFERS

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgraph.api import Optimized
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
@@ -18,6 +17,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.steps import RowChunks
 from dgraph.ops import OPS
+from dgraph.optimized import Optimized
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import FixedSteps
 from dgraph.runtime.session import BlockSession

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.engine.dummy import DummyStep
 from dgraph.engine.measure import measure
 from dgraph.errors import InputError
@@ -21,6 +20,7 @@ from dgraph.lowering.steps import single
 from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.ops.statistics import ENTROPY, declare
+from dgraph.optimized import Optimized
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.testing.models import TinyModel, models
 from tests.tiny import BLOCK

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.optimized import Optimized
 from dgraph.passes import CacheKV, ChunkLMHead, EncodeRows, PackRows, SparseKV
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.policies import Renoise

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.api import Optimized
+from dgraph.optimized import Optimized
 from models.training import two_modes
 from models.training.two_modes import BLOCK, NUMBERS, losses, progressions, train
 

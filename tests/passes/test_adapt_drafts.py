@@ -12,9 +12,9 @@ from torch import Tensor
 
 import dgraph
 from dgraph.adapters import Adapter, LowRank
-from dgraph.api import Optimized
 from dgraph.errors import PassError
 from dgraph.graph import Graph
+from dgraph.optimized import Optimized
 from dgraph.passes import AdaptDrafts, CacheKV, FuseProjections, PackRows, QuantizeWeights
 from dgraph.phases import rewrite
 from dgraph.testing import TinyModel, models, ranks

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.errors import InputError, PassError, UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.linears import head_of
@@ -18,6 +17,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.statistics import MARGIN
+from dgraph.optimized import Optimized
 from dgraph.passes import ChunkLMHead, FuseProjections, MeasureRows, PackRows, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.passes.manager import run_passes

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.optimized import Optimized
 from dgraph.recipes import RECIPES, Recipe, build
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.optimized import Optimized
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.generation import Generation
 from dgraph.runtime.policies import policy_of

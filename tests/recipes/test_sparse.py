@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dgraph.api import Optimized, Result
 from dgraph.cli import app
 from dgraph.errors import InputError, UnknownName
+from dgraph.optimized import Optimized, Result
 from dgraph.passes import (
     CacheKV,
     ChunkLMHead,

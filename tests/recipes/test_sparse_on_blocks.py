@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.api import Optimized
+from dgraph.optimized import Optimized
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
 from tests.oracle import dyllm, focus

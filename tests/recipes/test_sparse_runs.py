@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.api import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.optimized import Optimized
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.generation import Generation
 from dgraph.runtime.pack import PackedKV

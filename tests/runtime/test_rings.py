@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgraph
-from dgraph.api import Optimized
 from dgraph.engine.profile import profile
 from dgraph.errors import DgraphError, InputError, PoolFull
+from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore, Ring, ring_size
 from dgraph.runtime.policies import Renoise
