@@ -120,13 +120,16 @@ class Trainer:
         return self.block_mask(inputs.visible, rows, None, length, length, device=self.device)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """The unweighted loss per row [R, P]."""
+        """The unweighted loss per row [R, P], 0 where a row has no weight: of such rows no logits are made."""
+        learnt = inputs.weights > 0
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast != torch.float32):
             hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
-            return self.losses(hidden, self.model.lm_head.weight, inputs.targets)
+            rows = hidden[:, -learnt.shape[1] :][learnt]
+            losses = self.losses(rows[None], self.model.lm_head.weight, inputs.targets[learnt][None])[0]
+        return torch.zeros_like(inputs.weights).masked_scatter(learnt, losses)
 
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """One update; the loss before it, and the unweighted loss per row [R, P]."""
+        """One update; the loss before it, and the unweighted loss per row [R, P], as of `forward`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         losses = self.forward(inputs)

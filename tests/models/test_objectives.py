@@ -23,6 +23,7 @@ from models.training.objective import (
     token_losses,
 )
 from models.training.tokenizer import USER_ID
+from models.training.trainer import Trainer
 from tests.models.test_training import SMALL, small_batch
 
 CPU = torch.device("cpu")
@@ -176,3 +177,22 @@ def test_next_token_is_the_plain_loss_of_a_causal_model() -> None:
                 total += weight * float(F.cross_entropy(logits[row, i - 1].float(), batch.tokens[row, i]))
     assert float(inputs.scale) == pytest.approx(learnt, rel=1e-5)
     assert float((losses * inputs.weights).sum()) == pytest.approx(total, rel=1e-4)
+
+
+@EVERY
+def test_a_trainer_makes_logits_of_no_row_without_a_weight(objective: Objective) -> None:
+    torch.manual_seed(0)
+    model, inputs = TinyModel(SMALL), objective(small_batch(), NOISE)
+    trainer = Trainer(model, 1, 1e-3, 0.0, dense=True, compiled=False, autocast=torch.float32)
+    asked: list[int] = []
+
+    def watched(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        asked.append(hidden.shape[0] * hidden.shape[1])
+        return token_losses(hidden, weight, targets)
+
+    trainer.losses = watched
+    mask = dense_mask(inputs.visible, *inputs.input_ids.shape, CPU)
+    every = token_losses(model.hidden(inputs.input_ids, inputs.positions, mask), model.lm_head.weight, inputs.targets)
+    torch.testing.assert_close(trainer.forward(inputs), every.where(inputs.weights > 0, 0.0))
+    assert asked == [int((inputs.weights > 0).sum())]
+    assert asked[0] < inputs.targets.numel()
