@@ -8,7 +8,9 @@ Three parts, each of which can be left out:
 * offline: all requests are there at the start. The engine under the first policy, under the policy `static`, and
   `Optimized.generate` batch by batch, each batch as large as the same memory holds and as long as its longest response.
 * policies: at shares of the capacity of the first policy in a closed loop; the same requests at the same times.
-* clients: closed loops.
+* clients: closed loops. `floor %` is the share of the time that matrix products take, timed alone in the same process at
+  the mean rows of a step and stage, and at the prompts' rows. A bound from below: attention, logits and uneven steps
+  are not in it.
 
 Weights of a shape are random; a trace commits as a trained model did, `--steps` the same number of tokens in each.
 """
@@ -27,6 +29,7 @@ import torch
 import dgraph
 from benchmarks.recipes import add_recipe, chosen
 from benchmarks.tables import Cell, Report
+from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.load import named, shape_of
 from dgraph.bench.serve import LoadTest, ServedLoad, prompts_for
 from dgraph.bench.traces import read_trace
@@ -34,11 +37,15 @@ from dgraph.engine.build import EngineSettings
 from dgraph.engine.load import Lengths, drawn
 from dgraph.engine.policies import POLICIES
 from dgraph.engine.served import Served, Summary, summarise
+from dgraph.engine.stats import EngineStats
 from dgraph.models.shapes import SHAPES
+from dgraph.optimized import Optimized
 
 COLUMNS = ("req/s", "tok/s", "ratio", "mean s", "p50", "p99", "sigma", "span", "first s")
 INSIDE = ("queue s", "fill %", "refresh/s", "sat out", "gave way")
 PARTS = ("offline", "policies", "clients")
+PROMPT_ROWS = 2048
+"""Rows of a forward of prompts, of which products take what time the floor says."""
 
 
 def cells(summary: Summary, base: Summary) -> list[Cell]:
@@ -120,18 +127,37 @@ def side_by_side(test: LoadTest, report: Report, policies: Sequence[str], loads:
     report.table("Policies", ["policy", "load", *COLUMNS, "p99 ratio", *INSIDE], rows, note)
 
 
+def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> float:
+    """Seconds that the products of all steps take at the mean rows of each stage, and those of prompts where these have
+    a forward of their own. What only the device counts (rows with logits, masked rows) is taken to be none.
+    """
+
+    def floor(phase: str, rows: Sequence[int]) -> float:
+        graph = program.graph(phase)
+        work, sets = work_of(graph), len(row_sets_of(graph))
+        keys = tuple({window: 0 for window in work.windows} for _ in range(sets))
+        return floor_of(work, [StepCount((*rows, *[0] * sets)[:sets], keys, 0)], device).total
+
+    found = stats.steps * floor("step", [round(rows / max(1, stats.steps)) for rows in stats.rows.values()])
+    if "prefill" in program.phases and stats.refresh_rows:
+        found += stats.refresh_rows / PROMPT_ROWS * floor("prefill", [PROMPT_ROWS])
+    return found
+
+
 def concurrency(test: LoadTest, report: Report, policy: str, clients: Sequence[int], each: int) -> None:
     """Closed loops, in which every client has so many requests, one after the other."""
     rows: list[list[Cell]] = []
     base: Summary | None = None
+    device = Device(test.optimized.captured.device)
     for count in clients:
         found = test.run(policy, clients=count, count=max(8, each * count))
         base = base or found.summary
-        rows.append([count, *cells(found.summary, base), *inside(found)])
-        report.data[f"{count} clients"] = found.to_json()
-        print(f"{count} clients: {found.summary.tokens_per_second:.1f} tokens/s", flush=True)
+        share = products_seconds(test.optimized, found.stats, device) / found.summary.seconds
+        rows.append([count, *cells(found.summary, base), *inside(found), 100 * share])
+        report.data[f"{count} clients"] = {**found.to_json(), "products_share": share}
+        print(f"{count} clients: {found.summary.tokens_per_second:.1f} tokens/s, floor {share:.0%}", flush=True)
     note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to {clients[0]} clients."
-    report.table("Concurrency", ["clients", *COLUMNS, *INSIDE], rows, note)
+    report.table("Concurrency", ["clients", *COLUMNS, *INSIDE, "floor %"], rows, note)
 
 
 def test_of(args: argparse.Namespace) -> LoadTest:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.engine_load import main
+import dgraph
+from benchmarks.engine_load import main, products_seconds
+from dgraph.bench.floor import Device, work_of
+from dgraph.bench.products import Shape
+from dgraph.engine.stats import EngineStats
 from tests.cli.folders import write_checkpoint
+
+NOTHING = EngineStats(0, 0, {}, 0, 0, 0, 0, 0, {}, {}, 0, 0.0, 0, 0, 0, 0)
 
 
 @pytest.mark.release
@@ -24,3 +33,26 @@ def test_all_parts_are_measured_and_written(tmp_path: Path) -> None:
     assert offline["rows"][1][ratio] == 1
     assert [row[:2] for row in policies["rows"]] == [["look_ahead", 0.9], ["static", 0.9]]
     assert [row[0] for row in clients["rows"]] == [1, 2]
+    floor = clients["columns"].index("floor %")
+    assert all(row[floor] > 0 for row in clients["rows"])
+
+
+class OneSecondARow(Device):
+    """A device on which each product takes so many seconds as it has rows."""
+
+    def measure(self, shape: Shape, dtype: torch.dtype, counts: Iterable[int]) -> None:
+        """Nothing is."""
+
+    def product(self, shape: Shape, dtype: torch.dtype, rows: int) -> float:
+        return float(rows)
+
+
+def test_the_floor_counts_products_of_each_stage_and_of_prompts() -> None:
+    program = dgraph.optimize("tiny_sdar", "focus", backend="eager")
+    stats = replace(NOTHING, steps=10, rows={"prefix": 300, "suffix": 80}, refresh_rows=50)
+    device = OneSecondARow(torch.device("cpu"), _bandwidth=float("inf"))
+    before, after = (sum(found.values()) for found in work_of(program.graph("step")).products)
+    (prompt,) = (sum(found.values()) for found in work_of(program.graph("prefill")).products)
+    expected = 300 * before + 80 * after + 50 * prompt
+    assert products_seconds(program, stats, device) == pytest.approx(expected)
+    assert before + after == 48
