@@ -8,9 +8,9 @@ Three parts, each of which can be left out:
 * offline: all requests are there at the start. The engine under the first policy, under the policy `static`, and
   `Optimized.generate` batch by batch, each batch as large as the same memory holds and as long as its longest response.
 * policies: at shares of the capacity of the first policy in a closed loop; the same requests at the same times.
-* clients: closed loops. `floor %` is the share of the time that matrix products take, timed alone in the same process at
-  the mean rows of a step and stage, and at the prompts' rows. A bound from below: attention, logits and uneven steps
-  are not in it.
+* clients: closed loops. `floor %` is the share of the time that matrix products take, timed alone in the same process
+  at the mean rows of a step and stage, and at the prompts' rows. A bound from below: attention, logits and uneven
+  steps are not in it.
 
 Weights of a shape are random; a trace commits as a trained model did, `--steps` the same number of tokens in each.
 """
@@ -135,7 +135,7 @@ def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> 
     def floor(phase: str, rows: Sequence[int]) -> float:
         graph = program.graph(phase)
         work, sets = work_of(graph), len(row_sets_of(graph))
-        keys = tuple({window: 0 for window in work.windows} for _ in range(sets))
+        keys = tuple(dict.fromkeys(work.windows, 0) for _ in range(sets))
         return floor_of(work, [StepCount((*rows, *[0] * sets)[:sets], keys, 0)], device).total
 
     found = stats.steps * floor("step", [round(rows / max(1, stats.steps)) for rows in stats.rows.values()])
