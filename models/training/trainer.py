@@ -122,10 +122,11 @@ class Trainer:
     def forward(self, inputs: Inputs) -> Tensor:
         """The unweighted loss per row [R, P], 0 where a row has no weight: of such rows no logits are made."""
         learnt = inputs.weights > 0
+        chosen = learnt.flatten().nonzero().flatten()
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast != torch.float32):
             hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
-            rows = hidden[:, -learnt.shape[1] :][learnt]
-            losses = self.losses(rows[None], self.model.lm_head.weight, inputs.targets[learnt][None])[0]
+            rows = hidden[:, -learnt.shape[1] :].flatten(0, 1).index_select(0, chosen)  # whose gradient is quick to add
+            losses = self.losses(rows[None], self.model.lm_head.weight, inputs.targets.flatten()[chosen][None])[0]
         return torch.zeros_like(inputs.weights).masked_scatter(learnt, losses)
 
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
