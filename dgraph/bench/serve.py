@@ -15,6 +15,7 @@ from dgraph.engine.load import Request, arrivals
 from dgraph.engine.policies import SchedulePolicy
 from dgraph.engine.served import Served, Summary, summarise
 from dgraph.engine.stats import EngineStats
+from dgraph.engine.tickets import Submission
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.optimized import Optimized
@@ -111,19 +112,22 @@ def serve_load(
     count = done = 0
     try:
         while done < len(requests):
-            with engine.together():
-                while count < len(requests):
-                    request = requests[count]
-                    if len(names) >= clients if clients else begin + request.arrival > engine.clock():
-                        break
-                    names[count] = engine.submit(
-                        prompts[count],
-                        replace(chosen, max_new_tokens=request.new),
-                        sink=_end_to(ended, count),
-                        priority=request.priority,
-                        index=count,
-                    )
-                    count += 1
+            asked: list[Submission] = []
+            while count < len(requests):
+                request = requests[count]
+                if len(names) + len(asked) >= clients if clients else begin + request.arrival > engine.clock():
+                    break
+                one = Submission(
+                    prompt=prompts[count],
+                    decoding=replace(chosen, max_new_tokens=request.new),
+                    sink=_end_to(ended, count),
+                    priority=request.priority,
+                    index=count,
+                )
+                asked.append(one)
+                count += 1
+            if asked:
+                names |= zip(range(count - len(asked), count), engine.submit_all(asked), strict=True)
             wait = None
             if count < len(requests) and not clients:
                 wait = max(0.0, begin + requests[count].arrival - engine.clock())

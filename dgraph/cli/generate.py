@@ -203,6 +203,7 @@ def _watched(
     optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
 ) -> tuple[list[str], list[Run]]:
     """Continue prompts in an engine, which tells of every step; texts, and how each came about."""
+    from dgraph.engine.tickets import Submission
     from dgraph.viewer import Run
 
     told: list[list[Event]] = [[] for _ in prompts]
@@ -226,9 +227,12 @@ def _watched(
         if not engine.leads:
             engine.join()
             raise typer.Exit
-        with engine.together():
-            for index, prompt in enumerate(prompts):
-                engine.submit(prompt, decoding, sink=sink_of(told[index]), draft=True, index=index)
+        engine.submit_all(
+            [
+                Submission(prompt=prompt, decoding=decoding, sink=sink_of(told[index]), draft=True, index=index)
+                for index, prompt in enumerate(prompts)
+            ]
+        )
         for done in range(len(prompts)):
             tell(f"decoding: {done} of {len(prompts)} prompts")
             last = ended.get()

@@ -77,7 +77,7 @@ class Driver:
         self._told: _Told | None = None
         self._resumes = by_block and session.recommit and not session.lasting
 
-    # -- what callers' threads do, under the engine's lock -------------------------------------------------------------
+    # -- before a request is taken: in callers' threads, without the engine's lock -------------------------------------
 
     def check(self, chosen: Decoding) -> None:
         """Raises `InputError` for a decoding that the model cannot be served with."""
@@ -87,11 +87,6 @@ class Driver:
     def fits(self, ticket: Ticket) -> None:
         """Raises `InputError` for a request that would never fit."""
         self.scheduler.check(self._job(ticket))
-
-    def take(self, ticket: Ticket) -> None:
-        """Queue a request that `fits`."""
-        self.scheduler.submit(self._job(ticket), ticket.times.arrived)
-        self.tickets[ticket.number] = ticket
 
     def ticket(
         self,
@@ -109,6 +104,11 @@ class Driver:
         return Ticket(name, number, request, sink, writer, draft, priority, request, times)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def take(self, ticket: Ticket) -> None:
+        """Queue a request that `fits`."""
+        self.scheduler.submit(self._job(ticket), ticket.times.arrived)
+        self.tickets[ticket.number] = ticket
 
     def plan(self, cancelled: Sequence[int], now: float | None = None) -> Plan:
         """Decide what the next step is to do; what was cancelled is gone from it.

@@ -8,8 +8,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import ChainMap
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from dgraph.engine.loop import EngineClosed, Loop
 from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.tickets import Sink
+from dgraph.engine.tickets import Sink, Submission, Ticket
 from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
@@ -103,11 +104,37 @@ class Engine:
             EngineBusy: the queue is full.
             EngineClosed: the engine was closed.
         """
-        self._open()  # first: another rank need not look at what it is not asked
-        for what, number in (("priority", priority), ("index", index)):  # else they would fail in the engine's thread
+        one = Submission(
+            prompt=prompt,
+            decoding=Decoding.of(decoding, settings),
+            sink=sink,
+            canvas=canvas,
+            request_id=request_id,
+            priority=priority,
+            draft=draft,
+            index=index,
+        )
+        (name,) = self.submit_all([one])
+        return name
+
+    def submit_all(self, several: Sequence[Submission]) -> list[str]:
+        """Queue requests at once, all of them or, where this raises, none; their ids. No step is planned with some of
+        them before the rest has come, and the engine goes on while they are checked.
+
+        Raises what `submit` does, and `InputError` for more than may ever wait.
+        """
+        self._check_room(len(several))  # first: nobody need look at what is not taken
+        return self._queue(several, [self._ticket(one) for one in several])
+
+    def _ticket(self, one: Submission) -> Ticket:
+        """A request that can be served, without an id; raises what `submit` does for one that cannot. Many of these
+        take their time, so nobody holds the lock here.
+        """
+        numbers = (("priority", one.priority), ("index", one.index))  # else they would fail in the engine's thread
+        for what, number in numbers:
             if type(number) is not int or not -(1 << 31) <= number < 1 << 31:
                 raise InputError(f"{what} must be a whole number of 32 bits, got {number!r}.")
-        chosen = Decoding.of(decoding, settings).for_model(self.spec)
+        chosen = one.decoding.for_model(self.spec)
         if chosen.stop and self.tokenizer is None:
             raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
         block = self._driver.shape.block
@@ -121,9 +148,9 @@ class Engine:
                 f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
                 f"Optimized.generate, or leave it at 0."
             )
-        given = self._encode(prompt) if isinstance(prompt, str) else prompt
+        given = self._encode(one.prompt) if isinstance(one.prompt, str) else one.prompt
         (ids,) = check_request(self.spec, [given], replace(chosen, block_length=block), None)
-        (fixed,) = check_canvases(self.spec, [canvas], 1, chosen)
+        (fixed,) = check_canvases(self.spec, [one.canvas], 1, chosen)
         room = self.max_tokens
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(
@@ -132,25 +159,28 @@ class Engine:
                 f"shorten the prompt, or ask for fewer."
             )
         self._driver.check(chosen)
-        with self._wake:
-            self._open()
-            number = next(self._numbers)
-            name = self._name(number) if request_id is None else request_id
-            if name in self._ids:
-                raise InputError(f"request id {name!r} is in use by a request that has not ended; choose another.")
-            request = Request.of(ids, chosen, index, fixed, self.spec)
-            ticket = self._driver.ticket(name, number, request, self._telling(sink), draft, priority)
-            self._driver.fits(ticket)
-            self._check_queue(1)
-            self._ids[name] = number
-            self._loop.inbox.append(ticket)
-            self._wake.notify()
-        return name
+        request = Request.of(ids, chosen, one.index, fixed, self.spec)
+        sink = self._telling(one.sink)
+        ticket = self._driver.ticket("", next(self._numbers), request, sink, one.draft, one.priority)
+        self._driver.fits(ticket)
+        return ticket
 
-    def _name(self, number: int) -> str:
-        """An id that no request has."""
-        names = (f"request-{number}{more}" for more in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
-        return next(name for name in names if name not in self._ids)
+    def _queue(self, several: Sequence[Submission], tickets: Sequence[Ticket]) -> list[str]:
+        """Give requests their ids, and give them to the engine, all or none."""
+        with self._wake:
+            self._check_room(len(tickets))
+            ids = ChainMap({}, self._ids)
+            for one, ticket in zip(several, tickets, strict=True):
+                ticket.id = _name(ticket.number, ids) if one.request_id is None else one.request_id
+                if ticket.id in ids:
+                    raise InputError(
+                        f"request id {ticket.id!r} is in use by a request that has not ended; choose another."
+                    )
+                ids[ticket.id] = ticket.number
+            self._ids |= ids.maps[0]
+            self._loop.inbox += tickets
+            self._wake.notify()
+        return [ticket.id for ticket in tickets]
 
     def _telling(self, sink: Sink) -> Sink:
         """A sink whose last event frees the id, and which cannot stop the engine."""
@@ -167,21 +197,6 @@ class Engine:
                 self._unheard(event)
 
         return tell
-
-    @contextmanager
-    def together(self, count: int = 0) -> Iterator[None]:
-        """What is submitted within is there at once: no step is planned with some of it before the rest has come. The
-        engine waits meanwhile, so nothing else belongs here.
-
-        Args:
-            count: requests that must find a place in the queue, so that either all of them are taken or none.
-
-        Raises:
-            EngineBusy: it has not as many places now; InputError: it never has.
-        """
-        with self._wake:
-            self._check_queue(count)
-            yield
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
@@ -338,18 +353,35 @@ class Engine:
         Raises:
             InputError: what cannot be asked. EngineBusy: the queue is full. EngineClosed: the engine was closed.
         """
-        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
-        question = Question.of(self.spec, ids, labels, before, after, self.max_tokens)
-        with self._wake:
-            self._open()
-            self._check_queue(1)
-            answer = self._questions.ask(question)
-            self._wake.notify()
+        (answer,) = self.decide_all([(prompt, labels)], before=before, after=after)
         return answer
 
-    def _check_queue(self, count: int) -> None:
-        """Raises what `Scheduler.check_queue` does."""
-        self._driver.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
+    def decide_all(
+        self,
+        several: Sequence[tuple[str | Sequence[int], Sequence[Sequence[int]]]],
+        *,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> list[Answer]:
+        """Ask several questions at once, a prompt and labels each; see `decide`. All of them are queued or, where this
+        raises, none.
+        """
+        self._check_room(len(several))
+        questions = []
+        for prompt, labels in several:
+            ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            questions.append(Question.of(self.spec, ids, labels, before, after, self.max_tokens))
+        with self._wake:
+            self._check_room(len(questions))
+            answers = [self._questions.ask(question) for question in questions]
+            self._wake.notify()
+        return answers
+
+    def _check_room(self, count: int) -> None:
+        """Raises what `submit` does where so many cannot be queued now, whatever they are."""
+        with self._wake:
+            self._open()
+            self._driver.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -462,6 +494,12 @@ class Engine:
             raise EngineClosed(f"the engine has stopped: {loop.dead}") from loop.dead
         if loop.closing or not loop.thread.is_alive():
             raise EngineClosed("the engine is closed; make another one.")
+
+
+def _name(number: int, taken: Container[str]) -> str:
+    """An id that no request has."""
+    names = (f"request-{number}{more}" for more in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+    return next(name for name in names if name not in taken)
 
 
 def _to(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Sink:

@@ -168,9 +168,7 @@ def _ask(body: DecisionRequest, model: ServedModel, settings: ServeSettings, ans
     for one in asked:
         check_prompt(one.prompt, "input", settings)
     after = engine.spec.eos_ids[:1]  # so that an answer ends where its label does
-    with engine.together(len(asked)):
-        for one in asked:
-            answers.append(engine.decide(one.prompt, one.labels, after=after))
+    answers += engine.decide_all([(one.prompt, one.labels) for one in asked], after=after)
     return asked
 
 

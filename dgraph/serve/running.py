@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.events import Event
 from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.tickets import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, not_now, unavailable
@@ -64,28 +65,22 @@ class Running:
     def _begin(self, translate: Callable[[ServedModel], Order], mailbox: Mailbox) -> None:
         engine = self.model.engine
         self.order = order = translate(self.model)
-        for decoding in dict.fromkeys(order.decodings):
-            engine.prepare(decoding)
         self.left = len(order.prompts) * order.choices
-        with engine.together(self.left):
-            try:
-                for index in range(self.left):
-                    prompt = index // order.choices
-                    self.names.append(
-                        engine.submit(
-                            order.prompts[prompt],
-                            order.decodings[prompt],
-                            sink=mailbox.to(self._putting(index)),
-                            canvas=order.canvas,
-                            index=index,
-                            draft=order.draft,
-                        )
-                    )
-            except BaseException:
-                self.cancel()
-                raise
-            if self._cancelled.is_set():  # while this thread was on its way
-                self.cancel()
+        self.names = engine.submit_all(
+            [
+                Submission(
+                    prompt=order.prompts[index // order.choices],
+                    decoding=order.decodings[index // order.choices],
+                    sink=mailbox.to(self._putting(index)),
+                    canvas=order.canvas,
+                    index=index,
+                    draft=order.draft,
+                )
+                for index in range(self.left)
+            ]
+        )
+        if self._cancelled.is_set():  # while this thread was on its way
+            self.cancel()
 
     def _putting(self, index: int) -> Callable[[Event], None]:
         def put(event: Event) -> None:

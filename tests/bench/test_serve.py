@@ -6,8 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.events import Event, Usage
 from dgraph.engine.load import Request
 from dgraph.engine.served import Served
+from dgraph.engine.tickets import Submission
 from dgraph.errors import InputError
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding
@@ -122,13 +122,12 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     class Late:
         def __init__(self) -> None:
             self.clock, self.stats, self.policy = lambda: float(clock()), stats, "fcfs"
-            self.together = nullcontext
 
-        def submit(self, prompt: Any, decoding: Decoding, *, sink: Any, **rest: Any) -> str:
-            now = self.clock()
-            served = Served(now, now, now, now, decoding.max_new_tokens)
-            sink(Event("a", "", (), (), (), Usage(1, 1), finish_reason="length", served=served))
-            return "a"
+        def submit_all(self, several: Sequence[Submission]) -> list[str]:
+            (one,), now = several, self.clock()
+            served = Served(now, now, now, now, one.decoding.max_new_tokens)
+            one.sink(Event("a", "", (), (), (), Usage(1, 1), finish_reason="length", served=served))
+            return ["a"]
 
     late: Any = Late()
     (served,) = serve_load(late, [Request(0.0, 1, 4)], [[5]]).served

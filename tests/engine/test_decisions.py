@@ -111,7 +111,7 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
         ):
             with pytest.raises(InputError, match=message):
                 engine.decide(prompt, labels, **more)
-        with engine.together():  # the engine waits meanwhile
+        with engine._wake:  # the engine waits meanwhile
             asked = [engine.decide([1], [[2], [3]]) for _ in range(2)]
             with pytest.raises(EngineBusy, match="2 requests wait, of 2 that may"):
                 engine.decide([1], [[2]])
@@ -123,7 +123,6 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
 
 def test_an_engine_that_closes_tells_who_waits(made: Optimized) -> None:
     engine = made.engine(max_sequences=2, max_tokens=64)
-    with engine.together():
-        kept = engine.decide([1], LABELS)
+    kept = engine.decide([1], LABELS)
     engine.close(drain=True)
     assert len(kept.result(0)) == len(LABELS)

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.events import Event
+from dgraph.engine.tickets import Submission, Ticket
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
@@ -256,6 +258,66 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         assert last(events).finish_reason == "length"
     assert len(served.engine.generate([[n] for n in range(9)], max_new_tokens=3)) == 9, "a call waits for its place"
     served.engine.close()
+
+
+def several(events: queue.SimpleQueue[Event], count: int = 3, **more: Any) -> list[Submission]:
+    """Requests that are given at once."""
+    decoding = Decoding(max_new_tokens=2, ignore_eos=True)
+    return [Submission(prompt=[n + 1], decoding=decoding, sink=events.put, **more) for n in range(count)]
+
+
+def test_the_engine_goes_on_while_requests_are_checked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, fits = queue.SimpleQueue[Event](), served.engine._driver.fits
+    checking, ended = threading.Event(), threading.Event()
+
+    def patient(ticket: Ticket) -> None:
+        checking.set()
+        assert ended.wait(WAIT)
+        fits(ticket)
+
+    served.hold()
+    running = served.submit()
+    assert served.gate.begun.wait(WAIT)
+    monkeypatch.setattr(served.engine._driver, "fits", patient)
+    caller = threading.Thread(target=served.engine.submit_all, args=(several(events),))
+    caller.start()
+    assert checking.wait(WAIT)
+    served.gate.open.set()
+    assert last(running).finish_reason == "length"
+    assert events.empty()
+    ended.set()
+    caller.join(WAIT)
+    served.engine.close(drain=True)
+    assert served.engine.stats.finished == {"length": 4}
+
+
+@pytest.mark.parametrize(
+    ("count", "wrong", "message"),
+    [
+        (3, {"prompt": [99]}, "token 0 is 99, outside the vocabulary"),
+        (3, {"request_id": "mine"}, "request id 'mine' is in use"),
+        (4, {}, "4 requests at once are more than the 3 that may wait"),
+    ],
+)
+def test_requests_at_once_are_all_taken_or_none(count: int, wrong: dict[str, Any], message: str) -> None:
+    served, events = Served(max_sequences=1, queue=3), queue.SimpleQueue[Event]()
+    served.hold()
+    running = served.submit()
+    assert served.gate.begun.wait(WAIT)
+    first, *others = several(events, count)
+    with pytest.raises(InputError, match=message):
+        served.engine.submit_all([replace(first, request_id="mine"), *others[:-1], replace(others[-1], **wrong)])
+    assert served.engine.stats.waiting == 0
+    assert not served.engine.cancel("mine"), "what was refused left nothing"
+    names = served.engine.submit_all([replace(first, request_id="mine"), first])
+    assert names[0] == "mine" != names[1]
+    with pytest.raises(EngineBusy, match="2 requests wait, of 3 that may"):
+        served.engine.submit_all([first, first])
+    assert served.engine.stats.waiting == 2
+    served.gate.open.set()
+    assert last(running).finish_reason == "length"
+    served.engine.close(drain=True)
+    assert served.engine.stats.finished == {"length": 3}
 
 
 def test_requests_from_many_threads_never_exceed_the_queue_nor_stop_the_engine() -> None:

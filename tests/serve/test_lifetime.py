@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dgraph.engine.tickets import Ticket
 from dgraph.errors import InputError
 from dgraph.serve.host import Host, address, bind
 from dgraph.serve.settings import ServeSettings
@@ -76,6 +77,29 @@ def test_all_choices_are_taken_or_none(http: httpx.Client, held: Held) -> None:
         held.gate.open.set()
         assert [each.result().status_code for each in (*running, one)] == [200, 200]
     assert len(complete(http, "abc", n=2).json()["choices"]) == 2
+
+
+def test_choices_hold_nobody_up_while_they_are_checked(
+    http: httpx.Client, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, checking, ended = held.engine._driver.fits, threading.Event(), threading.Event()
+
+    def patient(ticket: Ticket) -> None:
+        checking.set()
+        assert ended.wait(WAIT)
+        fits(ticket)
+
+    held.hold()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(complete, http, "abc", **LONG)
+        assert held.gate.begun.wait(WAIT)
+        monkeypatch.setattr(held.engine._driver, "fits", patient)
+        many = pool.submit(complete, http, "abc", n=2)
+        assert checking.wait(WAIT)
+        held.gate.open.set()
+        assert running.result().status_code == 200
+        ended.set()
+        assert many.result().status_code == 200
 
 
 def test_a_stream_says_that_it_is_there(http: httpx.Client, held: Held) -> None:
