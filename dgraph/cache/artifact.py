@@ -62,7 +62,7 @@ def write(folder: Path, key: str, files: Mapping[str, bytes]) -> None:
 
 
 def read(folder: Path, digest: str) -> Artifact:
-    """Read an entry and check every byte.
+    """Read an entry and check every byte. If another takes its place meanwhile, that one is read.
 
     Args:
         folder: of the entry.
@@ -72,6 +72,16 @@ def read(folder: Path, digest: str) -> Artifact:
         FileNotFoundError: there is no such entry.
         Damaged: it is not what its manifest says, or not for this key.
     """
+    while True:
+        before = folder.stat().st_ino
+        try:
+            return _read(folder, digest)
+        except Damaged:
+            if folder.stat().st_ino == before:
+                raise
+
+
+def _read(folder: Path, digest: str) -> Artifact:
     listed = _listed(folder)
     try:
         present = {p.name for p in folder.iterdir()} - {MANIFEST}

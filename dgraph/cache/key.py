@@ -75,7 +75,7 @@ class Key:
         name = ""
         for line in text.split("\n")[:-1]:
             if line.startswith("  "):
-                inputs[name].append(line[2:])
+                inputs.setdefault(name, []).append(line[2:])
             else:
                 name, _, value = line.partition(":")
                 inputs[name] = [value[1:]] if value else []

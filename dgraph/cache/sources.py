@@ -16,7 +16,9 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from pkgutil import iter_modules
 
-_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n;]+)", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]+(\((?:#[^\n]*|[^)#])*\)|(?:\\\n|[^\n;])+)", re.MULTILINE
+)
 _FOR_TYPES = re.compile(r"^if TYPE_CHECKING:[^\n]*\n(?:[ \t]+[^\n]*\n|\n)+", re.MULTILINE)
 _ASIDE = re.compile(r"#[^\n]*|\bas[ \t]+\w+")
 

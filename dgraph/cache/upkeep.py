@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -76,8 +78,13 @@ def entries(store: Store) -> list[Entry]:
 
 
 def total(store: Store) -> int:
-    """Bytes of everything in a store."""
-    return sum(p.stat().st_size for p in store.root.rglob("*") if p.is_file())
+    """Bytes of everything in a store, less what other processes remove meanwhile."""
+    size = 0
+    for folder, _, names in os.walk(store.root):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(folder, name)).st_size
+    return size
 
 
 def entry(store: Store, prefix: str) -> Entry:
@@ -156,7 +163,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
                     continue
                 _take(store, opened, digest, members)
                 taken.append(digest)
-    except (zipfile.BadZipFile, Damaged, RuntimeError, EOFError) as error:  # RuntimeError: encrypted
+    except (zipfile.BadZipFile, zlib.error, Damaged, RuntimeError, EOFError) as error:  # RuntimeError: encrypted
         raise CacheError(f"{file} is not an intact export: {error}.") from None
     except OSError as error:
         raise CacheError(f"{file} cannot be imported: {error.strerror or error}.") from None

@@ -47,6 +47,7 @@ def test_a_key_comes_back_from_its_text() -> None:
         assert dict(Key.of_text(key.text).inputs) == dict(key.inputs)
         assert Key.of_text(key.text).digest == key.digest
     assert len(made().digest) == 64
+    assert dict(Key.of_text("  not a key\n").inputs) == {"": "not a key"}, "of a damaged entry"
 
 
 def test_the_same_things_make_the_same_key() -> None:
@@ -166,19 +167,23 @@ def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "a": "import torch, outsider.b as b  # and more\nfrom . import c\nfrom dgraph.ops import (rope,\n  op_of as f)",
         "b": "def f():\n    from outsider.deep.d import g\n    from .. import above",
         "c": "if TYPE_CHECKING:\n    from outsider.e import E\n\nfrom outsider.none import x",
+        "d": "import torch, \\\n  outsider.f\nfrom . import (  # (a)\n  g,\n)",
         "deep/__init__": "",
-        "deep/d": "raise RuntimeError('it is not imported for this')",
+        "deep/d": "from outsider import d\nraise RuntimeError('it is not imported for this')",
         "e": "",
+        "f": "",
+        "g": "",
     }
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     found = sources.sources(["outsider.a"])
     mine = [name for name in found if name.startswith("outsider")]
-    assert mine == ["outsider/a.py", "outsider/b.py", "outsider/c.py", "outsider/deep/d.py"]
+    names = ("a", "b", "c", "d", "deep/d", "f", "g")
+    assert mine == [f"outsider/{name}.py" for name in names]
     assert {"dgraph/ops/rope.py", "dgraph/ops/registry.py", "dgraph/ops/__init__.py"} <= found.keys()
     assert not [name for name in found if name.startswith(("dgraph/api", "dgraph/__init__", "torch"))]
-    assert sources.modules_beside("outsider.a") == ("outsider.a", "outsider.b", "outsider.c", "outsider.e")
+    assert sources.modules_beside("outsider.a") == tuple(f"outsider.{name}" for name in "abcdefg")
     assert sources.modules_beside("alone") == ("alone",)
 
 

@@ -177,6 +177,25 @@ def test_an_entry_that_vanishes_while_it_is_read_is_not_damaged(store: Store, mo
     assert folders(store) == []
 
 
+def test_an_entry_that_is_replaced_while_it_is_read_is_not_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = filled(store, "a")
+    read_bytes, longer = Path.read_bytes, {**FILES, "kernel0.so": b"longer" * 100}
+    replaced: list[bool] = []
+
+    def replaced_first(path: Path) -> bytes:
+        if path.name == "kernel0.so" and not replaced:
+            replaced.append(Store(store.root).put(a, longer, replace=True))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", replaced_first)
+    found = store.find(a)
+    assert found is not None
+    assert dict(found.files) == longer
+    assert folders(store) == [a.digest]
+
+
 def fails(code: int) -> Callable[..., None]:
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,22 @@ def test_check_sets_damaged_entries_aside(store: Store) -> None:
     assert [e.damaged for e in upkeep.entries(store)] == [False, True]
 
 
+def test_the_total_is_of_what_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _ = filled(store, "a", "b")
+    size = sum(e.size for e in upkeep.entries(store) if e.digest != a.digest)
+    assert upkeep.total(store) == sum(e.size for e in upkeep.entries(store))
+    scandir = os.scandir
+
+    def removed_then(path: Any) -> Any:
+        """As where another process removes an entry after it was listed."""
+        if str(path).endswith(a.digest):
+            shutil.rmtree(store.entries / a.digest, ignore_errors=True)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_then)
+    assert upkeep.total(store) == size
+
+
 def test_export_and_import(store: Store, tmp_path: Path) -> None:
     a, b = filled(store, "a", "b")
     file = tmp_path / "artifacts.zip"
@@ -79,6 +97,13 @@ def test_nothing_damaged_is_exported_or_imported(store: Store, tmp_path: Path) -
     with zipfile.ZipFile(file, "w") as out:  # its own checksums are right, the manifest's are not
         for path in (store.entries / a.digest).iterdir():
             out.writestr(f"{a.digest}/{path.name}", path.read_bytes() + b"\n")
+    with pytest.raises(CacheError, match="is not an intact export"):
+        upkeep.import_(other, file, trust=True)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:  # packed again by somebody, then damaged
+        out.write(store.entries / a.digest / "key.txt", f"{a.digest}/key.txt")
+        begin = out.infolist()[0].header_offset + 30 + len(f"{a.digest}/key.txt")
+    content = file.read_bytes()
+    file.write_bytes(content[:begin] + b"\xff" * 8 + content[begin + 8 :])
     with pytest.raises(CacheError, match="is not an intact export"):
         upkeep.import_(other, file, trust=True)
     file.write_bytes(b"no zip")
