@@ -124,7 +124,20 @@ class Engine:
         Raises what `submit` does, and `InputError` for more than may ever wait.
         """
         self._check_room(len(several))  # first: nobody need look at what is not taken
-        return self._queue(several, [self._ticket(one) for one in several])
+        return self._queue(several, self._tickets(several))
+
+    async def submit_async(self, several: Sequence[Submission]) -> list[str]:
+        """The same from an event loop, which goes on meanwhile: requests are checked in another thread, where a long
+        prompt takes its time to read, and the first request of its kind compiles. Who is cancelled while he waits has
+        asked for nothing.
+
+        Raises what `submit_all` does.
+        """
+        self._check_room(len(several))
+        return self._queue(several, await asyncio.to_thread(self._tickets, several))
+
+    def _tickets(self, several: Sequence[Submission]) -> list[Ticket]:
+        return [self._ticket(one) for one in several]
 
     def _ticket(self, one: Submission) -> Ticket:
         """A request that can be served, without an id; raises what `submit` does for one that cannot. Many of these
@@ -225,14 +238,6 @@ class Engine:
             self._mailboxes[loop] = Mailbox(loop, self._unheard)
         return self._mailboxes[loop]
 
-    def prepare(self, decoding: Decoding) -> None:
-        """Lower now what requests that are decoded so need, which the first of them would wait for.
-
-        Raises:
-            InputError: a decoding that the model cannot be served with.
-        """
-        self._driver.check(decoding)
-
     async def stream(
         self,
         prompt: str | Sequence[int],
@@ -250,18 +255,17 @@ class Engine:
         Raises what `submit` does before the first event, and the request's own error in the place of the last one.
         """
         events = asyncio.Queue[Event]()
-        sink = self.mailbox().to(events.put_nowait)
-        name = self.submit(
-            prompt,
-            decoding,
-            sink=sink,
+        one = Submission(
+            prompt=prompt,
+            decoding=Decoding.of(decoding, settings),
+            sink=self.mailbox().to(events.put_nowait),
             canvas=canvas,
             request_id=request_id,
             priority=priority,
             draft=draft,
             index=index,
-            **settings,
         )
+        (name,) = await self.submit_async([one])
         number, ended = self._ids.get(name), False
         try:
             while not ended:

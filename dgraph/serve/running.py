@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.events import Event
-from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.tickets import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
@@ -42,45 +40,40 @@ class Running:
         self.names: list[str] = []
         self.left = 0
         self.gone = False
-        self._cancelled = threading.Event()
+        self._cancelled = False
 
     async def begin(self, translate: Callable[[ServedModel], Order]) -> None:
         """Read a request, and give all of its choices to the engine, or none.
 
-        Both happen in a thread: a long prompt takes its time to read, and the first request of its kind compiles.
+        It is read in a thread, as the engine checks it in one: a long text takes its time.
 
         Raises:
             Refusal: it cannot be served, or not now.
         """
         try:
-            await asyncio.to_thread(self._begin, translate, self.model.engine.mailbox())
+            self.order = await asyncio.to_thread(translate, self.model)
+            self.left = len(self.order.prompts) * self.order.choices
+            self.names = await self.model.engine.submit_async(self._submissions())
         except (EngineBusy, EngineClosed) as error:
             raise not_now(error) from None
         except (InputError, UnknownName) as error:
             raise refused(error) from None
-        except asyncio.CancelledError:
+        if self._cancelled:  # meanwhile
             self.cancel()
-            raise
 
-    def _begin(self, translate: Callable[[ServedModel], Order], mailbox: Mailbox) -> None:
-        engine = self.model.engine
-        self.order = order = translate(self.model)
-        self.left = len(order.prompts) * order.choices
-        self.names = engine.submit_all(
-            [
-                Submission(
-                    prompt=order.prompts[index // order.choices],
-                    decoding=order.decodings[index // order.choices],
-                    sink=mailbox.to(self._putting(index)),
-                    canvas=order.canvas,
-                    index=index,
-                    draft=order.draft,
-                )
-                for index in range(self.left)
-            ]
-        )
-        if self._cancelled.is_set():  # while this thread was on its way
-            self.cancel()
+    def _submissions(self) -> list[Submission]:
+        order, mailbox = self.order, self.model.engine.mailbox()
+        return [
+            Submission(
+                prompt=order.prompts[index // order.choices],
+                decoding=order.decodings[index // order.choices],
+                sink=mailbox.to(self._putting(index)),
+                canvas=order.canvas,
+                index=index,
+                draft=order.draft,
+            )
+            for index in range(self.left)
+        ]
 
     def _putting(self, index: int) -> Callable[[Event], None]:
         def put(event: Event) -> None:
@@ -96,7 +89,7 @@ class Running:
 
     def cancel(self) -> None:
         """End what has not ended, before the engine's next step."""
-        self._cancelled.set()
+        self._cancelled = True
         for name in self.names:
             self.model.engine.cancel(name)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -371,6 +371,38 @@ def test_streams_of_many_requests_at_once() -> None:
         assert [draft.offset for draft in drafts] == sorted(draft.offset for draft in drafts)
     other.engine.close()
     assert not served.engine.alive
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_event_loop_goes_on_while_what_a_stream_needs_is_compiled(
+    served: Served, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """Who leaves meanwhile has asked for nothing."""
+    went_on, compiling, compiled = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(decodings: Sequence[Decoding]) -> None:
+        if not compiled.is_set():
+            compiling.set()
+            assert went_on.wait(WAIT)
+            compiled.set()
+
+    async def follow() -> list[Event]:
+        return [event async for event in served.engine.stream([1, 2], max_new_tokens=9, ignore_eos=True)]
+
+    async def both() -> list[Event]:
+        following = asyncio.create_task(follow())
+        assert await asyncio.to_thread(compiling.wait, WAIT)
+        if leaves:
+            following.cancel()
+        went_on.set()
+        (found,) = await asyncio.gather(following, return_exceptions=True)
+        assert isinstance(found, asyncio.CancelledError if leaves else list)
+        return found if isinstance(found, list) else []
+
+    monkeypatch.setattr(served.engine._driver, "_prepare", slowly)
+    assert bool(asyncio.run(both())) != leaves
+    served.engine.close(drain=True)
+    assert served.engine.stats.finished == ({} if leaves else {"length": 1})
 
 
 def test_leaving_a_stream_cancels_it(served: Served) -> None:
