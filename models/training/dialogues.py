@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from dgraph.families import ChatTokenizer
 
 from .conversion import Base
 from .pairs import Pair
+from .sampling import Writer
 
 FILE = "dialogues.jsonl"
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 512
 """Longest turns. A prompt that is not over by then is thrown away, a response kept up to there."""
 GIVE_UP_AFTER = 20
 """Batches in a row without a new dialogue after which there are taken to be no more."""
-PROMPT_TEMPERATURE, RESPONSE_TEMPERATURE, TOP_P = 1.0, 0.7, 0.95
+PROMPT_TEMPERATURE, RESPONSE_TEMPERATURE = 1.0, 0.7
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ def write(
         rows: dialogues of a batch.
 
     Raises:
-        InputError: the base has no chat template, the prompts do not last, or none of `GIVE_UP_AFTER` batches has a
-            dialogue that is new and ends.
+        InputError: the base has no chat template or a sliding window, the prompts do not last, or none of
+            `GIVE_UP_AFTER` batches has a dialogue that is new and ends.
     """
-    frame = frame_of(base.tokenizer)
+    frame, writer = frame_of(base.tokenizer), Writer(base)
+    generator = torch.Generator(base.model.device)
     lines = _whole_lines(path)
     seen = {line["prompt"] for line in lines}
     done, first = len(lines), 1 + max((line["batch"] for line in lines), default=-1)
@@ -99,9 +102,8 @@ def write(
             tell(min(done, total))
             if done >= total or time.monotonic() >= until:
                 break
-            with torch.random.fork_rng(devices=[base.model.device] if base.model.device.type == "cuda" else []):
-                torch.manual_seed((seed << 32) + number)
-                made = _batch(base, frame, prompts, number, rows)
+            generator.manual_seed(random.Random(f"dialogues {seed} {number}").getrandbits(63))
+            made = _batch(writer, frame, prompts, number, rows, generator)
             new = [pair for pair in made if pair.prompt not in seen][: total - done]
             for pair in new:
                 file.write(json.dumps({**pair._asdict(), "batch": number}) + "\n")
@@ -118,11 +120,13 @@ def write(
     return done
 
 
-def _batch(base: Base, frame: Frame, prompts: Sequence[str] | None, number: int, rows: int) -> list[Pair]:
+def _batch(
+    writer: Writer, frame: Frame, prompts: Sequence[str] | None, number: int, rows: int, generator: torch.Generator
+) -> list[Pair]:
     """The dialogues of a batch."""
-    tokenizer = base.tokenizer
+    tokenizer, end = writer.base.tokenizer, writer.base.eos_ids[0]
     if prompts is None:
-        turns = _turns(base, [frame.before] * rows, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE)
+        turns = _turns(writer, [frame.before] * rows, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE, generator)
         asked = [tokenizer.decode(turn.ids).strip() for turn in turns if turn.ended]
     else:
         asked = list(prompts[number * rows : (number + 1) * rows])
@@ -132,32 +136,17 @@ def _batch(base: Base, frame: Frame, prompts: Sequence[str] | None, number: int,
     if not asked:
         return []
     began = [tokenizer.encode(prompt) for prompt in asked]
-    answers = _turns(base, began, base.eos_ids[0], RESPONSE_TOKENS, RESPONSE_TEMPERATURE)
+    answers = _turns(writer, began, end, RESPONSE_TOKENS, RESPONSE_TEMPERATURE, generator)
     texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     found = zip(asked, texts, answers, strict=True)
     return [Pair(prompt, text, answer.ended) for prompt, text, answer in found if text]
 
 
-@torch.inference_mode()
-def _turns(base: Base, began: Sequence[list[int]], stop: int, most: int, temperature: float) -> list[Turn]:
+def _turns(
+    writer: Writer, began: Sequence[list[int]], stop: int, most: int, temperature: float, generator: torch.Generator
+) -> list[Turn]:
     """How each row of ids goes on, for at most so many tokens."""
-    device, width = base.model.device, max(map(len, began))
-    ids = torch.full((len(began), width), stop, device=device)
-    there = torch.zeros_like(ids)
-    for row, given in enumerate(began):
-        ids[row, width - len(given) :], there[row, width - len(given) :] = torch.tensor(given, device=device), 1
-    made = base.model.generate(
-        input_ids=ids,
-        attention_mask=there,
-        max_new_tokens=most,
-        do_sample=True,
-        temperature=temperature,
-        top_p=TOP_P,
-        top_k=0,
-        eos_token_id=stop,
-        pad_token_id=stop,
-    )
-    rows = made[:, width:].tolist()
+    rows = writer.write(began, stop, most, temperature, generator)
     return [Turn(row[: row.index(stop)], True) if stop in row else Turn(row, False) for row in rows]
 
 

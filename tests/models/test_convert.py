@@ -20,11 +20,12 @@ from dgraph.models.tokenizer import read_tokenizer
 from models.training import ablate, convert, dialogues, low_rank
 from models.training.adopted import Adopted
 from models.training.checkpoint import write_folder
-from models.training.conversion import Base, Conversion, Settings, divide, documents_of, load_base, write_model
+from models.training.conversion import Conversion, Settings, divide, documents_of, load_base, write_model
 from models.training.convert import Folder, train
 from models.training.data import BLOCK, PROMPT, RESPONSE
 from models.training.objective import dense_mask, next_token
 from models.training.pairs import Pair, read_pairs
+from models.training.sampling import Writer
 from tests.models.test_training import small_batch
 
 MASK = "<|mask|>"
@@ -254,27 +255,30 @@ def test_dialogues_go_on_where_they_were_cut_off(folder: Path, tmp_path: Path, m
     assert dialogues.write(base, again, 10, rows=4) == 10
     assert again.read_text() == file.read_text()
     assert dialogues.write(base, again, 4) == 10
+    dialogues.write(base, tmp_path / "other.jsonl", 10, rows=4, seed=1)
+    assert (tmp_path / "other.jsonl").read_text() != file.read_text()
     with pytest.raises(InputError, match="2 prompts do not make so many"):
         dialogues.write(base, tmp_path / "c.jsonl", 4, ["a b", "c d"], rows=2)
-    monkeypatch.setattr(dialogues, "_turns", lambda base, began, *_: [dialogues.Turn([], False)] * len(began))
+    monkeypatch.setattr(dialogues, "_turns", lambda writer, began, *_: [dialogues.Turn([], False)] * len(began))
     with pytest.raises(InputError, match="wrote nothing new that ends"):
         dialogues.write(base, tmp_path / "d.jsonl", 4)
 
 
-def _counted(base: Base, began: list[list[int]], stop: int, most: int, temperature: float) -> list[dialogues.Turn]:
+def _counted(
+    writer: Writer, began: list[list[int]], stop: int, most: int, temperature: float, generator: torch.Generator
+) -> list[dialogues.Turn]:
     """A turn of a drawn number for each, as a model's; every other response goes on."""
-    texts = [f"turn {int(torch.randint(10**6, ()))}" for _ in began]
-    is_prompt = most == dialogues.PROMPT_TOKENS
-    return [
-        dialogues.Turn(base.tokenizer.encode_text(text), is_prompt or row % 2 == 0) for row, text in enumerate(texts)
-    ]
+    texts = [f"turn {int(torch.randint(10**6, (), generator=generator))}" for _ in began]
+    encode, is_prompt = writer.base.tokenizer.encode_text, most == dialogues.PROMPT_TOKENS
+    return [dialogues.Turn(encode(text), is_prompt or row % 2 == 0) for row, text in enumerate(texts)]
 
 
 def test_a_turn_ends_with_its_stop_token_and_is_the_one_that_is_likely(folder: Path) -> None:
     """At a temperature of almost zero the rows of a padded batch are what each is alone."""
     base = load_base(str(folder))
     began = [[3, 9, 8, 7], [3, 9]]
-    together = dialogues._turns(base, began, stop=11, most=6, temperature=1e-4)
+    writer, generator = Writer(base), torch.Generator()
+    together = dialogues._turns(writer, began, 11, 6, 1e-4, generator)
     for row, given in enumerate(began):
         made: list[int] = []
         while len(made) < 6 and 11 not in made:
@@ -282,7 +286,7 @@ def test_a_turn_ends_with_its_stop_token_and_is_the_one_that_is_likely(folder: P
         ended = 11 in made
         assert together[row] == dialogues.Turn(made[: made.index(11)] if ended else made, ended)
     stop = int(base.model(input_ids=torch.tensor([began[0]])).logits[0, -1].argmax())
-    assert dialogues._turns(base, began, stop, most=6, temperature=1e-4)[0] == dialogues.Turn([], True)
+    assert dialogues._turns(writer, began, stop, 6, 1e-4, generator)[0] == dialogues.Turn([], True)
 
 
 def test_the_command_goes_on_and_says_what_is_missing(
