@@ -291,5 +291,6 @@ class Conversion:
 
     def _inputs(self, batch: Batch, settings: Settings, noise: Noise, number: int) -> Inputs:
         """What is learnt from a batch, its masks drawn by the seed and the number."""
-        self.generator.manual_seed((settings.seed << 32) + number)
+        # Hashed, since a CPU's generator looks at 32 bits of a seed.
+        self.generator.manual_seed(random.Random(f"masks {settings.seed} {number}").getrandbits(63))
         return learnt_from(batch.to(self.trainer.device), settings, noise, self.generator)

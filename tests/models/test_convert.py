@@ -95,6 +95,17 @@ def test_a_run_that_is_continued_makes_the_weights_of_one_that_is_not(
     assert whole.held_out_loss() == part.held_out_loss() != conversion(folder, settings).held_out_loss()
 
 
+def test_another_seed_draws_other_masks(folder: Path) -> None:
+    batch, drawn = None, []
+    for seed in (0, 1, 0):
+        settings = replace(SMALL, seed=seed)
+        made = conversion(folder, settings)
+        batch = batch or made.data[0]
+        drawn.append(made._inputs(batch, settings, settings.noise(2), 3).input_ids)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["block_causal", "low rank", "bidirectional"])
 def test_on_a_gpu_flex_attention_and_compilation_train_as_dense_masks_do(variant: str, tmp_path: Path) -> None:
