@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
-from dgraph.serve.decisions import DecisionRequest, decide
+from dgraph.serve.decisions import Deciding, DecisionRequest
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
@@ -132,8 +132,14 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, me
         """How probable given answers are, in one forward for each question."""
         model = lifetime.model(body.model)
         request.scope["record"].facts["model"] = model.id
-        with metrics.of(model.id).taking():
-            return JSONResponse(await decide(body, model, settings, request.receive))
+        deciding = Deciding(body, model, settings)
+        lifetime.enter(deciding)
+        try:
+            with metrics.of(model.id).taking():
+                await deciding.begin()
+            return JSONResponse(await deciding.answer(request.receive))
+        finally:
+            lifetime.leave(deciding)
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:

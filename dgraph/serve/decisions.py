@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.types import Receive
 
-from dgraph.engine.engine import Engine, EngineClosed
+from dgraph.engine.engine import EngineClosed
+from dgraph.engine.questions import Answer
 from dgraph.errors import EngineBusy, InputError
 from dgraph.serve.protocol import Lenient, Name, Text
-from dgraph.serve.refusal import Refusal, bad_field, not_now
+from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.translate import check_prompt, text_of
@@ -105,71 +106,90 @@ class Asked:
     labels: list[list[int]]
 
 
-async def decide(
-    body: DecisionRequest, model: ServedModel, settings: ServeSettings, receive: Receive
-) -> dict[str, Any]:
-    """The answers to all questions.
+class Deciding:
+    """One client's questions while the engine works on them.
 
     Args:
         body: the request.
         model: who answers.
         settings: how long a prompt may be.
-        receive: of the connection, whose end cancels what has not been answered.
-
-    Raises:
-        Refusal: a question that cannot be asked, or not now.
     """
-    answers: list[Any] = []
-    watch = asyncio.create_task(_leaving(receive, answers))
-    try:
-        asked = await asyncio.to_thread(_ask, body, model, settings, answers)
-        if watch.done():  # the client has left meanwhile
-            raise GONE
-        found = [await answer for answer in answers]
-    except (EngineBusy, EngineClosed) as error:
-        raise not_now(error) from None
-    except InputError as error:
-        raise bad_field("questions", str(error)) from None
-    except asyncio.CancelledError:
-        if watch.done():
-            raise GONE from None
-        raise
-    finally:
-        watch.cancel()
-        for answer in answers:
+
+    def __init__(self, body: DecisionRequest, model: ServedModel, settings: ServeSettings):
+        self._body, self._model, self._settings = body, model, settings
+        self._asked: list[Asked] = []
+        self._answers: list[Answer] = []
+        self._gone = self._cancelled = False
+
+    async def begin(self) -> None:
+        """Read the questions, and give all of them to the engine, or none.
+
+        Raises:
+            Refusal: one that cannot be asked, or not now.
+        """
+        try:
+            await asyncio.to_thread(self._ask)
+        except (EngineBusy, EngineClosed) as error:
+            raise not_now(error) from None
+        except InputError as error:
+            raise bad_field("questions", str(error)) from None
+        if self._cancelled:  # meanwhile
+            self.cancel()
+
+    def _ask(self) -> None:
+        model = self._model
+        asked = [_asked(self._body, question, model) for question in self._body.questions]
+        for one in asked:
+            check_prompt(one.prompt, "input", self._settings)
+        after = model.engine.spec.eos_ids[:1]  # so that an answer ends where its label does
+        self._asked, labelled = asked, [(one.prompt, one.labels) for one in asked]
+        self._answers = model.engine.decide_all(labelled, after=after)
+
+    async def answer(self, receive: Receive) -> dict[str, Any]:
+        """The answers to all questions. receive: of the connection, whose end cancels what has not been answered.
+
+        Raises:
+            Refusal: they will not be answered.
+        """
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            found = [await answer for answer in self._answers]
+        except EngineClosed as error:
+            raise not_now(error) from None
+        except asyncio.CancelledError:
+            if self._gone:
+                raise GONE from None
+            if self._cancelled:
+                raise shut_down() from None
+            raise
+        finally:
+            watch.cancel()
+            self.cancel()
+        asked, tokens = self._asked, sum(len(one.prompt) for one in self._asked)
+        return {
+            "object": "decision",
+            "model": self._model.id,
+            "answers": [_told(one.question, probabilities) for one, probabilities in zip(asked, found, strict=True)],
+            "usage": {
+                "input_tokens": tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": 0,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": tokens,
+            },
+        }
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what has not been answered."""
+        self._cancelled = True
+        for answer in self._answers:
             answer.cancel()
-    tokens = sum(len(one.prompt) for one in asked)
-    return {
-        "object": "decision",
-        "model": model.id,
-        "answers": [_told(one.question, probabilities) for one, probabilities in zip(asked, found, strict=True)],
-        "usage": {
-            "input_tokens": tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": tokens,
-        },
-    }
-
-
-async def _leaving(receive: Receive, answers: Sequence[Any]) -> None:
-    """Cancel what is asked when the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    for answer in answers:
-        answer.cancel()
-
-
-def _ask(body: DecisionRequest, model: ServedModel, settings: ServeSettings, answers: list[Any]) -> list[Asked]:
-    """Give all questions to the engine, or none; `answers` gets what it will say."""
-    engine: Engine = model.engine
-    asked = [_asked(body, question, model) for question in body.questions]
-    for one in asked:
-        check_prompt(one.prompt, "input", settings)
-    after = engine.spec.eos_ids[:1]  # so that an answer ends where its label does
-    answers += engine.decide_all([(one.prompt, one.labels) for one in asked], after=after)
-    return asked
 
 
 def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: ServedModel) -> Asked:

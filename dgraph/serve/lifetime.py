@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 from dgraph.engine.engine import Engine
 from dgraph.serve.refusal import Refusal, unavailable
-from dgraph.serve.running import Running
 from dgraph.serve.served_model import ServedModel
 
 LOADING_RETRY = 5.0
 """Seconds after which a client asks again of a server that loads."""
 LAST_WORDS = 2.0
 """Seconds for requests that were ended to say so to their clients."""
+
+
+class Running(Protocol):
+    """A request of any kind that is being answered."""
+
+    def cancel(self) -> None:
+        """End it; it says so to its client, and leaves."""
 
 
 class Lifetime:

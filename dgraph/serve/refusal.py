@@ -58,6 +58,11 @@ def unavailable(message: str, code: str, retry_after: float | None = None) -> Re
     return Refusal(503, message, code=code, retry_after=retry_after)
 
 
+def shut_down() -> Refusal:
+    """A request that had not ended when the time for that was over."""
+    return unavailable("the server is shutting down, and ended this request.", "cancelled")
+
+
 def not_now(error: EngineBusy | EngineClosed) -> Refusal:
     """An engine that takes no requests now, or never again."""
     if isinstance(error, EngineBusy):

@@ -11,7 +11,7 @@ from dgraph.engine.events import Event
 from dgraph.engine.tickets import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
-from dgraph.serve.refusal import Refusal, not_now, unavailable
+from dgraph.serve.refusal import Refusal, not_now, shut_down, unavailable
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order, refused
 
@@ -97,7 +97,7 @@ class Running:
 def failed(event: Event) -> Refusal | None:
     """What a client is told of a choice that ended as none should; None for one that is well."""
     if event.finish_reason == "cancelled":
-        return unavailable("the server is shutting down, and ended this request.", "cancelled")
+        return shut_down()
     if event.finish_reason != "error":
         return None
     if isinstance(event.error, EngineClosed):

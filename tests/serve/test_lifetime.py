@@ -15,6 +15,7 @@ import pytest
 
 from dgraph.engine.tickets import Ticket
 from dgraph.errors import InputError
+from dgraph.runtime.scoring import Scorer
 from dgraph.serve.host import Host, address, bind
 from dgraph.serve.settings import ServeSettings
 from tests.serve.asking import chunks_of, complete, refused
@@ -186,6 +187,42 @@ def test_what_does_not_end_in_time_is_ended(second: bool) -> None:
             *_, error = chunks_of(answer.read().decode())
         assert error["error"]["code"] == "cancelled"
         assert server.live.join()
+
+
+def decide(http: httpx.Client) -> httpx.Response:
+    """Two questions, of which the second waits for the first."""
+    question = {"type": "predicate", "instructions": "Is it so?"}
+    return http.post("/v1/decisions", json={"input": "abc", "questions": [question] * 2})
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_decisions_are_drained_as_other_requests_are(in_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Held(max_tokens=64) as held, httpx.Client(base_url=held.live.url, timeout=WAIT) as http:
+        host = held.live.host
+
+        def score(self: Scorer, question: object) -> list[float]:
+            held.gate.begun.set()
+            assert held.gate.open.wait(WAIT)
+            return [0.25, 0.75]
+
+        monkeypatch.setattr(Scorer, "__call__", score)
+        host._shutdown_timeout = WAIT if in_time else 0.1
+        held.hold()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(decide, http)
+            assert held.gate.begun.wait(WAIT)
+            held.live.signal()
+            assert until(lambda: host.lifetime.draining)
+            assert refused(decide(http), 503)["code"] == "draining"
+            assert not host.should_exit, "while a decision is on its way"
+            (deciding,) = host.lifetime._running
+            assert until(lambda: in_time or deciding._cancelled)  # type: ignore[attr-defined]
+            held.gate.open.set()
+            if in_time:
+                assert [answer["probability"] for answer in running.result().json()["answers"]] == [0.25] * 2
+            else:
+                assert refused(running.result(), 503)["code"] == "cancelled"
+        assert held.live.join()
 
 
 def test_an_engine_that_dies_says_so_to_everybody(
