@@ -116,9 +116,10 @@ def known(source: Source, store: Store | None = None) -> Compiled | None:
     key = source.key
     with _LOCK:
         found = _COMPILED.get(key.digest) or _load(key, source, store, lambda what: None)
-        if found is not None:
-            _COMPILED[key.digest] = found
-        return found
+        if found is None:
+            return None
+        _COMPILED[key.digest] = found
+        return Compiled(found.function, found.files, stored=store is not None and key in store)
 
 
 def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], None]) -> Compiled | None:

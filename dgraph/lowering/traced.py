@@ -173,9 +173,10 @@ class TraceCompiler:
     ) -> tuple[Traced, RegionFunction] | None:
         try:
             traced = trace(function, inputs)
-            found = known(traced.source, self.store)
-            if found is None and ahead:
+            if ahead:
                 found = compiled(traced.source, self.store, lambda doing: self._tell(f"{doing} {name}"))
+            else:
+                found = known(traced.source, self.store)
         except Exception as error:  # whatever a function of somebody else makes of being traced
             reason = str(error).partition("\n")[0] or type(error).__name__
             if (name, reason) not in self.refused:

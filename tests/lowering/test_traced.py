@@ -143,6 +143,28 @@ def test_nothing_is_compiled_unless_it_is_asked_for_ahead(monkeypatch: pytest.Mo
     assert TraceCompiler().function("turning", turn, inputs(), "key", ahead=False) is not None, "in this process"
 
 
+def test_what_was_compiled_for_no_store_is_stored_for_later_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgraph.lowering.inductor._COMPILED", {})
+    TraceCompiler().function("turning", turn, inputs(), "key", ahead=True)
+    store = Store(tmp_path / "cache")
+    assert TraceCompiler(store).function("turning", turn, inputs(), "key", ahead=True) is not None
+    monkeypatch.setattr("dgraph.lowering.inductor._COMPILED", {})
+    later = TraceCompiler(store)
+    assert later.function("turning", turn, inputs(), "key", ahead=False) is not None
+    assert (later.compiled, later.loaded) == ([], ["turning"])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_an_earlier_object_compiled_counts_as_loaded(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    monkeypatch.setattr("dgraph.lowering.inductor._COMPILED", {})
+    TraceCompiler().function("turning", turn, inputs(), "key", ahead=True)
+    later = TraceCompiler()
+    assert later.function("turning", turn, inputs(), "key", ahead=ahead) is not None
+    assert (later.compiled, later.loaded) == ([], ["turning"])
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
