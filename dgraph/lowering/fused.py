@@ -116,11 +116,12 @@ def _is_layer(linear: object, total: Node) -> bool:
 
 
 def _ends_in(stream: object, linear: Node, total: Node) -> bool:
-    """Whether it is a stream that nothing reads after the sum, and nothing shares the memory of."""
+    """Whether it is a stream that nothing reads after the sum, and nothing shares the memory of; of the dtype that the
+    layer gives, since products add up in one dtype alone."""
     if not isinstance(stream, Node) or stream.target not in _FRESH:
         return False
-    value, result = stream.meta["val"], total.meta["val"]
-    if value.shape != result.shape or value.dtype != result.dtype:
+    value, product, result = (node.meta["val"] for node in (stream, linear, total))
+    if value.shape != result.shape or not value.dtype == product.dtype == result.dtype:
         return False
     above = ancestors(args_of(linear)[:1], stop=[stream])
     return all(user is total or (user in above and not _may_alias(user)) for user in stream.users)

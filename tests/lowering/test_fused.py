@@ -142,6 +142,19 @@ def test_not_where_the_stream_or_the_product_is_needed(change: Callable[[Hand, N
     assert not sums_of(block(change))
 
 
+def test_not_where_a_stream_is_wider_than_the_product() -> None:
+    """Torch adds products to what is of their dtype."""
+    hand = Hand()
+    h, w = hand.input("h", "N", WIDTH), hand.weight("w", WIDTH, WIDTH, dtype=torch.bfloat16)
+    stream = hand.call(aten.add.Tensor, h, h)
+    x = hand.call(aten.to.dtype, hand.call(aten.relu.default, stream), torch.bfloat16)
+    graph = hand.returns(**plain(hand, stream, hand.call(aten.linear.default, x, w)))
+    assert not sums_of(graph)
+    value = torch.randn(5, WIDTH)
+    got = lower(graph, fused=True)({"h": value.clone()}, 5).outputs["y"]
+    torch.testing.assert_close(got, interpret(graph, {"h": value})["y"])
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_not_with_a_bias_nor_where_the_stream_is_multiplied_itself(biased: bool) -> None:
     hand = Hand()
