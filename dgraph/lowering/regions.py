@@ -99,7 +99,14 @@ def region_text(graph: Graph, region: Region) -> str:
     """A region's identity: types of its inputs, ops and arguments by number, outputs; no names, no weights' values."""
     numbers: dict[Node, str] = {}
     symbols: dict[str, str] = {}
+    there = _sizes_of(graph, region)
     lines = [f"device {graph.device.type}"]
+
+    def size_of(text: str) -> str:
+        name, plus, offset = text.partition("+")
+        if plus and name in there:
+            return f"{size_of(name)}+{offset}"
+        return symbols.setdefault(text, f"s{len(symbols)}")
 
     def type_of(value: Any) -> str:
         if isinstance(value, (tuple, list)):
@@ -109,7 +116,7 @@ def region_text(graph: Graph, region: Region) -> str:
         dims = []
         for size in value.shape:
             text = graph.symbols.text(size)
-            dims.append(text if isinstance(size, int) else symbols.setdefault(text, f"s{len(symbols)}"))
+            dims.append(text if isinstance(size, int) else size_of(text))
         return f"{DTYPES.get(value.dtype, value.dtype)}[{', '.join(dims)}]"
 
     for node in region.inputs:
@@ -134,6 +141,12 @@ def _inlined(region: Region) -> tuple[Callable[..., Any], ...]:
     """References of the ops that `_module` replaces by them."""
     ops = (op_of(node.target) for node in region.nodes)
     return tuple(dict.fromkeys(op.reference for op in ops if op is not None))
+
+
+def _sizes_of(graph: Graph, region: Region) -> set[str]:
+    """Every size of an input, as text."""
+    values = (node.meta["val"] for node in region.inputs)
+    return {graph.symbols.text(size) for value in values if isinstance(value, Tensor) for size in value.shape}
 
 
 def _own_size(size: str, there: Collection[str]) -> str:
@@ -170,7 +183,7 @@ def _module(graph: Graph, region: Region, typed: bool = True) -> torch.fx.GraphM
 def _type(graph: Graph, region: Region, mapping: Mapping[Node, Node]) -> None:
     """Give the nodes that a region's became their types."""
     sizes = Symbols(large=graph.device.type == "cuda")
-    texts = {graph.symbols.text(size) for node in region.inputs for size in node.meta["val"].shape}
+    texts = _sizes_of(graph, region)
     for node in region.inputs:
         value = node.meta["val"]
         shape = [s if isinstance(s, int) else _own_size(graph.symbols.text(s), texts) for s in value.shape]

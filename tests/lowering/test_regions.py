@@ -41,6 +41,14 @@ def text_of(graph: Graph) -> str:
     return region_text(graph, region)
 
 
+def pair(first: str, second: str) -> Graph:
+    """Two values, doubled by one region."""
+    hand = Hand()
+    halves = hand.input("x", first), hand.input("y", second)
+    x, y = (hand.call(aten.relu.default, hand.call(aten.mul.Tensor, half, 2.0)) for half in halves)
+    return hand.returns(x=x, y=y)
+
+
 # -- identity ----------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +193,18 @@ def test_a_region_that_was_compiled_for_one_size_is_refused(forgetful: None, mon
     graph = small()
     with pytest.raises(LoweringError, match="Inductor cannot compile this region: wrong size"):
         RegionCompiler("inductor").function(graph, regions_of(graph)[0])
+
+
+def test_a_size_and_one_more_are_not_two_sizes(forgetful: None) -> None:
+    """A function that was compiled for [b] and [b+1] takes no other pair of sizes."""
+    compiler = RegionCompiler("inductor")
+    for sizes, counts in ((("b", "b+1"), (3, 4)), (("b", "N"), (3, 9)), (("b+1", "N"), (4, 9))):
+        graph = pair(*sizes)
+        function = compiler.function(graph, regions_of(graph)[0])
+        x, y = function(*map(torch.ones, counts))
+        assert (x.tolist(), y.tolist()) == ([2.0] * counts[0], [2.0] * counts[1])
+    assert compiler.reused == 1
+    assert text_of(pair("b", "b+1")) == text_of(pair("K", "K+1"))
 
 
 def test_a_region_may_know_a_symbol_in_a_sum_only(forgetful: None) -> None:
