@@ -15,7 +15,7 @@ from dgraph.engine.load import Request, arrivals
 from dgraph.engine.policies import SchedulePolicy
 from dgraph.engine.served import Served, Summary, summarise
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.tickets import Submission
+from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.optimized import Optimized

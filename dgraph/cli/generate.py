@@ -203,7 +203,7 @@ def _watched(
     optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
 ) -> tuple[list[str], list[Run]]:
     """Continue prompts in an engine, which tells of every step; texts, and how each came about."""
-    from dgraph.engine.tickets import Submission
+    from dgraph.engine.submission import Submission
     from dgraph.viewer import Run
 
     told: list[list[Event]] = [[] for _ in prompts]

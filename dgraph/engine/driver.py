@@ -67,7 +67,7 @@ class Driver:
         prepare: Callable[[Sequence[Decoding]], None],
     ):
         self.session, self.shape, self.scheduler, self.clock = session, shape, scheduler, clock
-        self.by_block, self.prefix, self._tokenizer, self._prepare = by_block, prefix, tokenizer, prepare
+        self.by_block, self.prefix, self.tokenizer, self._prepare = by_block, prefix, tokenizer, prepare
         self.tickets: dict[int, Ticket] = {}
         self.totals, self.stages = Totals(), StageCounts()
         self._batch: Batch | None = None
@@ -76,6 +76,11 @@ class Driver:
         self._orders: list[int] | None = None
         self._told: _Told | None = None
         self._resumes = by_block and session.recommit and not session.lasting
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of a request, prompt and response together."""
+        return self.shape.columns - (0 if self.session.spec.aligned else self.shape.block)
 
     # -- before a request is taken: in callers' threads, without the engine's lock -------------------------------------
 
@@ -99,7 +104,7 @@ class Driver:
         arrived: float | None = None,
     ) -> Ticket:
         """A request as a ticket. arrived: seconds on the clock by which it is scheduled; None for now."""
-        writer = Writer(self._tokenizer, request.decoding.stop, request.decoding.min_tokens)
+        writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens)
         times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
         return Ticket(name, number, request, sink, writer, draft, priority, request, times)
 

@@ -11,7 +11,6 @@ import weakref
 from collections import ChainMap
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -21,11 +20,11 @@ from dgraph.engine.loop import EngineClosed, Loop
 from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.tickets import Sink, Submission, Ticket
+from dgraph.engine.submission import Submission
+from dgraph.engine.tickets import Sink, Ticket
 from dgraph.errors import EngineBusy, InputError
-from dgraph.runtime.checks import canvases_of, check_canvases, check_request
+from dgraph.runtime.checks import canvases_of
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.requests import Request
 from dgraph.runtime.scoring import Question
 from dgraph.runtime.stops import Decoder
 
@@ -143,36 +142,7 @@ class Engine:
         """A request that can be served, without an id; raises what `submit` does for one that cannot. Many of these
         take their time, so nobody holds the lock here.
         """
-        numbers = (("priority", one.priority), ("index", one.index))  # else they would fail in the engine's thread
-        for what, number in numbers:
-            if type(number) is not int or not -(1 << 31) <= number < 1 << 31:
-                raise InputError(f"{what} must be a whole number of 32 bits, got {number!r}.")
-        chosen = one.decoding.for_model(self.spec)
-        if chosen.stop and self.tokenizer is None:
-            raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
-        block = self._driver.shape.block
-        if chosen.block_length not in (None, block):
-            raise InputError(
-                f"this engine decodes blocks of {block} tokens, got block_length={chosen.block_length}; make an engine "
-                f"with that block_length, or leave it out."
-            )
-        if chosen.sampling.cfg_scale > 0:
-            raise InputError(
-                f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
-                f"Optimized.generate, or leave it at 0."
-            )
-        given = self._encode(one.prompt) if isinstance(one.prompt, str) else one.prompt
-        (ids,) = check_request(self.spec, [given], replace(chosen, block_length=block), None)
-        (fixed,) = check_canvases(self.spec, [one.canvas], 1, chosen)
-        room = self.max_tokens
-        if len(ids) + chosen.max_new_tokens > room:
-            raise InputError(
-                f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
-                f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens); "
-                f"shorten the prompt, or ask for fewer."
-            )
-        self._driver.check(chosen)
-        request = Request.of(ids, chosen, one.index, fixed, self.spec)
+        request = one.checked(self._driver, self._encode)
         sink = self._telling(one.sink)
         ticket = self._driver.ticket("", next(self._numbers), request, sink, one.draft, one.priority)
         self._driver.fits(ticket)
@@ -429,8 +399,7 @@ class Engine:
     @property
     def max_tokens(self) -> int:
         """Positions of a request, prompt and response together."""
-        shape = self._driver.shape
-        return shape.columns - (0 if self.spec.aligned else shape.block)
+        return self._driver.max_tokens
 
     @property
     def clock(self) -> Callable[[], float]:

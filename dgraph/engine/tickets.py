@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dgraph.engine.events import Event
 from dgraph.engine.served import Served
 from dgraph.engine.writer import Writer
-from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
 
 Sink = Callable[[Event], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """What a caller asks an engine for; see `Engine.submit`."""
-
-    prompt: str | Sequence[int]
-    decoding: Decoding
-    sink: Sink
-    canvas: Sequence[int | None] | None = None
-    request_id: str | None = None
-    priority: int = 0
-    draft: bool = False
-    index: int = 0
 
 
 @dataclass(eq=False)

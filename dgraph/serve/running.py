@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.events import Event
-from dgraph.engine.tickets import Submission
+from dgraph.engine.submission import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, not_now, shut_down, unavailable

@@ -22,7 +22,7 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.events import Event, Usage
 from dgraph.engine.load import Request
 from dgraph.engine.served import Served
-from dgraph.engine.tickets import Submission
+from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding

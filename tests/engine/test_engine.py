@@ -16,7 +16,8 @@ from torch import Tensor
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.events import Event
-from dgraph.engine.tickets import Submission, Ticket
+from dgraph.engine.submission import Submission
+from dgraph.engine.tickets import Ticket
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession

@@ -1,0 +1,67 @@
+"""What a caller asks an engine for, and whether that can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dgraph.engine.driver import Driver
+from dgraph.engine.tickets import Sink
+from dgraph.errors import InputError
+from dgraph.runtime.checks import check_canvases, check_request
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One request of a caller; see `Engine.submit`."""
+
+    prompt: str | Sequence[int]
+    decoding: Decoding
+    sink: Sink
+    canvas: Sequence[int | None] | None = None
+    request_id: str | None = None
+    priority: int = 0
+    draft: bool = False
+    index: int = 0
+
+    def checked(self, driver: Driver, encode: Callable[[str], list[int]]) -> Request:
+        """The request that it is; compiles what it needs unless that was done.
+
+        Args:
+            driver: serves it.
+            encode: ids of a text.
+
+        Raises:
+            InputError: a prompt or a setting that cannot be used.
+        """
+        numbers = (("priority", self.priority), ("index", self.index))  # else they would fail in the engine's thread
+        for what, number in numbers:
+            if type(number) is not int or not -(1 << 31) <= number < 1 << 31:
+                raise InputError(f"{what} must be a whole number of 32 bits, got {number!r}.")
+        spec, block, room = driver.session.spec, driver.shape.block, driver.max_tokens
+        chosen = self.decoding.for_model(spec)
+        if chosen.stop and driver.tokenizer is None:
+            raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
+        if chosen.block_length not in (None, block):
+            raise InputError(
+                f"this engine decodes blocks of {block} tokens, got block_length={chosen.block_length}; make an engine "
+                f"with that block_length, or leave it out."
+            )
+        if chosen.sampling.cfg_scale > 0:
+            raise InputError(
+                f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
+                f"Optimized.generate, or leave it at 0."
+            )
+        given = encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        (ids,) = check_request(spec, [given], replace(chosen, block_length=block), None)
+        (fixed,) = check_canvases(spec, [self.canvas], 1, chosen)
+        if len(ids) + chosen.max_new_tokens > room:
+            raise InputError(
+                f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
+                f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens); "
+                f"shorten the prompt, or ask for fewer."
+            )
+        driver.check(chosen)
+        return Request.of(ids, chosen, self.index, fixed, spec)
