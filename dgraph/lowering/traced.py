@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dgraph.cache.store import Store
 from dgraph.errors import LoweringError, warn
-from dgraph.lowering.inductor import RegionFunction, Source, compiled, known
+from dgraph.lowering.inductor import Compiled, RegionFunction, Source, compiled, known
 from dgraph.private.torch import copy_all, tracing
 from dgraph.shapes import DTYPES, Symbols
 
@@ -173,6 +173,7 @@ class TraceCompiler:
     ) -> tuple[Traced, RegionFunction] | None:
         try:
             traced = trace(function, inputs)
+            found: Compiled | None
             if ahead:
                 found = compiled(traced.source, self.store, lambda doing: self._tell(f"{doing} {name}"))
             else:
