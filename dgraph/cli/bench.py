@@ -13,7 +13,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli import workload
 from dgraph.cli.bench_serve import serve
-from dgraph.cli.output import ERR, complain, print_json, print_table, print_text, status, writes
+from dgraph.cli.output import ERR, check_file, complain, print_json, print_table, print_text, status, writes
 from dgraph.cli.ranks import ranks
 from dgraph.errors import DgraphError, InputError
 
@@ -174,8 +174,7 @@ def record(
 
     if out is None:
         raise InputError("--out is missing; name the file that the trace is written to.")
-    if not out.resolve().parent.is_dir():
-        raise InputError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+    check_file("--out", out)
     options = given.recipe_options(recipe, option, kv_dtype)
     for name, value in (("--prompts", prompts), ("--tokens", tokens)):
         if value < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import ERR, complain, print_json, print_table, print_text, status
+from dgraph.cli.output import ERR, check_file, complain, print_json, print_table, print_text, status
 from dgraph.errors import InputError, UnknownName
 from dgraph.settings import named
 
@@ -141,8 +141,8 @@ def evaluate(
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
     for name, path in (("--out", out), ("--plot", plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InputError(f"{name} {path} cannot be written: there is no folder {path.parent}.")
+        if path is not None:
+            check_file(name, path)
     questions = _questions(model, data, task or [], count, seed)
     if plot is not None:
         written.check(questions)

@@ -94,11 +94,7 @@ def check_page(file: str) -> None:
     Raises:
         InputError: as `write_page`.
     """
-    path = Path(file)
-    if path.is_dir():
-        raise InputError(f"--html {file} cannot be written: it is a folder.")
-    if not path.parent.is_dir():
-        raise InputError(f"--html {file} cannot be written: there is no folder {path.parent}.")
+    check_file("--html", Path(file))
 
 
 def write_page(file: str, text: str) -> None:
@@ -107,12 +103,33 @@ def write_page(file: str, text: str) -> None:
     Raises:
         InputError: the file cannot be written.
     """
+    write_file("--html", Path(file), text)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse now what `write_file` could not write after all the work.
+
+    Raises:
+        InputError: it is a folder, or in none.
+    """
+    if path.is_dir():
+        raise InputError(f"{option} {path} cannot be written: it is a folder.")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file that an option asks for.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     if not writes():
         return
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--html {file} cannot be written: {error.strerror}.") from None
+        raise InputError(f"{option} {path} cannot be written: {error.strerror}.") from None
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

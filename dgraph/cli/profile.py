@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import plain, print_table, print_text, status
+from dgraph.cli.output import check_file, plain, print_table, print_text, status, write_file
 from dgraph.cli.units import size_text
 from dgraph.errors import InputError
 
@@ -66,8 +66,8 @@ def profile(
     from dgraph.engine.profile import profile as run
 
     options, facts, limit = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), _size(memory)
-    if json is not None and not json.resolve().parent.is_dir():
-        raise InputError(f"--json {json} cannot be written: there is no folder {json.parent}.")
+    if json is not None:
+        check_file("--json", json)
     if shape and facts:
         raise InputError("--fact is for a model; a published shape has its own.")
     for name, value in (("--rows", rows), ("--logit-rows", logit_rows), ("--sequences", sequences)):
@@ -91,7 +91,7 @@ def profile(
     _show(found)
     if json is not None:
         text = jsonlib.dumps(plain(_facts(found)), indent=1, allow_nan=False)
-        json.write_text(f"{text}\n", encoding="utf-8")
+        write_file("--json", json, f"{text}\n")
 
 
 def _size(text: str | None) -> int | None:

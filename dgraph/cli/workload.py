@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import plain, writes
+from dgraph.cli.output import check_file, plain, write_file
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="
 def check_files(numbers: Path | None, plot: Path | None) -> None:
     """Raises `InputError` where results could not be written at the end."""
     for option, path in (("--json", numbers), ("--plot", plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InputError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+        if path is not None:
+            check_file(option, path)
     if plot is not None:
         from dgraph.bench.report import check_plot
 
@@ -51,9 +51,8 @@ def check_files(numbers: Path | None, plot: Path | None) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write results."""
-    if writes():
-        path.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Write results. Raises `InputError` where that cannot be done."""
+    write_file("--json", path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def device_of(name: str | None) -> torch.device:

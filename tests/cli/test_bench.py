@@ -177,6 +177,7 @@ def test_bench_refuses_a_trace_of_another_block(run: Run, folder: Path, trace: P
 RECORD = [
     ((), ("--out is missing",)),
     (("--out", "no/such/trace.json"), ("--out no/such/trace.json cannot be written",)),
+    (("--out", "."), ("--out . cannot be written: it is a folder",)),
     (("--out", "t.json", "--threshold", 0), ("threshold is a probability in (0, 1], got 0",)),
     (("--out", "t.json", "--prompts", 0), ("--prompts must be at least 1",)),
     (("--out", "t.json"), ("comes with no held-out prompts",)),

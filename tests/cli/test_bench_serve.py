@@ -78,6 +78,7 @@ def test_clients_and_a_trace(run: Run, folder: Path) -> None:
         (("--policy", "static", "--policy", "lucky"), "unknown scheduling policy 'lucky'"),
         (("--kv", "much"), "--kv is a size such as 500M or 4G, got 'much'."),
         (("--json", "nowhere/out.json"), "--json nowhere/out.json cannot be written: there is no folder nowhere."),
+        (("--json", "."), "--json . cannot be written: it is a folder."),
         (("--trace", "none.jsonl"), "trace none.jsonl"),
         (("--weights", "int3"), "unknown format of weights 'int3'"),
         (("--arrivals", "never"), "arrivals are poisson, gamma:CV or constant, got 'never'."),

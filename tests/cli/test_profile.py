@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,23 @@ def test_memory_by_what_has_it(run: Run, folder: Path, tmp_path: Path) -> None:
     assert CostModel.read(tmp_path / "p.json") == CostModel.fit(found.steps)
 
 
+def test_what_cannot_be_written_is_said_after_what_was_found(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def full(path: Path, *args: Any, **options: Any) -> int:
+        if path.name == "p.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run("profile", folder, "-r", "dense", "--rows", 64, "--backend", "eager", "--json", "p.json")
+    assert "keys and values" in result.stdout
+    assert result.exit_code == 2
+    assert result.stderr == "error: --json p.json cannot be written: No space left on device.\n"
+
+
 def test_what_does_not_fit_is_said(run: Run, folder: Path) -> None:
     result = run("profile", folder, "-r", "dense", "--rows", 64, "--memory", 1000, "--backend", "eager")
     assert result.exit_code == 0, result.stderr
@@ -63,6 +82,7 @@ def test_sizes_that_are_none(text: str) -> None:
         (("--logit-rows", 0), "--logit-rows must be at least 1, got 0"),
         (("--rows", 3), "rows=3: a step has room for a block of"),
         (("--json", "no/where.json"), "--json no/where.json cannot be written: there is no folder no"),
+        (("--json", "."), "--json . cannot be written: it is a folder"),
         (("--shape", "--fact", "block_length=4"), "a published shape has its own"),
     ],
 )
