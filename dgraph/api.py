@@ -158,7 +158,7 @@ def optimize(
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = None
-    if how.tune and code_store is not None and on_gpu:
+    if how.tune and compiled and on_gpu:  # on every rank, whether its store can be used or not
         tuning = Tuning(graph.device, code_store, tell, ranks=ranks_of(graph.sharding))
     kernels = Kernels(target_of(graph.device), code_store, tell)
     kernels.prepare()

@@ -39,7 +39,8 @@ class Tuning:
 
     Args:
         device: of the programs.
-        store: where choices are stored; without one nothing is timed, since every process would time anew.
+        store: where choices are stored; without one nothing is timed, since every process would time anew. Of ranks it is
+            that of rank 0 which counts: another may have none.
         tell: called with what is being timed, for display.
         timer: replaced in tests, where there is no device.
         ranks: who holds the model together. Rank 0 times, and the others take its choices: a product that all of them
@@ -71,8 +72,8 @@ class Tuning:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside of the block, programs time the shapes that they meet and have no choice for."""
-        self.is_open = self.store is not None
+        """Inside of the block, programs time the shapes that they meet and have no choice for. Every rank enters it."""
+        self.is_open = self._ranks.exchange(self.store is not None)[0]
         try:
             yield
         finally:
@@ -101,9 +102,9 @@ class Tuning:
         A tiling that fails is left out with its reason. Where all fail, the default is taken, for this process alone.
         """
         missing = [shape for shape in shapes if shape not in self.found.get(op, {})]
-        if not missing or self.store is None:
+        if not missing:
             return
-        if not self._ranks.rank:
+        if self.store is not None and not self._ranks.rank:
             self._tune(op, missing, self.store)
         self.agree()
 

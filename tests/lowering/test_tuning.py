@@ -114,6 +114,23 @@ def test_ranks_take_what_rank_0_has_timed(tmp_path: Path) -> None:
     assert {shape for _, shape, _ in clocks[1].asked} == {OTHER}
 
 
+@pytest.mark.parametrize("stored", [0, 1])
+def test_a_rank_without_a_store_takes_part(tmp_path: Path, stored: int) -> None:
+    """Its own could not be used, say; without rank 0's nothing is timed."""
+    clock = Clock({3: 0.25})
+
+    def function(rank: int) -> Any:
+        store = Store(tmp_path) if rank == stored else None
+        tuning = Tuning(CPU, store, timer=clock, ranks=group_of("tp"))
+        with tuning.opened():
+            if tuning.is_open:
+                tuning.tune(OP, [SHAPE])
+        with tuning.choices.in_use():
+            return chosen(OP, SHAPE)
+
+    assert ranks(2, function) == [None if stored else candidates()[3]] * 2
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_second_process_times_nothing(store: Store) -> None:
     first = tuned(store, Clock({3: 0.25}), SHAPE, OTHER)
