@@ -39,8 +39,8 @@ class Tuning:
 
     Args:
         device: of the programs.
-        store: where choices are stored; without one nothing is timed, since every process would time anew. Of ranks it is
-            that of rank 0 which counts: another may have none.
+        store: where choices are stored; without one nothing is timed, since every process would time anew. Of ranks
+            that of rank 0 counts: another may have none.
         tell: called with what is being timed, for display.
         timer: replaced in tests, where there is no device.
         ranks: who holds the model together. Rank 0 times, and the others take its choices: a product that all of them
