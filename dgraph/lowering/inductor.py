@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,12 +64,14 @@ class Compiled:
         files: what a store needs to make it again; empty if it cannot be stored, or was not asked to be.
         new: whether Inductor compiled it just now.
         stored: whether it is in the store that was given.
+        storable: False if a copy for a store was asked for and torch could keep none.
     """
 
     function: RegionFunction
     files: Mapping[str, bytes]
     new: bool = False
     stored: bool = False
+    storable: bool = True
 
 
 # A compiled region is a function of its key alone, so it serves every model in the process that has the same region.
@@ -91,9 +93,9 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
     key = source.key
     with _LOCK:
         known = _COMPILED.get(key.digest)
-        if known is not None and (store is None or known.files):
+        if known is not None and (store is None or known.files or not known.storable):
             stored = store is not None and key in store
-            if store is not None and not stored:
+            if store is not None and not stored and known.storable:
                 with store.making(key.digest):
                     stored = store.put(key, known.files)
             return Compiled(known.function, known.files, stored=stored)
@@ -146,7 +148,7 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
     except Exception as error:
         found = _compile(source)
         store.warn(f"a compiled region cannot be stored in the artifact cache {store.root}: {_reason(error)}.")
-        return found
+        return replace(found, storable=False)
     return Compiled(function, files, new=True, stored=store.put(key, files))
 
 

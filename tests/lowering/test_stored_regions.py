@@ -17,6 +17,7 @@ from dgraph.cache import upkeep
 from dgraph.cache.store import Store
 from dgraph.lowering import inductor
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.traced import trace
 from tests.cache.stores import flip, folders
 from tests.lowering.one_region import inputs, region, run
 
@@ -172,3 +173,16 @@ def test_a_region_that_cannot_be_packed_runs(store: Store, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="cannot be stored in the artifact cache .*: torch generates other code"):
         assert counts(run(store)) == (1, 0, 1)
     assert folders(store) == []
+
+
+def test_a_region_that_cannot_be_packed_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(compiled: Any) -> Any:
+        raise RuntimeError("torch generates other code")
+
+    monkeypatch.setattr(inductor, "pack_region", changed)
+    monkeypatch.setattr(inductor, "_COMPILED", {})
+    source = trace(lambda x: [(0, x * 3 + 1)], [torch.ones(6)]).source
+    with pytest.warns(UserWarning, match="cannot be stored"):
+        assert inductor.compiled(source, Store(tmp_path)).new
+    later = inductor.compiled(source, Store(tmp_path))
+    assert (later.new, later.stored) == (False, False)
