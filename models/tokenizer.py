@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -117,16 +117,23 @@ class FileTokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # Templates are written for these two settings: a line that holds only a tag leaves nothing.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        template = environment.from_string(self._template)
+        template = _compiled(self._template)
         try:
             return template.render(messages=messages, add_generation_prompt=True, **self._names)
         except TemplateError as error:
             raise InputError(f"the model's chat template refuses these messages: {error}.") from None
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> Any:
+    """A chat template as a function. To make one takes several times as long as to encode a prompt."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # Templates are written for these two settings: a line that holds only a tag leaves nothing.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(text)
 
 
 _OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"

@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import embedded
-from dgraph.models.tokenizer import read_tokenizer
+from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 TEXTS = ["the quick brown fox", "don't stop: 12 + 30 = 42", "Grüße, world!\n\n  two lines"]
@@ -128,6 +128,26 @@ def test_conversations_that_a_template_refuses() -> None:
     assert tokenizer is not None
     with pytest.raises(InputError, match=r"template refuses these messages: roles are user and assistant, got system"):
         tokenizer.encode_chat([{"role": "system", "content": "be short"}])
+
+
+def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    compiled: list[str] = []
+    compile_it = ImmutableSandboxedEnvironment.from_string
+
+    def counted(self: ImmutableSandboxedEnvironment, source: str) -> object:
+        compiled.append(source)
+        return compile_it(self, source)
+
+    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", counted)
+    own = "{{ messages[0].content }} of this test"  # of which no other test can have compiled it
+    plain = read_tokenizer(embedded()["tiny_sdar"].folder)
+    assert plain is not None
+    for _ in range(2):
+        made = FileTokenizer(plain._tokenizer, own)
+        assert [made.decode(made.encode(text)) for text in ("a", "b")] == ["a of this test", "b of this test"]
+    assert compiled == [own]
 
 
 def test_a_conversation_without_a_template(tmp_path: Path, trained: dict[str, Any]) -> None:
