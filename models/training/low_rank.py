@@ -55,11 +55,21 @@ def add_low_rank(model: Any, rank: int, mask_id: int, generator: torch.Generator
     for module in list(model.model.layers.modules()):
         if isinstance(module, nn.Linear):
             parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
+    of_one_class([m for m in model.model.layers.modules() if isinstance(m, nn.Linear)])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     row = OneRow(embedding.weight.detach(), mask_id)
     for module in (embedding, head) if tied else (embedding,):
         parametrize.register_parametrization(module, "weight", row)
+
+
+def of_one_class(modules: list[nn.Linear]) -> None:
+    """Give modules with a parametrized weight the class of the first. Torch makes one for each, all alike; but layers
+    whose modules are of other classes are not taken for the same code, so that each would be compiled by itself, and
+    after the eighth none is.
+    """
+    for module in modules[1:]:
+        module.__class__ = modules[0].__class__
 
 
 @torch.no_grad()

@@ -172,6 +172,23 @@ def test_what_is_written_loads_and_generates(name: str, form: str, shift: int, t
         assert base.mask_id not in result.token_ids[0]
 
 
+def test_layers_with_low_rank_parts_are_compiled_as_one(tmp_path: Path) -> None:
+    base = load_base(str(causal_folder(tmp_path, num_hidden_layers=3)))
+    low_rank.add_low_rank(base.model, 2, base.mask_id, torch.Generator())
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    ids = torch.arange(10, 26)[None]
+    before = base.model(ids, use_cache=False).logits
+    for layer in base.model.model.layers:
+        layer.compile(dynamic=False, backend=backend)
+    torch.testing.assert_close(base.model(ids, use_cache=False).logits, before)
+    assert len(compiled) == 1
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_new_low_rank_parts_change_nothing_and_what_is_trained_is_what_is_written(tied: bool, tmp_path: Path) -> None:
     base = load_base(str(causal_folder(tmp_path, tie_word_embeddings=tied)))
