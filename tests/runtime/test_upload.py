@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dgraph.runtime.batch import Batch
+from dgraph.runtime.decode_state import OUT
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv import KVStore
 from dgraph.runtime.requests import Request
@@ -93,6 +94,38 @@ def test_pages_are_written_once_between_two_steps(monkeypatch: pytest.MonkeyPatc
     assert written == [3, 3, 1], "a slot that nobody has is left as it is"
 
 
+def change(batch: Batch) -> None:
+    """All that happens to the slots of `growing` between steps."""
+    for slot in range(3):
+        batch.extend(slot, 20)
+    batch.order([2, 0, 1])
+    batch.caches()
+    batch.retire([1])
+    batch.admit([1], [Request([7, 8, 9], CHOSEN)])
+    batch.caches()
+
+
+def check_changed(batch: Batch) -> None:
+    """Slots have the places that they were given, and the fourth, which a batch of a fixed shape has beside the
+    three, has none; the next request of a slot has its place.
+    """
+    state = batch.advance.state
+    assert batch.shape.slots == 4
+    assert state.place.tolist() == [1, 2, 0, OUT]
+    assert state.active.tolist() == [True, True, True, False]
+    assert state.prompt_end.tolist()[:3] == [5, 3, 8]
+    for slot, table in enumerate(tables_of(batch)):
+        (handle,) = batch.running[slot].handles
+        assert table == [page for page in batch.kv.page_table([handle])[0].tolist() if page >= 0], slot
+
+
+def test_what_happens_to_slots_is_there_at_the_next_step() -> None:
+    batch = growing()
+    batch.caches()
+    change(batch)
+    check_changed(batch)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_tensors_arrive_as_they_are() -> None:
     check_sent(torch.device("cuda"))
@@ -105,13 +138,7 @@ def test_on_a_gpu_nothing_that_happens_to_slots_waits_for_the_device() -> None:
     batch.caches()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for slot in range(3):
-            batch.extend(slot, 20)
-        batch.order([2, 0, 1])
-        batch.caches()
-        batch.retire([1])
-        batch.admit([1], [Request([7, 8, 9], CHOSEN)])
-        batch.caches()
+        change(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert batch.advance.state.place.tolist() == [1, 2, 0]
+    check_changed(batch)
