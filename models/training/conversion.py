@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from dgraph.causal import load_causal
 from dgraph.errors import InputError
+from dgraph.models import difference
 from dgraph.models.native import NATIVE, config_of
 from dgraph.models.tokenizer import FileTokenizer
 
@@ -128,19 +129,22 @@ class Base:
     eos_ids: tuple[int, ...]
 
 
-def load_base(name: str, mask: str | None = None, device: str = "cpu") -> Base:
+def load_base(name: str, mask: str | None = None, device: str = "cpu", begin: Path | None = None) -> Base:
     """The model of a folder, or "base" (SmolLM2-135M-Instruct), in fp32.
 
     Args:
         mask: the mask token as it is written: one that no text has, or a new one if the embedding has a free row; None
             for the tokenizer's own.
+        begin: a folder that `models.training.compress` wrote, whose weights are taken; None for the base's own.
 
     Raises:
         InputError: a class that cannot be captured, no stop token, or no mask token.
-        CheckpointError: a damaged folder.
+        CheckpointError: a damaged folder, or one to begin with that is no difference from this base.
     """
     loaded = load_causal(name, torch.float32, device)
     model: Any = loaded.module.model
+    if begin is not None:
+        model.load_state_dict(difference.read(begin, loaded), strict=False)  # what is tied is not named
     kind = type(model).__name__
     if kind not in NATIVE:
         raise InputError(f"{name} is a {kind}; expected one of {', '.join(NATIVE)}.")

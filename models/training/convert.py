@@ -5,8 +5,9 @@
 
 A run is continued by the same command: OUT holds the data it wrote itself (dialogues.jsonl), its state (state.pt), its
 course (log.csv, loss.png) and, after every session, the model as it then is (model/), which `dgraph generate OUT/model`
-takes. `--minutes` ends a session early. An interrupt loses what came after the last save. A file after which "=0.5" is
-written comes with every other of its documents in a pass, one with "=2" twice.
+takes. `--minutes` ends a session early. An interrupt loses what came after the last save. Where nothing is left of a
+run but the few megabytes that `models.training.compress` wrote, `--begin` starts a new one with what it learnt. A file
+after which "=0.5" is written comes with every other of its documents in a pass, one with "=2" twice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 
 import torch
 
-from dgraph.errors import InputError
+from dgraph.errors import DgraphError, InputError
+from dgraph.families import DIFFERENCE
 
 from . import dialogues
 from .checkpoint import write_json
@@ -169,14 +171,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     try:
         _run(args)
-    except InputError as error:
+    except DgraphError as error:
         raise SystemExit(f"error: {error}") from None
 
 
 def _run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
-    base = load_base(args.base, args.mask_token, args.device)
+    base = load_base(args.base, args.mask_token, args.device, args.begin)
     files = [data_of(text) for text in args.data]
     if args.dialogues:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -193,8 +195,9 @@ def _run(args: argparse.Namespace) -> None:
     if not files:
         raise InputError("there is nothing to learn from: give --data FILE, --dialogues N, or both.")
     documents = documents_of_files(base, [path for path, _ in files], settings)
-    data = {str(path): {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "times": n} for path, n in files}
-    described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": data}
+    data = {str(path): {"sha256": _digest(path), "times": n} for path, n in files}
+    begun = None if args.begin is None else _digest(args.begin / DIFFERENCE)
+    described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": data, "begin": begun}
     folder = Folder(args.out, described)
     cuda = base.model.device.type == "cuda"
     conversion = Conversion(
@@ -221,6 +224,10 @@ def _run(args: argparse.Namespace) -> None:
     print(f"{done}: {args.out / MODEL}{more}")
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base", help='a folder of a causal model, or "base": SmolLM2-135M-Instruct')
@@ -236,6 +243,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
     parser.add_argument("--dialogue-rows", type=int, default=64, help="dialogues written at once")
     parser.add_argument("--mask-token", help="a special token that no text has, or a new one")
+    parser.add_argument("--begin", type=Path, help="a folder of models.training.compress, whose weights it begins with")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the session ends then at the latest")
     parser.add_argument("--held-out-every", type=int, default=200, help="steps between two held-out losses")
     parser.add_argument("--save-every", type=float, default=300.0, help="seconds between two saves")

@@ -55,6 +55,7 @@ class Plan:
         prompts: JSONL whose prompts are answered; None: the base asks itself.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
         times: by "dialogues" or a task, how often one comes in a pass; once where it is not said.
+        begin: by model, a folder that `compress` wrote, which a new run of it begins with.
         megabytes: of a difference, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
         tasks: by a task, how many problems are asked.
@@ -74,6 +75,7 @@ class Plan:
     prompts: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
+    begin: Mapping[str, str] = field(default_factory=dict)
     megabytes: float = 10.0
     judge: str = "base"
     tasks: Mapping[str, int] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Plan:
             ("problems", self.problems, list(TASKS)),
             ("tasks", self.tasks, list(TASKS)),
             ("times", self.times, ["dialogues", *self.problems]),
+            ("begin", self.begin, list(self.models)),
         ):
             if other := [key for key in found if key not in known]:
                 raise InputError(f"{what} names {other[0]!r}, expected one of {', '.join(known)}.")
@@ -167,6 +170,7 @@ class Work:
             raise InputError(f"{missing[0]} is not there yet; run the stage dialogues to its end first.")
         argv = [plan.base, "--out", str(self.out / name), "--device", self.device, "--minutes", str(self.minutes)]
         argv += ["--mask-token", plan.mask_token] if plan.mask_token is not None else []
+        argv += ["--begin", plan.begin[name]] if name in plan.begin else []
         for key, file in files.items():
             argv += ["--data", f"{file}={plan.times.get(key, 1.0)}"]
         for key, value in plan.models[name].items():

@@ -95,7 +95,7 @@ class Trainer:
         """The learning rate of the next step."""
         if self.done < self.warmup:
             return self.peak * (self.done + 1) / self.warmup
-        start = self.warmup / self.steps
+        start = min(self.warmup / self.steps, 0.999)  # a single step is all warm-up
         return self.peak * (1 - (1 - self.final) * min(1, max(0, self.fraction - start) / (1 - start)))
 
     def state(self) -> dict[str, Any]:

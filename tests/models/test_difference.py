@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dgraph.causal import load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE
 from dgraph.models import difference
+from models.training import convert
 from models.training.compress import compress
 from models.training.conversion import Conversion, documents_of, load_base, low_rank
 from models.training.convert import Folder, train
@@ -139,6 +141,38 @@ def test_the_base_is_read_once_and_weights_are_made_in_the_dtype_they_are_stored
         assert torch.equal(state[name], value.bfloat16()), name
     with pytest.raises(KeyError, match="other"):
         difference.restore(base, {"other/whole": torch.ones(1)})
+
+
+def test_a_new_run_begins_with_what_another_one_left(run: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    compress(run, small, megabytes=0.03)
+    stored = {name: value.float() for name, value in dgraph.load(small, torch.bfloat16).module.state_dict().items()}
+    base = str(run / "base")
+    command = [
+        base,
+        "--data",
+        str(run / "data.jsonl"),
+        "--rank",
+        "2",
+        "--rows",
+        "2",
+        "--length",
+        "128",
+        "--learnt",
+        "64",
+    ]
+    command += ["--held-out", "4", "--device", "cpu", "--out", str(tmp_path / "more")]
+    convert.main([*command, "--begin", str(small), "--steps", "1", "--rate", "0"])
+    begun: Any = dgraph.load(tmp_path / "more" / "model").module
+    for name, value in stored.items():
+        assert torch.equal(begun.state_dict()[name].float(), value), name
+    assert not torch.equal(begun.model.model.norm.weight.float(), load_base(base).model.model.norm.weight)
+    with pytest.raises(SystemExit, match=r"run of other settings \(begin was [0-9a-f]{64}, is None"):
+        convert.main([*command, "--steps", "1", "--rate", "0"])
+    with pytest.raises(SystemExit, match=r"damaged or not a safetensors file"):
+        convert.main([*command, "--begin", str(tmp_path)])
+    report = compress(tmp_path / "more", tmp_path / "again", megabytes=0.03)
+    assert report["held_out_loss"]["base"] != report["held_out_loss"]["converted"]
 
 
 def test_another_base_and_a_damaged_file_are_told(run: Path, tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
         ]
         assert (args.minutes, args.mask_token, args.dialogues) == (2.0, None, 0)
     assert (seen[0].complementary, seen[1].complementary) == (True, False)
+    assert (seen[0].begin, seen[1].begin) == (None, None)
+    begun = {**json.loads(plan.read_text()), "begin": {"both_ways": "small"}}
+    (tmp_path / "begun.json").write_text(json.dumps(begun))
+    run(tmp_path / "begun.json", "train", tmp_path)
+    assert [args.begin for args in seen[2:]] == [None, Path("small")]
 
 
 def test_stages_in_another_order_are_refused(plan: Path, tmp_path: Path) -> None:
