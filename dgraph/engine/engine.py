@@ -125,15 +125,24 @@ class Engine:
         self._check_room(len(several))  # first: nobody need look at what is not taken
         return self._queue(several, self._tickets(several))
 
-    async def submit_async(self, several: Sequence[Submission]) -> list[str]:
-        """The same from an event loop, which goes on meanwhile: requests are checked in another thread, where a long
-        prompt takes its time to read, and the first request of its kind compiles. Who is cancelled while he waits has
+    async def submit_async(self, read: Callable[[], Sequence[Submission]]) -> list[str]:
+        """The same from an event loop, which goes on meanwhile: requests are read and checked in another thread, where
+        a long prompt takes its time, and the first request of its kind compiles. Who is cancelled while he waits has
         asked for nothing.
 
-        Raises what `submit_all` does.
+        Args:
+            read: gives the requests, in that thread. Reading is here since a turn of each thread is waited for: the
+                engine's own thread, busy between two steps, lets go of the interpreter every 5 ms.
+
+        Raises what `submit_all` and `read` do.
         """
-        self._check_room(len(several))
-        return self._queue(several, await asyncio.to_thread(self._tickets, several))
+
+        def checked() -> tuple[Sequence[Submission], list[Ticket]]:
+            several = read()
+            return several, self._tickets(several)
+
+        self._check_room(1)
+        return self._queue(*await asyncio.to_thread(checked))
 
     def _tickets(self, several: Sequence[Submission]) -> list[Ticket]:
         return [self._ticket(one) for one in several]
@@ -235,7 +244,7 @@ class Engine:
             draft=draft,
             index=index,
         )
-        (name,) = await self.submit_async([one])
+        (name,) = await self.submit_async(lambda: [one])
         number, ended = self._ids.get(name), False
         try:
             while not ended:

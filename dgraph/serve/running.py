@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.events import Event
+from dgraph.engine.mailbox import Mailbox
 from dgraph.engine.submission import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
@@ -45,15 +45,20 @@ class Running:
     async def begin(self, translate: Callable[[ServedModel], Order]) -> None:
         """Read a request, and give all of its choices to the engine, or none.
 
-        It is read in a thread, as the engine checks it in one: a long text takes its time.
+        It is read in a thread, where the engine checks it, too: a long text takes its time.
 
         Raises:
             Refusal: it cannot be served, or not now.
         """
-        try:
-            self.order = await asyncio.to_thread(translate, self.model)
+        mailbox = self.model.engine.mailbox()
+
+        def read() -> list[Submission]:
+            self.order = translate(self.model)
             self.left = len(self.order.prompts) * self.order.choices
-            self.names = await self.model.engine.submit_async(self._submissions())
+            return self._submissions(mailbox)
+
+        try:
+            self.names = await self.model.engine.submit_async(read)
         except (EngineBusy, EngineClosed) as error:
             raise not_now(error) from None
         except (InputError, UnknownName) as error:
@@ -61,8 +66,8 @@ class Running:
         if self._cancelled:  # meanwhile
             self.cancel()
 
-    def _submissions(self) -> list[Submission]:
-        order, mailbox = self.order, self.model.engine.mailbox()
+    def _submissions(self, mailbox: Mailbox) -> list[Submission]:
+        order = self.order
         return [
             Submission(
                 prompt=order.prompts[index // order.choices],
