@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.tables import Report
+from benchmarks.runs import Run, add_run
 from dgraph.bench.load import shape_of
 from dgraph.bench.traces import Trace, read_trace
 from dgraph.engine.load import Lengths, Request, drawn
@@ -118,26 +118,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=3, help="that are timed; the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
+    add_run(parser)
     args = parser.parse_args(arguments)
     device, trace = torch.device(args.device), read_trace(args.commits)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = shape_of(args.shape, device, dtype, args.layers, trace.block)
-    report = Report(f"Eager static batches of {args.shape}")
-    rows: list[list[str | int | float]] = []
-    for batch in args.batch:
-        requests = drawn([0.0] * batch, Lengths(args.prompt), Lengths(args.tokens, "--tokens"), args.seed)
-        try:
-            rows.append([batch, *measured(model, trace, requests, args.blocks)])
-        except torch.OutOfMemoryError:
-            rows.append([batch, "out of memory", *["-"] * 5])
-        print(*rows[-1], sep="\t", flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    title = f"{args.commits.name}: {trace.steps:.1f} steps per block in the mean"
     columns = ["sequences", "positions", "blocks", "s/block", "steps/block", "ms/step after the first", "tok/s"]
-    report.table(f"{args.commits.name}: {trace.steps:.1f} steps per block in the mean", columns, rows)
-    report.write(args.markdown, args.json)
+    rows: list[list[str | int | float]] = []
+    with Run(args, f"Eager static batches of {args.shape}", arguments is None) as run:
+        with run.stage("weights"):
+            model = shape_of(args.shape, device, dtype, args.layers, trace.block)
+        for batch in args.batch:
+            if run.late(f"{batch} sequences"):
+                continue
+            requests = drawn([0.0] * batch, Lengths(args.prompt), Lengths(args.tokens, "--tokens"), args.seed)
+            try:
+                rows.append([batch, *measured(model, trace, requests, args.blocks)])
+            except torch.OutOfMemoryError:
+                rows.append([batch, "out of memory", *["-"] * 5])
+            run.arm(title, columns, rows)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 @torch.no_grad()

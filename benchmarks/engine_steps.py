@@ -7,7 +7,8 @@ Milliseconds per step come from two lengths of response in turn, so that prefill
 each version to compare. On a GPU a trace of the engine says for how long kernels ran, and where none did in the middle
 half of the run. A profiler's own work makes the device wait: the share of time in which no kernel runs is therefore
 also given of the same run without one, whose kernels take as long.
-Weights are random and every step commits as many tokens.
+Weights are random and every step commits as many tokens. A run that is cut leaves what it has (see `benchmarks.runs`).
+`benchmarks.engine_load --parts steps` measures the same of an engine beside its loads.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import dgraph
 from benchmarks.recipes import add_recipe, chosen
-from benchmarks.tables import Cell, Report
+from benchmarks.runs import Run, add_run
+from benchmarks.tables import Cell
 from dgraph.engine.engine import Engine
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.optimized import Optimized
@@ -65,7 +66,7 @@ class Waits:
     between: list[tuple[str, str, int, float]]
 
 
-def waits_of(engine: Engine, prompts: list[list[int]], decoding: Decoding) -> Waits:
+def waits_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Waits:
     """Where the device waits while an engine answers, longest in all first. The profiler's own work is part of it."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -97,6 +98,68 @@ def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
     return Waits(1e-6 * busy, sum(row[3] for row in between) / (reached - half[0][0]), between)
 
 
+@dataclass(frozen=True)
+class EngineSteps:
+    """What an engine did of a batch that it had had before.
+
+    Attributes:
+        seconds, steps, tokens: in all, prefill included; block-causal models find prompts in the prefix cache.
+        waits: of the same once more; None where it was not traced.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    waits: Waits | None
+
+    @property
+    def idle(self) -> float | None:
+        """The share of the time without a profiler in which no kernel runs."""
+        return None if self.waits is None else 1 - self.waits.busy / self.seconds
+
+    def cells(self) -> list[Cell]:
+        """What `COLUMNS` say."""
+        traced: list[Cell] = ["-", "-"]
+        if self.waits is not None and self.idle is not None:
+            traced = [100 * self.idle, 100 * self.waits.share]
+        return [1e3 * self.seconds / self.steps, self.tokens / self.seconds, *traced]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "idle": self.idle}
+
+
+COLUMNS = ("engine ms/step, prefill included", "tokens/s", "idle %", "traced")
+
+
+def steps_of(
+    engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding, traced: bool
+) -> Iterator[EngineSteps]:
+    """Let an engine answer, which records what its steps need, and again; then once more with a trace, if wanted."""
+    engine.generate(prompts, decoding)
+    done, begin = engine.stats.steps, time.perf_counter()
+    answers = engine.generate(prompts, decoding)
+    seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
+    found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers), None)
+    yield found
+    if traced:
+        yield replace(found, waits=waits_of(engine, prompts, decoding))
+
+
+def waits_table(run: Run, found: Mapping[int, EngineSteps]) -> None:
+    """Where the device waited longest in all, by number of sequences."""
+    rows: list[list[Cell]] = [
+        [batch, *pair, count, spent / count, spent / 1e3]
+        for batch, one in found.items()
+        if one.waits is not None
+        for *pair, count, spent in one.waits.between[:10]
+    ]
+    if rows:
+        columns = ["sequences", "after", "before", "times", "us each", "ms in all"]
+        run.table("Where the device waits, in the middle half of a run", columns, rows)
+        run.write()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,52 +173,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
+    add_run(parser)
     args = parser.parse_args(arguments)
 
     recipe = chosen(args)
     changes: dict[str, Any] = {"block_length": 32} | ({"num_hidden_layers": args.layers} if args.layers else {})
-    on_gpu = args.device != "cpu"
-    model = random_model(args.shape, args.device, torch.bfloat16 if on_gpu else torch.float32, **changes)
-    program = dgraph.optimize(model, recipe.name, backend=args.backend, **recipe.options)
-    draw = torch.Generator().manual_seed(0)
-    report = Report(f"Steps of {args.shape} under {recipe}")
-    rows: list[list[Cell]] = []
-    gaps: list[list[Cell]] = []
-    for batch in args.batch:
-        prompts = torch.randint(10, model.spec.vocab // 2, (batch, args.prompt), generator=draw).tolist()
-        if program.graph_pool is not None:
-            program.warm_up(batch, args.prompt + 2 * args.tokens, steps=args.steps)
-        found = per_step(program, prompts, args.tokens, args.steps, args.repeat)
-        decoding = Decoding(max_new_tokens=2 * args.tokens, steps=args.steps, ignore_eos=True)
-        longest = args.prompt + decoding.max_new_tokens
-        with program.engine(max_sequences=batch, max_tokens=longest, max_batched_rows=batch * longest) as engine:
-            engine.generate(prompts, decoding)
-            done, begin = engine.stats.steps, time.perf_counter()
-            engine.generate(prompts, decoding)
-            seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
-            waits = waits_of(engine, prompts, decoding) if on_gpu else None
-        speed = batch * decoding.max_new_tokens / seconds
-        rows.append([batch, statistics.median(found), min(found), 1e3 * seconds / steps, speed])
-        rows[-1] += ["-", "-"] if waits is None else [100 * (1 - waits.busy / seconds), 100 * waits.share]
-        print(*rows[-1], sep="\t", flush=True)
-        for before_it, after_it, count, spent in [] if waits is None else waits.between[:10]:
-            gaps.append([batch, before_it, after_it, count, spent / count, spent / 1e3])
-    columns = [
-        "sequences",
-        "generate ms/step",
-        "fastest",
-        "engine ms/step, prefill included",
-        "tokens/s",
-        "idle %",
-        "traced",
-    ]
-    report.table(f"prompt {args.prompt}, {args.steps} steps per block of 32", columns, rows)
-    if gaps:
-        columns = ["sequences", "after", "before", "times", "us each", "ms in all"]
-        report.table("Where the device waits, in the middle half of a run", columns, gaps)
-    report.write(args.markdown, args.json)
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    title = f"prompt {args.prompt}, {args.steps} steps per block of 32"
+    times: dict[int, list[Cell]] = {}
+    every: dict[int, EngineSteps] = {}
+    with Run(args, f"Steps of {args.shape} under {recipe}", arguments is None) as run:
+        with run.stage("weights"):
+            model = random_model(args.shape, args.device, dtype, **changes)
+        with run.stage("optimize"):
+            program = dgraph.optimize(model, recipe.name, backend=args.backend, **recipe.options)
+        draw = torch.Generator().manual_seed(0)
+        for batch in args.batch:
+            prompts = torch.randint(10, model.spec.vocab // 2, (batch, args.prompt), generator=draw).tolist()
+            if run.late(f"{batch} sequences"):
+                continue
+            if program.graph_pool is not None:
+                with run.stage(f"graphs of {batch}"):
+                    program.warm_up(batch, args.prompt + 2 * args.tokens, steps=args.steps)
+            alone = per_step(program, prompts, args.tokens, args.steps, args.repeat)
+            median, fastest = statistics.median(alone), min(alone)
+            run.say(f"{batch} sequences: generate {median:.3g} ms/step, fastest {fastest:.3g}")
+            decoding = Decoding(max_new_tokens=2 * args.tokens, steps=args.steps, ignore_eos=True)
+            longest = args.prompt + decoding.max_new_tokens
+            with program.engine(max_sequences=batch, max_tokens=longest, max_batched_rows=batch * longest) as engine:
+                for found in steps_of(engine, prompts, decoding, args.device != "cpu"):
+                    every[batch], times[batch] = found, [median, fastest, *found.cells()]
+                    run.report.data["engine"] = {str(batch): one.to_json() for batch, one in every.items()}
+                    rows = [[batch, *cells] for batch, cells in times.items()]
+                    run.arm(title, ["sequences", "generate ms/step", "fastest", *COLUMNS], rows)
+            waits_table(run, every)
 
 
 if __name__ == "__main__":

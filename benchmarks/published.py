@@ -13,8 +13,8 @@ step of as many rows, from the same process (`dgraph.bench.floor`), its experts 
 of a layer's the random weights send the rows of one canvas to, so that a step which reads fewer shows. Tokens per
 second are those of the whole call, prefill included; the last canvas is not encoded, as nothing follows it.
 
-A line is printed as each figure comes, and the files are written after it: a run that is cut leaves what it has. An arm
-that fails is told and passed over. Nothing is begun after --seconds.
+A line is printed as each figure comes, and the files are written after it: a run that is cut leaves what it has (see
+`benchmarks.runs`). An arm that fails is told and passed over. Nothing is begun after --seconds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dgraph
-from benchmarks.tables import Cell, Report
+from benchmarks import runs
+from benchmarks.tables import Cell
 from dgraph.bench.floor import Device, floor_of, work_of
 from dgraph.bench.load import endless, prompts_of
 from dgraph.bench.measure import Clock, Counter
@@ -156,64 +154,19 @@ COLUMNS = (
 
 
 @dataclass
-class Run:
-    """One run of the script: what it was asked for, and what it has.
+class Run(runs.Run):
+    """See `benchmarks.runs`; figures: what was measured. What was built and how long it took is among the notes."""
 
-    Attributes:
-        given: the options.
-        figures: what was measured.
-        notes: per arm what else is to be said: what was built and how long it took, what failed, what was not begun.
-    """
-
-    given: argparse.Namespace
     figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    failed: int = 0
-    began: float = field(default_factory=time.perf_counter)
 
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.perf_counter() - self.began
-
-    def say(self, what: str) -> None:
-        """Print a line at once."""
-        print(f"[{self.seconds:6.1f} s] {what}", flush=True)
-
-    def note(self, what: str) -> None:
-        """Say it, in the files, too."""
-        self.notes.append(what)
-        self.say(what)
-
-    def late(self, what: str) -> bool:
-        """Whether the time is over; then it is noted what was left out."""
-        over = self.seconds > self.given.seconds
-        if over:
-            self.note(f"{what}: not begun after {self.given.seconds:g} s")
-        return over
-
-    @contextmanager
-    def told(self, what: str) -> Iterator[None]:
-        """An error within ends what is done there, and not the run."""
-        try:
-            yield
-        except Exception as error:  # whatever it is, the figures of the others are wanted
-            traceback.print_exc()
-            self.failed += 1
-            self.note(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        self.write()
-
-    def write(self, show: bool = False) -> None:
-        """Write what there is; show: print the tables."""
-        report = Report("DiffusionGemma and Nemotron-Labs-Diffusion at published sizes")
+    def write(self) -> None:
+        """Write what there is."""
         protocols = {ARMS[figure.arm].protocol.shape: ARMS[figure.arm].protocol for figure in self.figures}
         for shape, protocol in protocols.items():
             rows = [figure.cells() for figure in self.figures if ARMS[figure.arm].protocol is protocol]
-            report.table(shape, COLUMNS, rows, protocol.note, show)
-        if self.notes:
-            report.table("Built, failed, left out", ["what"], [[note] for note in self.notes], "", show)
-        report.data = {"figures": [asdict(figure) for figure in self.figures], "notes": self.notes}
-        report.write(self.given.markdown, self.given.json)
+            self.table(shape, COLUMNS, rows, protocol.note)
+        self.report.data["figures"] = [asdict(figure) for figure in self.figures]
+        super().write()
 
 
 def reached(model: Model, rows: int) -> float | None:
@@ -347,23 +300,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="instead of an arm's own numbers of sequences")
     parser.add_argument("--layers", type=int, help="fewer layers than the shapes have, for a trial")
     parser.add_argument("--repeat", type=int, default=3, help="runs of the whole call")
-    parser.add_argument("--seconds", type=float, default=500, help="after which nothing is begun")
     parser.add_argument("--no-tune", action="store_true", help="tilings that kernels derive from shapes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script itself")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
+    runs.add_run(parser, seconds=500)
     given = parser.parse_args(arguments)
-    run, times = Run(given), Device(torch.device(given.device))
-    for name in given.arms:
-        if run.late(name):
-            continue
-        # In ascending order: what is captured for more sequences serves fewer no better than their own.
-        with run.told(name):
-            measure(run, name, sorted(given.batch or ARMS[name].batches), times)
-        give_back(times.device)
-    run.write(show=True)
+    times = Device(torch.device(given.device))
+    with Run(given, "DiffusionGemma and Nemotron-Labs-Diffusion at published sizes", arguments is None) as run:
+        for name in given.arms:
+            if run.late(name):
+                continue
+            # In ascending order: what is captured for more sequences serves fewer no better than their own.
+            with run.told(name):
+                measure(run, name, sorted(given.batch or ARMS[name].batches), times)
+            give_back(times.device)
     return min(1, run.failed)
 
 

@@ -33,14 +33,18 @@ class Report:
     ) -> None:
         """Add a table; show: and print it."""
         self.tables.append((title, list(columns), [list(r) for r in rows], note))
-        if not show:
-            return
-        shown = Table(title=title, caption=note or None)
-        for i, column in enumerate(columns):
-            shown.add_column(column, justify="left" if i == 0 else "right")
-        for row in rows:
-            shown.add_row(*map(text_of, row))
-        Console(width=None if sys.stdout.isatty() else 160).print(shown)
+        if show:
+            self.show(len(self.tables) - 1)
+
+    def show(self, first: int = 0) -> None:
+        """Print the tables, from some place on."""
+        for title, columns, rows, note in self.tables[first:]:
+            shown = Table(title=title, caption=note or None)
+            for i, column in enumerate(columns):
+                shown.add_column(column, justify="left" if i == 0 else "right")
+            for row in rows:
+                shown.add_row(*map(text_of, row))
+            Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
     def markdown(self) -> str:
         """Every table as Markdown, below the setting."""

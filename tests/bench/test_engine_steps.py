@@ -1,10 +1,16 @@
-"""benchmarks.engine_steps: how long kernels ran, and where none did."""
+"""benchmarks.engine_steps: how long kernels ran, and where none did; batches are written one by one."""
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
+
 import pytest
 
+from benchmarks import engine_steps
 from benchmarks.engine_steps import waits_between
+from dgraph.testing import models
 
 
 def test_waits_are_what_no_kernel_covers() -> None:
@@ -14,3 +20,25 @@ def test_waits_are_what_no_kernel_covers() -> None:
     waits = waits_between(apart)  # the middle half is of kernels 2 to 5
     assert waits.share == pytest.approx(3 * 40 / 360)
     assert waits.between == [("a", "b", 2, 80.0), ("b", "a", 1, 40.0)]
+
+
+def test_batches_are_written_until_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny,) = models(None, "sdar")
+    monkeypatch.setattr(engine_steps, "random_model", lambda *given, **changes: tiny.model)
+    began, waits_table = time.perf_counter, engine_steps.waits_table
+
+    def over(*given: object) -> None:
+        waits_table(*given)
+        monkeypatch.setattr(time, "perf_counter", lambda: began() + 1e6)
+
+    monkeypatch.setattr(engine_steps, "waits_table", over)
+    small = ("--prompt", "9", "--tokens", "8", "--steps", "8", "--repeat", "1", "--backend", "eager", "--device", "cpu")
+    out = tmp_path / "out.json"
+    recipe = ("--recipe", "dense", "--batch", "2", "3")
+    engine_steps.main([*small, *recipe, "--seconds", "1e5", "--json", str(out)])
+    found = json.loads(out.read_text())
+    start, steps, notes = found["tables"]
+    assert start["columns"] == ["weights", "optimize"]
+    assert [row[0] for row in steps["rows"]] == [2]
+    assert found["data"]["engine"]["2"]["tokens"] == 2 * 16
+    assert notes["rows"] == [["3 sequences: not begun after 100000 s"]]
