@@ -2,7 +2,8 @@
 
 A name reads as the module does, "dgraph/ops/rope.py", wherever the file lies. Imports are followed within the module's
 own package and within dgraph, those inside of functions included, those for types alone not. The front door of a
-package (`import dgraph`) is not followed: it leads everywhere.
+package (`import dgraph`) is not followed: it leads everywhere. C++ that a module compiles lies beside it under its name
+("product.cpp" of "product.py") and is a source, too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def sources(modules: Iterable[str]) -> dict[str, str]:
         path = None if module in seen else path_of(module)
         seen.add(module)
         if path is not None:
-            found[f"{module.replace('.', '/')}{'/__init__' if path.stem == '__init__' else ''}.py"] = path
+            name = f"{module.replace('.', '/')}{'/__init__' if path.stem == '__init__' else ''}"
+            found |= {f"{name}{one.suffix}": one for one in (path, path.with_suffix(".cpp")) if one.is_file()}
             todo += imported_by(module)
     return {name: hash_of(path) for name, path in sorted(found.items())}
 

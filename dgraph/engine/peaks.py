@@ -12,6 +12,7 @@ from dgraph.engine.dummy import DummyStep
 from dgraph.engine.measure import give_back, measure, seconds
 from dgraph.errors import InputError
 from dgraph.groups import ranks_of
+from dgraph.lowering.contents import contents
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import GROUPS, HEAD, footprint, size_of
 from dgraph.lowering.kernels import Kernels, kernel_modules
@@ -219,6 +220,10 @@ def _timed(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> 
 
 
 def _key(optimized: Profiled, budget: Budget) -> Key:
+    """What the figures of a budget depend on. The programs stand in it themselves: neither model nor recipe says how
+    weights are stored, which rows are rounded, or what a rank has.
+    """
+    step = optimized.programs["step"]
     facts = {
         "identity": f"{optimized.model.name} under {optimized.recipe.name}",
         "model": json.dumps(optimized.spec.to_json(), sort_keys=True),
@@ -226,5 +231,10 @@ def _key(optimized: Profiled, budget: Budget) -> Key:
         "budget": json.dumps(asdict(budget), sort_keys=True),
         "backend": optimized.compiler.backend,
         "graphs": str(optimized.graph_pool is not None),
+        "ranks": str(step.graph.sharding or "one"),
+        "buckets": json.dumps(step.buckets.to_json()),
+        "page": str(optimized.page_size),
+        "tuned": str(step.tuning is not None),
+        **{f"program {name}": contents(program.graph) for name, program in sorted(optimized.programs.items())},
     }
-    return profile_key(facts, optimized.programs["step"].graph.device, kernel_modules())
+    return profile_key(facts, step.graph.device, kernel_modules())

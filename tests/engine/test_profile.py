@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.cache.key import Key, differences
 from dgraph.cache.store import Store
 from dgraph.engine import peaks
 from dgraph.engine.costs import CostModel
@@ -21,11 +22,13 @@ from dgraph.engine.kv_cost import KVCost
 from dgraph.engine.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
 from dgraph.errors import InputError
 from dgraph.lowering.footprint import HEAD, footprint
+from dgraph.lowering.tuning import Tuning
 from dgraph.optimized import Optimized
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.offers import OFFERS
 from dgraph.testing.models import models
+from dgraph.testing.ranks import ranks
 
 ROW = 64  # values of a row of the stream, and 4 bytes each
 POSITION = 4 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, their width, bytes
@@ -214,6 +217,61 @@ def test_a_damaged_entry_is_measured_anew(model: dgraph.Model, tmp_path: Path) -
     store.put(key, {peaks.FILE: b'{"predicted": 1}'}, replace=True)
     with pytest.warns(dgraph.DgraphWarning, match=f"{entry.name[:12]}.*set aside and rebuilt"):
         assert profile(made, rows=64) == first
+
+
+def key_of(made: Optimized, rows: int = 64) -> Key:
+    return peaks._key(made, peaks.Budget.of(made, rows, None))
+
+
+def names_that_differ(first: Optimized, second: Optimized) -> list[str]:
+    return [found.name for found in differences(key_of(first), key_of(second))]
+
+
+@pytest.mark.parametrize("recipe", ["dense", "focus", "dllm_serve"])
+def test_programs_that_are_made_alike_have_one_key(recipe: str) -> None:
+    first, second = (dgraph.optimize("tiny_llada", recipe, backend="eager", weights="int8") for _ in range(2))
+    assert first.model is not second.model
+    assert names_that_differ(first, second) == []
+    assert names_that_differ(first, first.with_logit_rows(first.recipe.logit_rows or 1)) == []
+
+
+def test_how_weights_are_stored_is_in_the_key(model: dgraph.Model) -> None:
+    stored = (None, "int8", "fp8", "int4", "int4:block=1x32", "int4:zeros=true", "int8:lm_head=true", "w8a8-int8")
+    made = [dgraph.optimize(model, "dense", backend="eager", weights=weights) for weights in stored]
+    assert len({key_of(one).digest for one in made}) == len(stored)
+    assert names_that_differ(made[0], made[1]) == ["program prefill", "program step"]
+
+
+def test_buckets_pages_and_tilings_are_in_the_key(model: dgraph.Model) -> None:
+    def made(buckets: Any) -> Optimized:
+        return dgraph.optimize(model, "dense", backend="eager", buckets=buckets)
+
+    assert names_that_differ(made([32, 64]), made([64, 32])) == []
+    assert names_that_differ(made([32, 64]), made([16, 64])) == ["buckets"]
+    assert names_that_differ(made("exact"), made("hybrid")) == ["buckets"]
+    first, second = made(None), made(None)
+    second.page_size *= 2
+    assert names_that_differ(first, second) == ["page"]
+    third = made(None)
+    third.programs["step"].tuning = Tuning(torch.device("cpu"), None)
+    assert names_that_differ(first, third) == ["tuned"]
+
+
+def test_ranks_are_in_the_key() -> None:
+    (tiny,) = models(None, "sdar")
+
+    def part(world: int) -> tuple[Key, ...]:
+        return tuple(ranks(world, lambda rank: key_of(tiny.on_rank(rank, world, "dense"))))
+
+    (whole, alone), (first, second) = (key_of(tiny.optimized("dense")), *part(1)), part(2)
+    assert first == second, "of all ranks"
+    assert [found.name for found in differences(whole, first)] == ["ranks", "program prefill", "program step"]
+    assert first.inputs["ranks"] == "over 2 ranks (tp)"
+    assert len({key.digest for key in (whole, alone, first)}) == 3
+
+
+def test_the_sources_of_products_on_a_cpu_are_in_the_key(dense: Optimized) -> None:
+    assert {f"source dgraph/ops/cpp/product.{kind}" for kind in ("py", "cpp")} <= key_of(dense).inputs.keys()
 
 
 def test_a_step_is_timed_as_it_runs(dense: Optimized) -> None:
