@@ -41,7 +41,8 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
     if not (out / SETTINGS).is_file() or not (out / MODEL).is_dir():
         raise InputError(f"{out} is no run of models.training.convert: no {SETTINGS}, or no {MODEL}/ yet.")
     described = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
-    name, mask, data, _ = (described.pop(key, None) for key in ("base", "mask_token", "data", "begin"))
+    name, mask, data = (described.pop(key) for key in ("base", "mask_token", "data"))
+    described.pop("begin", None)  # the difference is one from the base, whatever the run began with
     settings = Settings(**described)
     base = load_base(name, mask, device)
     documents = documents_of_files(base, [Path(path) for path in data], settings)

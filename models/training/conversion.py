@@ -195,6 +195,11 @@ def divide(documents: Sequence[Document], count: int, seed: int) -> tuple[list[D
     return [item for item in documents if tuple(item.ids) not in apart], held_out
 
 
+def seeded(generator: torch.Generator, what: str, seed: int, number: int) -> None:
+    """Let a generator draw what depends on these alone. Hashed, since that of a CPU looks at 32 bits of a seed."""
+    generator.manual_seed(random.Random(f"{what} {seed} {number}").getrandbits(63))
+
+
 def learnt_from(batch: Batch, settings: Settings, noise: Noise, generator: torch.Generator) -> Inputs:
     """What a model learns from a batch by the objective of `settings`."""
     if settings.learn_prompts:
@@ -295,6 +300,5 @@ class Conversion:
 
     def _inputs(self, batch: Batch, settings: Settings, noise: Noise, number: int) -> Inputs:
         """What is learnt from a batch, its masks drawn by the seed and the number."""
-        # Hashed, since a CPU's generator looks at 32 bits of a seed.
-        self.generator.manual_seed(random.Random(f"masks {settings.seed} {number}").getrandbits(63))
+        seeded(self.generator, "masks", settings.seed, number)
         return learnt_from(batch.to(self.trainer.device), settings, noise, self.generator)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from dgraph.errors import InputError
 from dgraph.families import ChatTokenizer
 
-from .conversion import Base
+from .conversion import Base, seeded
 from .pairs import Pair
 from .sampling import Writer
 
@@ -102,7 +101,7 @@ def write(
             tell(min(done, total))
             if done >= total or time.monotonic() >= until:
                 break
-            generator.manual_seed(random.Random(f"dialogues {seed} {number}").getrandbits(63))
+            seeded(generator, "dialogues", seed, number)
             made = _batch(writer, frame, prompts, number, rows, generator)
             new = [pair for pair in made if pair.prompt not in seen][: total - done]
             for pair in new:

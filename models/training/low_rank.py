@@ -52,10 +52,10 @@ def add_low_rank(model: Any, rank: int, mask_id: int, generator: torch.Generator
     model.requires_grad_(False)
     for vector in vectors:
         vector.requires_grad_(True)
-    for module in list(model.model.layers.modules()):
-        if isinstance(module, nn.Linear):
-            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
-    of_one_class([m for m in model.model.layers.modules() if isinstance(m, nn.Linear)])
+    linears = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    for module in linears:
+        parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
+    of_one_class(linears)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     row = OneRow(embedding.weight.detach(), mask_id)
