@@ -17,7 +17,7 @@ LAST_WORDS = 2.0
 """Seconds for requests that were ended to say so to their clients."""
 
 
-class Running(Protocol):
+class Answering(Protocol):
     """A request of any kind that is being answered."""
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class Lifetime:
         self.models: Mapping[str, ServedModel] = {}
         self.started = time.monotonic()
         self.draining = False
-        self._running: set[Running] = set()
+        self._running: set[Answering] = set()
         self._idle = asyncio.Event()
 
     def begin(self, engines: Mapping[str, Engine]) -> None:
@@ -75,11 +75,11 @@ class Lifetime:
         """Requests that are being answered."""
         return len(self._running)
 
-    def enter(self, running: Running) -> None:
+    def enter(self, running: Answering) -> None:
         """A request begins."""
         self._running.add(running)
 
-    def leave(self, running: Running) -> None:
+    def leave(self, running: Answering) -> None:
         """A request is over."""
         self._running.discard(running)
         if not self._running:
