@@ -1,7 +1,7 @@
 """A causal model becomes a diffusion model: what is learnt, how long, and what a run goes on from.
 
 Every batch and every mask is a function of the seed and the step, so a run that is stopped and continued makes the
-weights that it would have made at once.
+weights that it would have made at once, unless its end is one of time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Settings:
         form: "block_causal" (SDAR, arXiv 2510.06303: a block sees itself and the ones before it) or "bidirectional"
             (LLaDA, arXiv 2502.09992: every row sees every row).
         steps: updates in all, over however many sessions.
+        allowed: minutes of training in all, after which it ends before its last step; 0 for no such end. The learning
+            rate falls by what is closer to its end, so that weights then hang on the device's speed.
         rank: of the product beside each weight (see `low_rank`); 0 trains all weights.
         block: tokens of a block of the form "block_causal", which divides 32.
         anneal: share of the steps over which the block length doubles from 4 up to `block`, as the warm-up of LLaDA2.0
@@ -65,6 +67,7 @@ class Settings:
 
     form: str = "block_causal"
     steps: int = 4000
+    allowed: float = 0.0
     rank: int = 0
     block: int = BLOCK
     anneal: float = 0.0
@@ -93,6 +96,7 @@ class Settings:
             "length": (self.length > 0 and self.length % BLOCK == 0, f"a multiple of {BLOCK}"),
             "learnt": (0 < self.learnt <= self.length and self.learnt % BLOCK == 0, learnt),
             "steps": (self.steps > 0, "at least 1"),
+            "allowed": (self.allowed >= 0, "at least 0 minutes"),
             "rows": (self.rows > 0, "at least 1"),
             "rank": (self.rank >= 0, "at least 0"),
         }
@@ -270,20 +274,35 @@ class Conversion:
                 layer.compile(dynamic=False)
         decay = 0.0 if settings.rank else settings.decay
         self.trainer = Trainer(
-            Adopted(base.model), settings.steps, settings.rate, 0.0, dense, compiled, decay=decay, autocast=autocast
+            Adopted(base.model),
+            settings.steps,
+            settings.rate,
+            0.0,
+            dense,
+            compiled,
+            minutes=settings.allowed or float("inf"),
+            decay=decay,
+            autocast=autocast,
         )
         self.generator = torch.Generator(self.trainer.device)
 
     def steps(self, until: float = float("inf"), workers: int = 0) -> Iterator[float]:
-        """Train up to the last step, or until `time.monotonic()` is `until`; the loss of each step."""
+        """Train up to the end of the run, or until `time.monotonic()` is `until`; the loss of each step."""
         sampler = range(self.trainer.done, self.settings.steps)
         batches = DataLoader(self.data, batch_size=None, sampler=sampler, num_workers=workers)
         for step, batch in zip(sampler, batches, strict=True):
+            if self.over:  # as it was when the last session ended
+                return
             noise = self.settings.noise(self.base.mask_id, step / self.settings.steps)
             loss, _ = self.trainer.step(self._inputs(batch, self.settings, noise, step))
             yield float(loss)
-            if time.monotonic() >= until:
+            if self.over or time.monotonic() >= until:
                 return
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end."""
+        return self.trainer.fraction >= 1
 
     @torch.no_grad()
     def held_out_loss(self) -> float | None:

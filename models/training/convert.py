@@ -133,7 +133,7 @@ def train(
         losses.append(loss)
         row: dict[str, Any] = {"step": trainer.done, "loss": "", "held_out": ""}
         row |= {"rate": f"{trainer.rate():.3e}", "seconds": round(trainer.seconds, 1)}
-        last = trainer.done == conversion.settings.steps
+        last = conversion.over
         if trainer.done % LOG_EVERY == 0 or last:
             row["loss"] = round(sum(losses) / len(losses), 4)
             losses.clear()
@@ -220,7 +220,7 @@ def _run(args: argparse.Namespace) -> None:
     if not folder.plot():
         print("no plot without matplotlib: pip install 'dgraph[bench]'")
     done = f"{conversion.trainer.done} of {settings.steps} steps"
-    more = "" if conversion.trainer.done == settings.steps else "; the same command goes on"
+    more = "" if conversion.over else "; the same command goes on"
     print(f"{done}: {args.out / MODEL}{more}")
 
 

@@ -139,6 +139,27 @@ def test_a_session_ends_in_time_and_leaves_log_plot_and_model(folder: Path, tmp_
         Folder(tmp_path, {**described, "rank": 2})
 
 
+def test_a_run_ends_when_its_time_is_over_and_its_rate_has_fallen_by_then(folder: Path, tmp_path: Path) -> None:
+    settings = replace(SMALL, steps=1000, allowed=10.0)
+    described = {"base": str(folder), **asdict(settings)}
+    made = conversion(folder, settings)
+    kept = Folder(tmp_path, described)
+    course = made.steps()
+    next(course)
+    made.trainer.began -= 60 * 9.5
+    assert made.trainer.rate() == pytest.approx(settings.rate * 0.02, rel=0.01)  # the warm-up's, still
+    made.trainer.done = 100
+    assert made.trainer.rate() == pytest.approx(settings.rate * 0.05 / 0.9, rel=0.05)
+    made.trainer.began -= 60
+    assert list(course) == []
+    kept.save(made)
+    train(conversion(folder, settings), kept)
+    assert kept.rows() == []
+    train(conversion(folder, settings), kept)
+    with pytest.raises(InputError, match="allowed must be at least 0 minutes, got -1"):
+        replace(SMALL, allowed=-1)
+
+
 @pytest.mark.parametrize(
     ("name", "form", "shift"),
     [
