@@ -29,12 +29,17 @@ from dgraph.runtime.requests import (
     prefilled_positions,
     ring_pages,
     settled_end,
-    step_rows,
 )
 from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stats import StageCounts
 from dgraph.runtime.stops import Decoder
 from dgraph.runtime.transcript import Transcripts
+
+
+PROMPT_SHARE = 4
+"""Prompts that wait get at least one in so many of the rows of a step. They have a forward of their own, and one of few
+rows takes as long as reading the weights does.
+"""
 
 
 class Driver:
@@ -268,13 +273,16 @@ class Driver:
         return request.known[: prefilled_positions(request, self.shape.block, self.session.spec)]
 
     def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> dict[int, int]:
-        """Run a part of the prompts in the order of a plan, with the rows that its steps leave; rows by slot."""
+        """Run a part of the prompts in the order of a plan, with the rows that its steps will probably leave, and never
+        too few to be worth a forward; rows by slot.
+        """
         waiting = [t for t in members if batch.running[t.slot].prefilled < batch.running[t.slot].prompt]
         if not waiting:
             return {}
-        steps = step_rows(self.shape.block, self.session.spec) * (len(members) - len(waiting))
-        before = {t.slot: batch.running[t.slot].prefilled for t in waiting}
-        batch.prefill(max(self.shape.block, (self.shape.most_rows or 1 << 15) - steps), [t.slot for t in waiting])
+        most, before = self.shape.most_rows or 1 << 15, {t.slot: batch.running[t.slot].prefilled for t in waiting}
+        decoding = [self.scheduler.running[t.number] for t in members if t.slot not in before]
+        left = most - sum(running.needs(running.ahead - 1) for running in decoding)
+        batch.prefill(max(self.shape.block, most // PROMPT_SHARE, left), [t.slot for t in waiting])
         for ticket in waiting:
             one = batch.running[ticket.slot]
             if self.prefix is not None and one.prefilled == one.prompt:

@@ -356,6 +356,30 @@ def test_nobody_decodes_before_its_prompt_is_there() -> None:
     assert turns.driver.stages.rows["prefill"] == 12
 
 
+@pytest.mark.parametrize(("sequences", "most"), [(9, 16 * BLOCK), (13, 12 * BLOCK)])
+def test_a_prompt_gets_the_rows_that_steps_leave_and_a_share_of_those_that_they_do_not(
+    sequences: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight others take a block each, twice that at most, so that at most nothing is left; twelve leave nothing indeed,
+    and a quarter of 12 blocks is as long as the prompt.
+    """
+    long = Decoding(max_new_tokens=12, steps=4, ignore_eos=True)
+    asked = [Asked((1,), long)] * (sequences - 1) + [Asked(PROMPTS[6], long, turn=4)]
+    turns = Turns(made("step"), asked, max_sequences=sequences, max_tokens=64, max_batched_rows=most)
+    runs: list[int] = []
+    count = turns.driver.stages.count_stage
+
+    def counted(name: str, rows: int, padded: int, seconds: float) -> None:
+        count(name, rows, padded, seconds)
+        if name == "prefill":
+            runs.append(rows)
+
+    monkeypatch.setattr(turns.driver.stages, "count_stage", counted)
+    told = turns.run()
+    assert runs == [len(PROMPTS[6])]
+    told[-1].check_as(alone(("step",), made("step"), asked[-1]))
+
+
 # -- prompts that begin alike, and pools that are too small -----------------------------------------------------------
 
 
