@@ -60,3 +60,16 @@ tiny_llada = Embedded(
     summary="11 M parameters, LLaDA format, every row sees every row: the same tasks, retrieval from 512 tokens",
     exam=HeldOut(new_tokens=64, pairs=(110, 114)),
 )
+
+smol_sdar = Embedded(
+    name="smol_sdar",
+    folder=Path(__file__).parent / "smol_sdar",
+    summary="135 M parameters, SmolLM2-135M-Instruct as a block-causal model, blocks of 32: English dialogue, word "
+    "problems; needs the extra smol",
+)
+
+smol_llada = Embedded(
+    name="smol_llada",
+    folder=Path(__file__).parent / "smol_llada",
+    summary="135 M parameters, SmolLM2-135M-Instruct where every row sees every row: the same; needs the extra smol",
+)

@@ -82,7 +82,7 @@ class Histories:
 
 
 def text_prompts(name: str, count: int) -> list[str]:
-    """The first held-out passages of open text that an embedded model comes with.
+    """The first held-out prompts without one right answer that an embedded model comes with: passages, dialogues.
 
     Raises:
         InputError: it comes with none.
@@ -92,7 +92,7 @@ def text_prompts(name: str, count: int) -> list[str]:
     if file is None or not file.is_file():
         raise InputError(f"{name} comes with no held-out prompts; give a file with one prompt per line.")
     examples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [e["prompt"] for e in examples if e["task"] == "text"][:count]
+    return [e["prompt"] for e in examples if e["task"] == "text" or e.get("answer") is None][:count]
 
 
 def record(

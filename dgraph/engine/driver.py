@@ -35,7 +35,6 @@ from dgraph.runtime.stats import StageCounts
 from dgraph.runtime.stops import Decoder
 from dgraph.runtime.transcript import Transcripts
 
-
 PROMPT_SHARE = 4
 """Prompts that wait get at least one in so many of the rows of a step. They have a forward of their own, and one of few
 rows takes as long as reading the weights does.

@@ -18,7 +18,10 @@ from dgraph.recipes.dense import ENDING, phases_of
 from dgraph.spec import ModelSpec
 
 
-@costing(Cost("tiny_sdar", "its tasks", 100, 0.0, None, 1, "dyllm"))
+@costing(
+    Cost("tiny_sdar", "its tasks", 100, 0.0, None, 1, "dyllm"),
+    Cost("smol_sdar", "GSM8K", 1319, -0.1, (-1.4, 1.3), 0.99, "smol"),
+)
 @caching
 def dyllm(
     spec: ModelSpec,

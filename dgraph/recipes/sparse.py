@@ -197,7 +197,10 @@ def adaptive_rows(
     return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
 
 
-@costing(Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"))
+@costing(
+    Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"),
+    Cost("smol_sdar", "GSM8K", 1319, -0.9, (-2.3, 0.5), 1.03, "smol"),
+)
 @caching
 def dllm_serve(
     spec: ModelSpec,
@@ -244,7 +247,10 @@ def dllm_serve(
     )
 
 
-@costing(Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"))
+@costing(
+    Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"),
+    Cost("smol_sdar", "GSM8K", 1319, -2.4, (-3.8, -1.1), 1.02, "smol"),
+)
 @caching
 def sparse_dllm(
     spec: ModelSpec,

@@ -48,7 +48,7 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
     documents = documents_of_files(base, [Path(path) for path in data], settings)
     before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
     made = read_tensors(out / MODEL)
-    parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits)
+    parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits, device)
     base_name = str(Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
     dtype = next(iter(made.values())).dtype
     difference.write(folder, parts, base_name, before, dtype)

