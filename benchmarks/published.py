@@ -35,6 +35,7 @@ from benchmarks.tables import Cell
 from dgraph.bench.floor import Device, floor_of, work_of
 from dgraph.bench.load import endless, prompts_of
 from dgraph.bench.measure import Clock, Counter
+from dgraph.bench.profile import profiled
 from dgraph.engine.measure import give_back
 from dgraph.families import Model
 from dgraph.models.moe import RoutedExperts
@@ -122,6 +123,7 @@ class Figure:
         tokens_per_second: all sequences together, over the whole call.
         peak: bytes allocated at a time, from the first call on, weights included; None on a CPU.
         floor: milliseconds of a step of so many rows, by part; None if it was not measured.
+        groups: milliseconds of a step on a GPU by group of kernels, as the profiler sees it; None if it did not.
         published: what others measured.
     """
 
@@ -136,6 +138,7 @@ class Figure:
     tokens_per_second: float
     peak: int | None
     floor: dict[str, float] | None
+    groups: dict[str, float] | None
     published: str
 
     def cells(self) -> list[Cell]:
@@ -147,6 +150,8 @@ class Figure:
         return [self.arm, self.sequences, self.rows, self.steps, *timed, peak, self.published]
 
 
+PROFILED = 8
+"""Steps that the profiler sees."""
 COLUMNS = (
     *("arm", "sequences", "rows", "steps", "ms", "floor ms", "of floor", "slowest", "tok/s", "prefill ms", "peak GB"),
     "published",
@@ -165,8 +170,18 @@ class Run(runs.Run):
         for shape, protocol in protocols.items():
             rows = [figure.cells() for figure in self.figures if ARMS[figure.arm].protocol is protocol]
             self.table(shape, COLUMNS, rows, protocol.note)
+            self._groups(shape, [figure for figure in self.figures if ARMS[figure.arm].protocol is protocol])
         self.report.data["figures"] = [asdict(figure) for figure in self.figures]
         super().write()
+
+    def _groups(self, shape: str, figures: Sequence[Figure]) -> None:
+        """Where the time of the steps goes that were profiled."""
+        seen = [(figure, figure.groups) for figure in figures if figure.groups is not None]
+        if not seen:
+            return
+        names = list(dict.fromkeys(name for _, groups in seen for name in groups))
+        rows = [[f.arm, f.sequences, *(groups.get(name, 0.0) for name in names)] for f, groups in seen]
+        self.table(f"{shape}: ms of a step by kernels", ["arm", "sequences", *names], rows)
 
 
 def reached(model: Model, rows: int) -> float | None:
@@ -257,6 +272,7 @@ def figure_of(run: Run, name: str, program: Optimized, prompts: list[list[int]],
         stats.tokens / whole,
         torch.cuda.max_memory_allocated() if cuda else None,
         None,
+        None,
         ARMS[name].published.get(batch, "none"),
     )
 
@@ -268,6 +284,15 @@ def floor_by_part(program: Optimized, prompts: list[list[int]], decoding: Decodi
     program.generate(input_ids=prompts, decoding=decoding, observer=counter)
     most = max(count.rows[0] for count in counter.counts)
     return floor_of(work, [count for count in counter.counts if count.rows[0] == most], times).to_json()
+
+
+def where_it_goes(program: Optimized, prompts: list[list[int]], decoding: Decoding, steps: int) -> dict[str, float]:
+    """Milliseconds of a step by group of kernels, those between kernels included; see `dgraph.bench.profile`."""
+
+    def generate(progress: Any) -> Any:
+        return program.generate(input_ids=prompts, decoding=decoding, progress=progress)
+
+    return profiled(generate, steps, PROFILED, program.programs["step"].stage_names).groups
 
 
 def measure(run: Run, name: str, batches: Sequence[int], times: Device) -> None:
@@ -291,6 +316,8 @@ def measure(run: Run, name: str, batches: Sequence[int], times: Device) -> None:
             found.floor = floor_by_part(program, prompts, decoding, times)
             floor = found.floor["total"]
             run.say(f"{what}: floor {floor:.2f} ms, {found.ms / floor:.2f} times it")
+            if program.captured.device.type == "cuda":
+                found.groups = where_it_goes(program, prompts, decoding, found.steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

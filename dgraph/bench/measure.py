@@ -16,7 +16,7 @@ from dgraph.api import Optimized, optimize
 from dgraph.bench.arms import Arm
 from dgraph.bench.floor import Device, Floor, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load
-from dgraph.bench.profile import Enough, Profile, StepProfiler
+from dgraph.bench.profile import Profile, profiled
 from dgraph.bench.record import evicts
 from dgraph.engine.kv_cost import KVCost
 from dgraph.families import Model
@@ -286,15 +286,8 @@ class Bench:
 
     def _profile(self, optimized: Optimized, steps: int, tell: Callable[[str], None]) -> Profile | None:
         tell("profiling")
-        count = min(self.profile_steps, max(1, steps // 2))
-        profiler = StepProfiler((steps - count) // 2, count)
-        try:
-            self._generate(optimized, progress=profiler)
-        except Enough:
-            pass
-        finally:
-            profiler.stop()
-        return profiler.result(optimized.programs["step"].stage_names)
+        stages = optimized.programs["step"].stage_names
+        return profiled(lambda each: self._generate(optimized, progress=each), steps, self.profile_steps, stages)
 
     def _memory(self, optimized: Optimized) -> Memory:
         storages = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,26 @@ class StepProfiler:
 
 class Enough(Exception):
     """The profile has all the steps it wants: how its callback ends a generation."""
+
+
+def profiled(generate: Callable[[StepProfiler], Any], total: int, steps: int, stages: Sequence[str]) -> Profile:
+    """A profile of so many steps in the middle of a generation, half of its steps at most.
+
+    Args:
+        generate: runs it with a progress callback.
+        total: its steps.
+        steps: to profile.
+        stages: names of the step program's.
+    """
+    count = min(steps, max(1, total // 2))
+    profiler = StepProfiler((total - count) // 2, count)
+    try:
+        generate(profiler)
+    except Enough:
+        pass
+    finally:
+        profiler.stop()
+    return profiler.result(stages)
 
 
 def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], reads: int, waits: int) -> Profile:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import dgraph
-from dgraph.bench.profile import KERNELS, SUMS, Kernel, groups_of, idle, stages_of, summarise
+from dgraph.bench import profile
+from dgraph.bench.profile import KERNELS, SUMS, Enough, Kernel, groups_of, idle, profiled, stages_of, summarise
 
 KERNEL_FILES = Path(dgraph.__file__).parent / "ops" / "triton"
 
@@ -114,3 +115,27 @@ def test_a_profile_adds_up() -> None:
 
 def test_kernels_that_overlap_leave_less_idle() -> None:
     assert idle([Kernel("a", 0, 10), Kernel("b", 2, 5), Kernel("c", 12, 13)]) == 2
+
+
+@pytest.mark.parametrize(("total", "wanted", "seen"), [(40, 8, (16, 8)), (6, 8, (1, 3)), (1, 8, (0, 1))])
+def test_steps_in_the_middle_are_profiled(
+    total: int, wanted: int, seen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[tuple[int, int]] = []
+
+    class Fake:
+        def __init__(self, skip: int, steps: int) -> None:
+            self.asked = skip, steps
+
+        def stop(self) -> None:
+            stopped.append(self.asked)
+
+        def result(self, stages: tuple[str, ...]) -> tuple[str, ...]:
+            return stages
+
+    def generate(progress: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr(profile, "StepProfiler", Fake)
+    assert profiled(generate, total, wanted, ("step",)) == ("step",)
+    assert stopped == [seen]

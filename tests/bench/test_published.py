@@ -16,10 +16,9 @@ from dgraph.models.shapes import SHAPES
 TINY = ("--tiny", "--device", "cpu", "--backend", "eager", "--repeat", "1")
 
 
-def figure(arm: str, sequences: int) -> Figure:
-    return Figure(
-        arm, sequences, 33, 8, 2.0, 3.0, 0.5, 0.1, 64.0, None, None, ARMS[arm].published.get(sequences, "none")
-    )
+def figure(arm: str, sequences: int, groups: dict[str, float] | None = None) -> Figure:
+    compared = ARMS[arm].published.get(sequences, "none")
+    return Figure(arm, sequences, 33, 8, 2.0, 3.0, 0.5, 0.1, 64.0, None, None, groups, compared)
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def test_what_fails_is_told_and_the_others_are_measured(
 
     def measure(run: Run, name: str, batches: Sequence[int], times: object) -> None:
         begun.append(name)
-        run.figures.append(figure(name, batches[0]))
+        run.figures.append(figure(name, batches[0], {"GEMM": 1.5, "idle": 0.25} if name == "nemotron" else None))
         if name == "gemma":
             raise RuntimeError("CUDA out of memory\nand more")
         # What came before is in the files.
@@ -64,6 +63,9 @@ def test_what_fails_is_told_and_the_others_are_measured(
     assert begun == ["gemma", "nemotron"]
     assert data_of(file)["notes"] == ["gemma: RuntimeError: CUDA out of memory"]
     assert "| nemotron | 1 | 8 | 33 | 2 | - | - | 3 | 64 | 100 | - | 5.6 ms |" in text.read_text()
+    assert "### nemotron-8b: ms of a step by kernels" in text.read_text()
+    assert "| nemotron | 1 | 1.5 | 0.25 |" in text.read_text()
+    assert "gemma-26b-a4b: ms of a step" not in text.read_text(), "it was not profiled"
     assert "gemma: RuntimeError: CUDA out of memory" in capsys.readouterr().out
 
 
