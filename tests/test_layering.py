@@ -284,7 +284,7 @@ def test_what_is_installed_is_every_package_but_what_trained_the_models() -> Non
     dotted = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("dgraph/**/__init__.py")}
     dotted |= {f"dgraph.{'.'.join(p.parent.relative_to(ROOT).parts)}" for p in ROOT.glob("models/**/__init__.py")}
     dotted = {name for name in dotted if not name.startswith("dgraph.models.training")}
-    embedded = {f"dgraph.models.{folder.name}" for folder in (ROOT / "models").glob("tiny_*")}
+    embedded = {f"dgraph.models.{file.parent.name}" for file in (ROOT / "models").glob("*/config.json")}
     others = {p.parent for p in ROOT.glob("dgraph/**/*.*") if p.is_file() and p.suffix not in {".py", ".pyc"}}
     data = {".".join(folder.relative_to(ROOT).parts) for folder in others}
     assert set(project["tool"]["setuptools"]["packages"]) == dotted | embedded | data
