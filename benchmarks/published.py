@@ -168,9 +168,9 @@ class Run(runs.Run):
         """Write what there is."""
         protocols = {ARMS[figure.arm].protocol.shape: ARMS[figure.arm].protocol for figure in self.figures}
         for shape, protocol in protocols.items():
-            rows = [figure.cells() for figure in self.figures if ARMS[figure.arm].protocol is protocol]
-            self.table(shape, COLUMNS, rows, protocol.note)
-            self._groups(shape, [figure for figure in self.figures if ARMS[figure.arm].protocol is protocol])
+            figures = [figure for figure in self.figures if ARMS[figure.arm].protocol is protocol]
+            self.table(shape, COLUMNS, [figure.cells() for figure in figures], protocol.note)
+            self._groups(shape, figures)
         self.report.data["figures"] = [asdict(figure) for figure in self.figures]
         super().write()
 

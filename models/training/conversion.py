@@ -288,11 +288,11 @@ class Conversion:
 
     def steps(self, until: float = float("inf"), workers: int = 0) -> Iterator[float]:
         """Train up to the end of the run, or until `time.monotonic()` is `until`; the loss of each step."""
+        if self.over:  # as it was when the last session ended
+            return
         sampler = range(self.trainer.done, self.settings.steps)
         batches = DataLoader(self.data, batch_size=None, sampler=sampler, num_workers=workers)
         for step, batch in zip(sampler, batches, strict=True):
-            if self.over:  # as it was when the last session ended
-                return
             noise = self.settings.noise(self.base.mask_id, step / self.settings.steps)
             loss, _ = self.trainer.step(self._inputs(batch, self.settings, noise, step))
             yield float(loss)

