@@ -142,10 +142,16 @@ def _changed(name: str, before: Tensor, parts: Parts) -> Tensor:
         return parts[f"{name}/whole"]
     if f"{name}/at" in parts:
         return before.float().index_copy(0, parts[f"{name}/at"], parts[f"{name}/rows"])
+    left, right = _factors(name, parts)
+    return before.float() + left @ right
+
+
+def _factors(name: str, parts: Parts) -> tuple[Tensor, Tensor]:
+    """The two factors of a matrix's difference, f32 [out, r] and [r, in], the strongest component first."""
     left, right = parts[f"{name}/left"].float(), parts[f"{name}/right"].float()
     if f"{name}/left_scale" in parts:
         left, right = left * parts[f"{name}/left_scale"], right * parts[f"{name}/right_scale"][:, None]
-    return before.float() + left @ right
+    return left, right
 
 
 def digest_of(base: Mapping[str, Tensor]) -> str:
@@ -180,7 +186,7 @@ def write(folder: Path, parts: Parts, base: str, tensors: Mapping[str, Tensor], 
 
 
 def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
-    """The weights of a folder with a difference.
+    """The weights of a folder with a difference, in the dtype that its header names.
 
     Args:
         loaded: what `base_of` gives.
@@ -188,6 +194,19 @@ def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a damaged file, or another base than it was made from.
     """
+    parts, base = read_parts(folder, loaded)
+    return restore(base, parts, getattr(torch, _header(folder)["dtype"]))
+
+
+def read_factors(folder: Path, loaded: Causal) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """A folder's weights in fp32, and by name those factors of which products are in them; see `read`."""
+    parts, base = read_parts(folder, loaded)
+    names = [part.removesuffix("/left") for part in parts if part.endswith("/left")]
+    return restore(base, parts), {name: _factors(name, parts) for name in names}
+
+
+def read_parts(folder: Path, loaded: Causal) -> tuple[Parts, dict[str, Tensor]]:
+    """What the file of a folder holds, all of which the base has, and the base's weights; see `read`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -199,9 +218,12 @@ def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
             f"that it was made from, or make the difference again."
         )
     try:
-        return restore(base, load_file(path), getattr(torch, header["dtype"]))
-    except (SafetensorError, OSError, KeyError) as error:
+        parts = load_file(path, str(next(iter(base.values())).device))
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if other := sorted({part.rpartition("/")[0] for part in parts} - set(base)):
+        raise CheckpointError(f"{path} is damaged: it has {other[0]}, and the base does not.")
+    return parts, base
 
 
 def base_of(folder: Path) -> Causal | None:

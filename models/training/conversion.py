@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dgraph.causal import load_causal
@@ -124,6 +125,7 @@ class Base:
         model: a class of transformers, of `dgraph.models.native.NATIVE`.
         tokenizer: with a mask token.
         mask_id, eos_ids: the first of `eos_ids` ends a response.
+        factors: of weights that a difference was added to, the two factors of it; see `low_rank.add_low_rank`.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Base:
     tokenizer: FileTokenizer
     mask_id: int
     eos_ids: tuple[int, ...]
+    factors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def load_base(name: str, mask: str | None = None, device: str = "cpu", begin: Path | None = None) -> Base:
@@ -147,8 +150,10 @@ def load_base(name: str, mask: str | None = None, device: str = "cpu", begin: Pa
     """
     loaded = load_causal(name, torch.float32, device)
     model: Any = loaded.module.model
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     if begin is not None:
-        model.load_state_dict(difference.read(begin, loaded), strict=False)  # what is tied is not named
+        begun, factors = difference.read_factors(begin, loaded)
+        model.load_state_dict(begun, strict=False)  # what is tied is not named
     kind = type(model).__name__
     if kind not in NATIVE:
         raise InputError(f"{name} is a {kind}; expected one of {', '.join(NATIVE)}.")
@@ -164,7 +169,8 @@ def load_base(name: str, mask: str | None = None, device: str = "cpu", begin: Pa
             f"{name} needs a mask token below {loaded.vocab}, got {got}; give --mask-token, a special token that no "
             f"text has (of {free}), or a new one where the embedding has more rows than the tokenizer tokens."
         )
-    return Base(name, model, tokenizer, tokenizer.mask_id, (eos,) if isinstance(eos, int) else tuple(eos))
+    eos_ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    return Base(name, model, tokenizer, tokenizer.mask_id, eos_ids, factors)
 
 
 def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings, task: int = 0) -> list[Document]:
@@ -268,7 +274,7 @@ class Conversion:
         base.model.requires_grad_(True)
         if settings.rank:
             generator = torch.Generator().manual_seed(settings.seed)
-            low_rank.add_low_rank(base.model, settings.rank, base.mask_id, generator)
+            low_rank.add_low_rank(base.model, settings.rank, base.mask_id, generator, base.factors)
         if compiled:
             for layer in base.model.model.layers:
                 layer.compile(dynamic=False)

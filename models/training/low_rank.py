@@ -6,6 +6,8 @@ gives, and a model whose parts are new computes what it did without them, bit fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,18 @@ class LowRank(nn.Module):
         self.down = nn.Parameter(drawn)
         self.up = nn.Parameter(weight.new_zeros(out, rank))
 
+    @torch.no_grad()
+    def take_over(self, weight: Tensor, left: Tensor, right: Tensor) -> None:
+        """Let the product begin as the strongest components of `left` [out, r] @ `right` [r, in], which `weight` has in
+        it and gives up; what the rank has no room for stays there. Rows of `down` have the length of drawn ones.
+        """
+        count = min(len(self.down), len(right))
+        left, right = left[:, :count].to(weight), right[:count].to(weight)
+        length = right.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        self.down[:count] = right / length[:, None]
+        self.up[:, :count] = left * length
+        weight -= self.up @ self.down
+
     def forward(self, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the sum is what a checkpoint gets
             return weight + self.up @ self.down
@@ -44,18 +58,31 @@ class OneRow(nn.Module):
         return weight.index_copy(0, self.at, self.row[None])
 
 
-def add_low_rank(model: Any, rank: int, mask_id: int, generator: torch.Generator) -> None:
+def add_low_rank(
+    model: Any,
+    rank: int,
+    mask_id: int,
+    generator: torch.Generator,
+    factors: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({}),
+) -> None:
     """Train only parts of `model`, a causal class of transformers: a product of `rank` beside the weight of each linear
     map of the layers, all vectors (norms, biases), and the embedding of the mask.
+
+    factors: by name, products that a weight has in it already, and that its own begins as: without this, what is
+        trained beside them would have twice the rank.
     """
     vectors = [p for p in model.parameters() if p.dim() == 1]
     model.requires_grad_(False)
     for vector in vectors:
         vector.requires_grad_(True)
-    linears = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
-    for module in linears:
-        parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
-    of_one_class(linears)
+    inside = model.model.layers.named_modules(prefix="model.layers")
+    linears = {name: module for name, module in inside if isinstance(module, nn.Linear)}
+    for name, module in linears.items():
+        part = LowRank(module.weight, rank, generator)
+        if f"{name}.weight" in factors:
+            part.take_over(module.weight, *factors[f"{name}.weight"])
+        parametrize.register_parametrization(module, "weight", part)
+    of_one_class(list(linears.values()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     row = OneRow(embedding.weight.detach(), mask_id)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from . import convert, dialogues
 from .compress import REPORT, compress
 from .conversion import Settings, load_base
 from .pairs import Pair, read_pairs
+from .renumber import renumbered, without_notes
 
 STAGES = ("dialogues", "train", "compress", "evaluate")
 TRAINING, QUESTIONS, EVALUATION, SMALL = "training.jsonl", "questions.jsonl", "evaluation.jsonl", "small"
@@ -54,7 +55,9 @@ class Plan:
         asked: the first so many of them are asked in the evaluation, and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
-        times: by "dialogues" or a task, how often one comes in a pass; once where it is not said.
+        variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`); what
+            comes of it is data of its own, TASK_renumbered.
+        times: by "dialogues", a task or TASK_renumbered, how often one comes in a pass; once where it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
         megabytes: of a difference, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
@@ -74,6 +77,7 @@ class Plan:
     asked: int = 128
     prompts: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, int] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
     begin: Mapping[str, str] = field(default_factory=dict)
     megabytes: float = 10.0
@@ -95,7 +99,8 @@ class Plan:
         for what, found, known in (
             ("problems", self.problems, list(TASKS)),
             ("tasks", self.tasks, list(TASKS)),
-            ("times", self.times, ["dialogues", *self.problems]),
+            ("variants", self.variants, list(self.problems)),
+            ("times", self.times, ["dialogues", *self.problems, *map(renumbered_name, self.variants)]),
             ("begin", self.begin, list(self.models)),
         ):
             if other := [key for key in found if key not in known]:
@@ -159,13 +164,19 @@ class Work:
         _write(self.out / QUESTIONS, list(asked))
         _write(self.out / TRAINING, [pair._asdict() for pair in written[plan.asked :]])
         for task, file in plan.problems.items():
-            _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in problems(Path(file), task)])
+            found = problems(Path(file))
+            _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in pairs_of(found, task)])
+            if times := plan.variants.get(task):
+                more = list(variants(found, times))
+                _write(self.out / f"{renumbered_name(task)}.jsonl", [pair._asdict() for pair in pairs_of(more, task)])
+                print(f"{len(found)} problems of {task}, {len(more)} with other numbers")
         print(f"{done} dialogues, {plan.asked} of them to be asked: {self.out / TRAINING}")
 
     def train(self, name: str) -> None:
         """Go on with the run of a model."""
         plan = self.plan
-        files = {"dialogues": self.out / TRAINING, **{task: self.out / f"{task}.jsonl" for task in plan.problems}}
+        tasks = [*plan.problems, *map(renumbered_name, plan.variants)]
+        files = {"dialogues": self.out / TRAINING, **{task: self.out / f"{task}.jsonl" for task in tasks}}
         if missing := [str(file) for file in files.values() if not file.is_file()]:
             raise InputError(f"{missing[0]} is not there yet; run the stage dialogues to its end first.")
         argv = [plan.base, "--out", str(self.out / name), "--device", self.device, "--minutes", str(self.minutes)]
@@ -213,8 +224,13 @@ class Work:
             print(json.dumps({"model": name, "asked": more[1], **arm}), flush=True)
 
 
-def problems(path: Path, task: str) -> list[Pair]:
-    """Lines {"question", "answer"} as pairs, asked as `dgraph eval` asks; calculator notes <<...>> are left out.
+def renumbered_name(task: str) -> str:
+    """What a task's problems with other numbers are called."""
+    return f"{task}_renumbered"
+
+
+def problems(path: Path) -> list[tuple[str, str]]:
+    """The (question, answer) of lines {"question", "answer"}.
 
     Raises:
         InputError: a file that cannot be read, or a line that is none.
@@ -229,13 +245,24 @@ def problems(path: Path, task: str) -> list[Pair]:
             continue
         try:
             value = json.loads(line)
-            question, answer = value["question"], value["answer"]
-            found.append(Pair(f"{question}\n{TASKS[task].ask}", re.sub("<<.*?>>", "", answer)))
+            found.append((value["question"] + "", value["answer"] + ""))
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f'{path}, line {number}: expected {{"question": TEXT, "answer": TEXT}}, got {line[:60]!r}.'
             ) from None
     return found
+
+
+def pairs_of(found: Sequence[tuple[str, str]], task: str) -> list[Pair]:
+    """Problems as pairs, asked as `dgraph eval` asks; calculator notes <<...>> are left out."""
+    return [Pair(f"{question}\n{TASKS[task].ask}", without_notes(answer)) for question, answer in found]
+
+
+def variants(found: Sequence[tuple[str, str]], times: int) -> Iterator[tuple[str, str]]:
+    """Problems with other numbers, none of them twice: each is tried so many times; most cannot be followed."""
+    for number, (question, answer) in enumerate(found):
+        drawn = (renumbered(question, answer, random.Random(f"numbers {number} {k}")) for k in range(times))
+        yield from dict.fromkeys(made for made in drawn if made is not None)
 
 
 def _changed(folder: Path) -> float:

@@ -175,6 +175,30 @@ def test_a_new_run_begins_with_what_another_one_left(run: Path, tmp_path: Path) 
     assert report["held_out_loss"]["base"] != report["held_out_loss"]["converted"]
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_products_that_a_run_begins_with_are_trained_and_not_added_to(run: Path, tmp_path: Path, rank: int) -> None:
+    """The same weights at first; what is trained after has the rank of the run, not of both."""
+    compress(run, tmp_path, megabytes=0.03)
+    name = str(run / "base")
+    base = load_base(name, begin=tmp_path)
+    before, plain = difference.tensors_of(base.model), difference.tensors_of(load_base(name).model)
+    before = {key: value.clone() for key, value in before.items()}
+    assert min(len(right) for _, right in base.factors.values()) > 4  # two, and what rounding left
+    low_rank.add_low_rank(base.model, rank, base.mask_id, torch.Generator(), base.factors)
+    begun = low_rank.weights(base.model)
+    for key, value in before.items():
+        torch.testing.assert_close(begun[key], value)
+    with torch.no_grad():
+        for part in base.model.parameters():
+            if part.requires_grad and part.dim() == 2:
+                part.normal_(generator=torch.Generator().manual_seed(0))
+    for key, (left, right) in base.factors.items():
+        changed = low_rank.weights(base.model)[key] - plain[key]
+        more = left[:, rank:] @ right[rank:]  # what the rank had no room for
+        values = torch.linalg.svdvals(changed - more)
+        assert (values > 1e-3).sum() == rank, key
+
+
 def test_another_base_and_a_damaged_file_are_told(run: Path, tmp_path: Path) -> None:
     compress(run, tmp_path / "small", megabytes=0.03)
     base = difference.tensors_of(load_causal(str(run / "base")).module.model)

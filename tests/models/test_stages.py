@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.models.test_convert import _counted, causal_folder
 
 TINY = {"rank": 2, "steps": 3, "rows": 2, "length": 128, "learnt": 64, "held_out": 4, "rate": 1e-2}
 MODELS = {"causal": {**TINY, "shift": 1, "complementary": True}, "both_ways": {**TINY, "form": "bidirectional"}}
+SOLD = {"question": "Of 98 pens 33 are sold.", "answer": "98 - 33 = <<98-33=65>>65 are left.\n#### 65"}
 PROBLEM = {"question": "2 and 2?", "answer": "They are 2 + 2 = <<2+2=4>>4.\n#### 4"}
 
 
@@ -27,7 +29,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan over a tiny base, with ten problems."""
     folder = tmp_path_factory.mktemp("plan")
     base = causal_folder(folder / "base", tie_word_embeddings=True)
-    (folder / "problems.jsonl").write_text(f"{json.dumps(PROBLEM)}\n\n" * 10)
+    (folder / "problems.jsonl").write_text(f"{json.dumps(PROBLEM)}\n\n" * 10 + json.dumps(SOLD))
     described = {
         "base": str(base),
         "judge": str(base),
@@ -35,7 +37,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dialogue_rows": 4,
         "asked": 2,
         "problems": {"gsm8k": str(folder / "problems.jsonl")},
-        "times": {"gsm8k": 0.5},
+        "variants": {"gsm8k": 3},
+        "times": {"gsm8k": 0.5, "gsm8k_renumbered": 2},
         "tasks": {"gsm8k": 2},
         "new_tokens": 32,
         "backend": "eager",
@@ -65,7 +68,12 @@ def test_dialogues_that_are_asked_are_not_trained_on(
     assert not {pair.prompt for pair in training} & set(asked)
     assert {pair.ended for pair in training} == {True, False}
     problem = Pair(f"2 and 2?\n{TASKS['gsm8k'].ask}", "They are 2 + 2 = 4.\n#### 4")
-    assert read_pairs(tmp_path / "gsm8k.jsonl") == [problem] * 10
+    assert read_pairs(tmp_path / "gsm8k.jsonl")[:-1] == [problem] * 10
+    varied = read_pairs(tmp_path / "gsm8k_renumbered.jsonl")
+    assert 1 < len(varied) == len(set(varied)) <= 3
+    for pair in varied:
+        pens, sold = map(int, re.findall(r"\d+", pair.prompt.partition("\n")[0]))
+        assert pair.response == f"{pens} - {sold} = {pens - sold} are left.\n#### {pens - sold}"
     before = (tmp_path / "training.jsonl").read_bytes()
     run(plan, "dialogues", tmp_path)
     assert (tmp_path / "training.jsonl").read_bytes() == before
@@ -75,7 +83,8 @@ def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "training.jsonl").touch()
-    (tmp_path / "gsm8k.jsonl").touch()
+    for name in ("gsm8k", "gsm8k_renumbered"):
+        (tmp_path / f"{name}.jsonl").touch()
     seen: list[Any] = []
     monkeypatch.setattr(convert, "main", lambda argv: seen.append(convert._arguments(argv)))
     run(plan, "train", tmp_path, "--minutes", "2")
@@ -85,6 +94,7 @@ def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
         assert [convert.data_of(text) for text in args.data] == [
             (tmp_path / "training.jsonl", 1.0),
             (tmp_path / "gsm8k.jsonl", 0.5),
+            (tmp_path / "gsm8k_renumbered.jsonl", 2.0),
         ]
         assert (args.minutes, args.mask_token, args.dialogues) == (2.0, None, 0)
     assert (seen[0].complementary, seen[1].complementary) == (True, False)
@@ -121,6 +131,7 @@ WRONG = [
     ('{"base": "b", "models": {"m": {"shift": 2}}}', r"shift must be 0 or 1, got 2"),
     ('{"base": "b", "models": {"m": {}}, "problems": {"gsm": "x"}}', r"problems names 'gsm', expected one of gsm8k"),
     ('{"base": "b", "models": {"m": {}}, "times": {"gsm8k": 1}}', r"times names 'gsm8k', expected one of dialogues\."),
+    ('{"base": "b", "models": {"m": {}}, "variants": {"gsm8k": 1}}', r"variants names 'gsm8k', expected one of "),
     ('{"base": "b", "models": {"m": {}}, "dialogues": 5, "asked": 5}', r"asked must be fewer than the 5 dialogues"),
     ("{", r"cannot be read"),
 ]
@@ -137,7 +148,7 @@ def test_problems_of_another_form_are_refused(tmp_path: Path) -> None:
     for line in ("{", '["a"]', '{"question": "a"}', '{"question": "a", "answer": 1}'):
         (tmp_path / "x.jsonl").write_text(f"{json.dumps(PROBLEM)}\n{line}\n")
         with pytest.raises(InputError, match="line 2: expected"):
-            stages.problems(tmp_path / "x.jsonl", "gsm8k")
+            stages.problems(tmp_path / "x.jsonl")
 
 
 def test_the_plan_of_the_converted_models_can_be_read() -> None:
