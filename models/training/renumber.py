@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 
 NUMERAL = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
@@ -48,6 +49,8 @@ def renumbered(question: str, answer: str, rng: random.Random) -> tuple[str, str
         answer: a solution with a note for each calculation; it ends with "#### RESULT".
         rng: draws the numbers.
     """
+    if as_it_is(question, answer) is None:
+        return None
     try:
         free = _free(question, answer)
         for _ in range(DRAWS if free else 0):
@@ -145,20 +148,27 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
 
 def _calculated(expression: str, known: Mapping[Fraction, Fraction], strict: bool = False) -> Fraction | None:
     """The value of an expression when each number is what `known` says; None if `strict` and one is not known."""
-    tokens, at = [], 0
+    tokens = _tokens(expression)
+    if strict and any(isinstance(token, Fraction) and token not in known for token in tokens):
+        return None
+    value, rest = _sum([known.get(token, token) if isinstance(token, Fraction) else token for token in tokens])
+    if rest:
+        raise ValueError(expression)
+    return value
+
+
+@lru_cache(maxsize=64)
+def _tokens(expression: str) -> tuple[Fraction | str, ...]:
+    """The numbers and signs of an expression."""
+    found: list[Fraction | str] = []
+    at = 0
     while at < len(expression.rstrip()):
         match = TOKEN.match(expression, at)
         if match is None:
             raise ValueError(expression)
-        tokens.append(match[1])
+        found.append(_value(match[1]) if NUMERAL.fullmatch(match[1]) else match[1])
         at = match.end()
-    numbers = [_value(token) for token in tokens if NUMERAL.fullmatch(token)]
-    if strict and any(number not in known for number in numbers):
-        return None
-    value, rest = _sum([known.get(_value(t), _value(t)) if NUMERAL.fullmatch(t) else t for t in tokens])
-    if rest:
-        raise ValueError(expression)
-    return value
+    return tuple(found)
 
 
 Tokens = list["Fraction | str"]
