@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.experts import can_group, check, chosen, combine, feed_forward, meets
-from dgraph.ops.triton import experts_rounded, stored
+from dgraph.ops.triton import experts_rounded, grouped, stored
 from dgraph.ops.triton.experts_rounded import gated_rows
 from dgraph.ops.triton.rows import dense_rows, power_of_two
 from dgraph.quantised import QuantisedRows, QuantisedWeight
@@ -99,6 +99,13 @@ def _products(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, en
         return experts_rounded.multiply_grouped(rows, weight, ends)
     if isinstance(weight, QuantisedWeight):
         return stored.multiply_grouped(rows, weight, ends)
+    return multiply_plain(rows, weight, ends)
+
+
+def multiply_plain(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same by weights as they are, in whichever kernel is faster."""
+    if grouped.pays(rows, weight):
+        return grouped.multiply(rows, weight, ends)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,16 +312,27 @@ class Launches:
 
 
 def test_experts_are_four_launches_and_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device there are no values that a host could read; there a grouped product is of bf16 alone."""
+    """On the meta device there are no values that a host could read; there a grouped product is of bf16 alone. Where
+    experts have many rows, the products are the library's.
+    """
     from dgraph.ops.triton import experts as module
+    from dgraph.ops.triton import grouped
 
     seen: list[str] = []
+    product = "_multiply_rows_of_groups"
     for name in ("_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"):
         monkeypatch.setattr(module, name, Launches(name, seen))
+    monkeypatch.setattr(grouped, product, Launches(product, seen))
     args = [t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype) for t in mixture(6, 2, 4)]
     with Operations() as operations:
         out = module.by_grouping(*args)
     assert (out.shape, out.dtype) == ((6, 16), torch.bfloat16)
+    assert seen == ["_order_slots", "_spread_rows", product, "_gate_rows", product, "_sum_slots"]
+    assert not operations.names
+    seen.clear()
+    monkeypatch.setattr(grouped, "TILES", (replace(grouped.TILES[0], up_to=2),))
+    with Operations() as operations:
+        module.by_grouping(*args)
     assert seen == ["_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"]
     assert operations.names == ["_grouped_mm"] * 2
     assert module.by_masking(*args).shape == (6, 16)
@@ -339,3 +351,35 @@ def test_a_route_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.shape == weight.shape == (5, 3)
     assert seen == ["_route"]
     assert operations.names == []
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(16, 64, 32), (32, 16, 64), (64, 128, 16)])
+def test_products_of_groups_of_any_size(interpreted: Interpreter, rows: int, columns: int, depth: int) -> None:
+    """Groups of no row, of several tiles, up to the last row and not; rows that no group has are not written."""
+    from dgraph.ops.triton.stored import Tile
+
+    for groups, out, into, n in ((4, 40, 24, 90), (5, 16, 32, 7), (3, 130, 64, 70)):
+        generator = torch.Generator().manual_seed(groups)
+        x, weight = draw(n, into), draw(groups, out, into, seed=1)
+        for last in (n, n - 3):
+            ends = torch.randint(0, last + 1, (groups,), generator=generator).sort().values.int()
+            ends[0], ends[-1] = 0, last
+            x[last:] = torch.nan
+            tile = Tile(0, rows, columns, depth, 4, 2)
+            found, _ = interpreted("grouped", (x, weight, ends), "multiply", tile=tile)
+            begin = 0
+            for end, by in zip(ends.tolist(), weight, strict=True):
+                assert_close(found[begin:end], x[begin:end] @ by.T, rtol=1e-4, atol=1e-4)
+                begin = end
+
+
+def test_where_products_of_groups_pay() -> None:
+    from dgraph.ops.triton import grouped
+
+    x, weight = torch.zeros(6, 8), torch.zeros(2, 4, 8)
+    assert grouped.pays(x, weight)
+    assert not grouped.pays(torch.zeros(grouped.TILES[-1].up_to * 2 + 1, 8), weight)
+    assert not grouped.pays(x[:, :5].contiguous(), torch.zeros(2, 4, 5)), "rows of 20 bytes"
+    assert not grouped.pays(x, weight.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not grouped.pays(x.bfloat16(), weight)
+    assert not grouped.pays(x.bfloat16(), weight.bfloat16()), "the interpreter takes these for integers"

@@ -1,0 +1,82 @@
+"""Products of rows and the weight of their group, on CUDA: the rows of an expert by its weight.
+
+One program computes COLUMNS columns of the result for all rows of a group, a tile of ROWS after the other, and reads
+its part of the weight once where they fit into one. The weight is the left factor, so that a tile may have few rows.
+Both factors are loaded by the bulk copy engine: what a tile has of the rows of the next group is not stored. With few
+rows the reading of weights is all the time there is, and the library's product reads them at seven tenths of the speed
+(benchmarks/results/experts.md).
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dgraph.ops.triton.stored import Tile, tile_for
+
+TILES = (
+    Tile(8, 16, 128, 64, 4, 6),
+    Tile(24, 32, 128, 128, 4, 4),
+    Tile(48, 64, 256, 64, 8, 4),
+    Tile(192, 256, 128, 64, 8, 4),
+)
+"""By rising number of rows of a group, if all have as many; the best for both products of 19 timed on an H200. With
+more rows than the last has the library's product is faster.
+"""
+
+
+def pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows [N, d_in] and weights [E, d_out, d_in] are few enough, and in layouts and on a device that the
+    kernel takes.
+    """
+    if len(x) > TILES[-1].up_to * len(weight):
+        return False
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    if x.device.type == "cpu" and x.dtype != torch.float32:  # Triton's interpreter takes a block of bf16 for integers
+        return False
+    aligned = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, weight))
+    return aligned and x.dtype == weight.dtype and x.shape[1] * x.element_size() % 16 == 0
+
+
+def multiply(x: Tensor, weight: Tensor, ends: Tensor, tile: Tile | None = None) -> Tensor:
+    """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by weight [E, d_out, d_in]
+    -> [N, d_out]; rows after the last end are not written.
+
+    tile: in place of that for so many rows; without it there must be a tile for them (see `pays`).
+    """
+    (n, d_in), (groups, d_out, _) = x.shape, weight.shape
+    out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
+    tile = tile or tile_for(-(-n // groups), TILES)
+    flat = weight.view(groups * d_out, d_in)
+    rows = TensorDescriptor(x, [n, d_in], [d_in, 1], [tile.rows, tile.depth])
+    columns = TensorDescriptor(flat, list(flat.shape), [d_in, 1], [tile.columns, tile.depth])
+    _multiply_rows_of_groups[(triton.cdiv(d_out, tile.columns), groups)](
+        rows, columns, out, ends, d_out, d_in, tile.rows, tile.columns, tile.depth,
+        "ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _multiply_rows_of_groups(
+    x_blocks, w_blocks, out_ptr, ends_ptr, d_out, d_in,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
+    begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    for r in range(begin, end, ROWS):
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+        for k in range(0, d_in, DEPTH):
+            w = w_blocks.load([group * d_out + first, k])
+            x = x_blocks.load([r, k])
+            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+        row, column = r + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+        at = row.to(tl.int64)[:, None] * d_out + column[None, :]
+        inside = (row < end)[:, None] & (column < d_out)[None, :]
+        tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=inside)
