@@ -155,6 +155,9 @@ def test_the_plan_of_the_converted_models_can_be_read() -> None:
     plan = Plan.read(Path(stages.__file__).with_name("smol.json"))
     assert list(plan.models) == ["smol_sdar", "smol_llada"]
     assert plan.megabytes * len(plan.models) <= 20
+    more = Plan.read(Path(stages.__file__).with_name("smol_more.json"))
+    assert set(more.begin) == set(more.models) == {"smol_sdar"}
+    assert more.models["smol_sdar"]["rank"] == plan.models["smol_sdar"]["rank"]
 
 
 @pytest.mark.release
