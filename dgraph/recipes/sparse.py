@@ -199,7 +199,7 @@ def adaptive_rows(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"),
-    Cost("smol_sdar", "GSM8K", 1319, -0.9, (-2.3, 0.5), 1.03, "smol"),
+    Cost("smol_sdar", "GSM8K", 1319, -1.0, (-2.6, 0.7), 1.02, "smol"),
 )
 @caching
 def dllm_serve(
