@@ -92,9 +92,7 @@ def _free(question: str, answer: str) -> list[Fraction]:
     free = set()
     for match in NUMERAL.finditer(question):
         value, before, after = _value(match[0]), question[: match.start()], question[match.end() :]
-        alone = not re.search(r"[\w/:.]$", before) and not re.match(
-            r"[\w%/:]|\.\d|\s*(?:%|percent|[ap]\.?m\b|/)", after
-        )
+        alone = not BEFORE.search(before) and not AFTER.match(after)
         if alone and value.denominator == 1 and value >= SMALLEST and value not in YEARS:
             free.add(value)
         else:
