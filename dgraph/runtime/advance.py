@@ -166,9 +166,9 @@ class Advance:
             if name in outputs and spec.reset == "response":
                 self.inputs[name].copy_(choose(took_part, outputs[name], self.inputs[name]))
 
-    def late(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Of the named inputs those that the loop computes only before the programs that read them."""
-        return computed(names, Moment(self.rows, self.state, self.rule), late=True)
+    def late(self, names: Iterable[str], keys: int | None = None) -> dict[str, Tensor]:
+        """Of the named inputs those that the loop computes only before the programs that read them; see `Moment`."""
+        return computed(names, Moment(self.rows, self.state, self.rule, keys), late=True)
 
     def _initial(self) -> dict[str, Tensor]:
         return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)

@@ -44,6 +44,8 @@ from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
+KEY_ROWS, KEY_STRIDE = 4096, 4
+"""Rows of keys of a step in which sequences see everything: the fewest on a GPU, and each size to the one before."""
 FEW_STEPS = 4
 """A batch that may end within so many steps launches none before it has read the report of the last."""
 
@@ -251,13 +253,13 @@ class Batch:
         self._decide.failed = {}
         foreseen = self._foreseen()
         if foreseen is not None:
-            rows, choosing = foreseen
-            self._launch(self._bound(choosing), rows, list(self.running))
+            rows, whole = foreseen
+            self._launch(self._bound(whole), rows, list(self.running))
             found = self._last = self._reports.read()
             self._hear(found)
             return found
         # From when the report is there the device waits: what can be done before is done now, and the rest after.
-        bound = self._bound(False) if self.programs.select is None else None
+        bound = self._bound([]) if self.programs.select is None else None
         found = self._last = self._reports.read()
         if self.kv.renews:
             starts = found.start.tolist()
@@ -267,7 +269,10 @@ class Batch:
         self._flying = None
         if rows:
             took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
-            self._launch(bound or self._bound(bool((found.action != REUSE).any())), rows, took_part)
+            if bound is None:
+                actions = found.action.tolist()
+                bound = self._bound([slot for slot in self.running if actions[slot] != REUSE])
+            self._launch(bound, rows, took_part)
         self._hear(found)
         return found
 
@@ -290,14 +295,26 @@ class Batch:
         """Whether a step runs."""
         return self._flying is not None
 
-    def _bound(self, choosing: bool) -> _Bound:
-        """The program of the step that is packed, all but the number of its rows. choosing: some sequence chooses keys
-        in it.
+    def _bound(self, whole: Sequence[int]) -> _Bound:
+        """The program of the step that is packed, all but the number of its rows. whole: slots whose sequences do not
+        reuse what is packed, but see everything, as those that choose do.
         """
-        select = self.programs.select if choosing else None
+        select = self.programs.select if whole else None
         program = self.programs.step if select is None else select
-        inputs = {**self.caches(), **self.advance.inputs, **self.advance.late(program.inputs)}
+        inputs = {**self.caches(), **self.advance.inputs, **self.advance.late(program.inputs, self._key_rows(whole))}
         return _Bound(program, inputs, program.bound(inputs))
+
+    def _key_rows(self, slots: Sequence[int]) -> int:
+        """At least as many as there are positions that sequences in these slots see. A CUDA graph is of one number of
+        them, so on a GPU there are few such numbers.
+        """
+        seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
+        if self.kv.device.type != "cuda":
+            return seen
+        size = KEY_ROWS
+        while size < seen:
+            size *= KEY_STRIDE
+        return size
 
     def _launch(self, bound: _Bound, count: int, slots: Sequence[int]) -> None:
         """Run the step that is packed: so many rows at most, of these slots."""
@@ -344,9 +361,9 @@ class Batch:
             results = decision.results, decision.committed, flight.said, flight.states
             self._observer(StepRecord.of(flight.number, flight.before, flight.rows, *results))
 
-    def _foreseen(self) -> tuple[int, bool] | None:
-        """Rows of the next step at most, and whether some sequence chooses keys in it, where the host knows; None where
-        it must read the report, or should: a step in vain costs more than a wait.
+    def _foreseen(self) -> tuple[int, list[int]] | None:
+        """Rows of the next step at most, and which slots see everything in it, where the host knows; None where it must
+        read the report, or should: a step in vain costs more than a wait.
         """
         last, counts = self._last, self._counts
         if counts is None or last is None or self._flying is None or not self.running:
@@ -362,14 +379,13 @@ class Batch:
         pace = max(1.0, float((last.total[slots] / last.counter[slots].clip(min=1)).max()))
         if not bool(last.active[slots].all()) or left <= FEW_STEPS * pace:
             return None
-        choosing = False
-        if self.programs.select is not None:
-            # Of the plans that say their rows, whole steps are those in which some sequence does not reuse.
-            whole = counts.whole(slots)
-            if whole is None:
-                return None
-            choosing = bool(whole.any())
-        return rows, choosing
+        if self.programs.select is None:
+            return rows, []
+        # Of the plans that say their rows, whole steps are those in which a sequence does not reuse.
+        whole = counts.whole(slots)
+        if whole is None:
+            return None
+        return rows, [slot for slot, all_rows in zip(slots, whole.tolist(), strict=True) if all_rows]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

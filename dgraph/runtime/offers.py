@@ -23,11 +23,17 @@ from dgraph.shapes import InputSpec
 
 @dataclass(frozen=True)
 class Moment:
-    """A step that is about to run."""
+    """A step that is about to run.
+
+    Attributes:
+        rows, state, rule: of it.
+        keys: how many rows its `key_positions` have; None: as many as its canvas has positions.
+    """
 
     rows: StepRows
     state: DecodeState
     rule: Rule
+    keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def _drafted(at: Moment) -> Tensor:
 
 def _key_positions(at: Moment) -> Tensor:
     seen = at.state.seen_keys()
-    index = torch.nonzero_static(seen.flatten(), size=seen.numel(), fill_value=0)[:, 0]
+    size = seen.numel() if at.keys is None else min(at.keys, seen.numel())
+    index = torch.nonzero_static(seen.flatten(), size=size, fill_value=0)[:, 0]
     return index % seen.shape[1]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dgraph.optimized import Optimized
+from dgraph.runtime.batch import Batch
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
 from tests.oracle import dyllm, focus
@@ -112,6 +114,30 @@ def test_queries_that_are_rotated_in_part(case: str) -> None:
 def test_padded_rows(case: str, buckets: Any) -> None:
     name, options, method = CASES[case]
     check("sdar", optimized(setup_of("sdar"), name, buckets=buckets, **options), method, RULES["threshold"])
+
+
+def test_key_rows_are_those_of_sequences_that_see_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step reads keys in vain for no others; and on a GPU, whose graphs are of one number each, there are few."""
+    found: list[tuple[int, int]] = []
+    bound = Batch._bound
+
+    def noted(batch: Batch, whole: Any) -> Any:
+        made = bound(batch, whole)
+        if "key_positions" in made.inputs:
+            seen = int(made.inputs["cu_keys"][-1])
+            assert seen <= len(made.inputs["key_positions"]) <= seen + len(whole) * (BLOCK + NEW)
+            found.append((len(whole), seen))
+        return made
+
+    monkeypatch.setattr(Batch, "_bound", noted)
+    run = optimized(setup_of("sdar"), "dllm_serve")
+    run.generate(input_ids=prompts(), max_new_tokens=NEW, threshold=0.7)
+    assert {count for count, _ in found} > {len(prompts())}  # all of them at first, and later some
+
+    batch = SimpleNamespace(kv=SimpleNamespace(device=torch.device("cuda")), shape=SimpleNamespace(block=BLOCK))
+    batch.running = {slot: SimpleNamespace(request=SimpleNamespace(end=n)) for slot, n in enumerate((1, 4096, 70000))}
+    sizes = [Batch._key_rows(batch, slots) for slots in ([0], [1], [0, 1], [2], [0, 1, 2])]  # type: ignore[arg-type]
+    assert sizes == [4096, 16384, 16384, 262144, 262144]
 
 
 def test_the_cases_differ() -> None:
