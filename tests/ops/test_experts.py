@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from dgraph.errors import InputError
 from dgraph.ops import OPS
 from dgraph.ops.experts import can_group
+from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
 from tests.ops.triton.mixtures import draw, literal, mixture, routing
 from tests.oracle.llada2 import Config, block_routing, grouped_choice, sigmoid_routing, softmax_routing
 
@@ -198,6 +199,31 @@ def test_grouped_products_on_cuda_in_a_graph(n: int, k: int, count: int, d: int,
         graph.replay()
         torch.cuda.synchronize()
         assert_close(result.cpu().double(), literal(*args), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("high", [1, 128, WHOLE])
+@pytest.mark.parametrize(("count", "out", "into", "n"), [(8, 320, 2816, 40), (5, 704, 704, 300), (3, 130, 80, 500)])
+def test_numbers_by_numbers_of_groups_on_cuda(kind: str, high: int, count: int, out: int, into: int, n: int) -> None:
+    """Of positive values, whose sums show what is lost in each; in every tile, with groups of no row."""
+    from dgraph.ops.triton import grouped
+
+    numbers = draw(n, into).abs()
+    x = QuantisedRows(*(part.cuda() for part in quantised_rows(numbers, kind)), numbers.dtype)
+    weight = quantise(draw(count, out, into, seed=1).abs().cuda(), Format(kind, (high, WHOLE)))
+    assert grouped.pays(x.values, weight.values) == (torch.cuda.get_device_capability() >= (9, 0))
+    if not grouped.pays(x.values, weight.values):
+        pytest.skip("needs Hopper's bulk copies")
+    ends = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(n)).sort().values.int()
+    ends[0], ends[-1] = 0, n
+    every = weight.dequantised(torch.float32).double()
+    rtol = 5e-3 if kind == "fp8" else 1e-3  # matrix units cut off what they add up of float8
+    for tile in grouped.TILES_OF_NUMBERS:
+        found, begin = grouped.multiply(x, weight, ends.cuda(), tile), 0
+        for end, by in zip(ends.tolist(), every, strict=True):
+            assert_close(found[begin:end].double(), x.dequantised()[begin:end].double() @ by.T, rtol=rtol, atol=0)
+            begin = end
 
 
 @pytest.mark.gpu

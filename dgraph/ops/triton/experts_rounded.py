@@ -1,7 +1,8 @@
 """Rows in 8 bits between and in the products of dgraph::experts, on CUDA.
 
-As in eight_bits.py, whose tiles go by how many rows an expert has if all have as many. One program has some rows of an
-expert's weight, and takes all rows of x that go to it, a tile after the other.
+Products are those of grouped.py where it takes them. Elsewhere they are as in eight_bits.py, whose tiles go by how many
+rows an expert has if all have as many. One program has some rows of an expert's weight, and takes all rows of x that go
+to it, a tile after the other.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgraph.ops.triton import grouped
 from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
 from dgraph.ops.triton.product import _rows_of_tile, _store
 from dgraph.ops.triton.rows import power_of_two
@@ -27,6 +29,8 @@ def multiply_grouped(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) ->
     """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by a stack of weights of the same
     kind, with a scale for each row -> [N, d_out] of the rows' dtype; rows after the last end are not written.
     """
+    if grouped.pays(x.values, weight.values):
+        return grouped.multiply(x, weight, ends)
     (n, d_in), (experts, d_out) = x.shape, weight.shape[:2]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
     tile = tile_for(-(-n // experts), TILES)

@@ -5,6 +5,10 @@ its part of the weight once where they fit into one. The weight is the left fact
 Both factors are loaded by the bulk copy engine: what a tile has of the rows of the next group is not stored. With few
 rows the reading of weights is all the time there is, and the library's product reads them at seven tenths of the speed
 (benchmarks/results/experts.md).
+
+Both factors may be numbers of 8 bits, whose sums (int32 of int8, fp32 of float8) are scaled by the row's scale, then by
+the weight's. Matrix units add up products of float8 in fewer bits than fp32 has, so the sums of each iteration are
+added up beside.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -17,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.triton.stored import Tile, tile_for
+from dgraph.quantised import WHOLE, QuantisedRows, QuantisedWeight
 
 TILES = (
     Tile(8, 16, 128, 64, 4, 6),
@@ -27,36 +32,59 @@ TILES = (
 """By rising number of rows of a group, if all have as many; the best for both products of 19 timed on an H200. With
 more rows than the last has the library's product is faster.
 """
+TILES_OF_NUMBERS = (
+    Tile(8, 16, 128, 128, 4, 6),
+    Tile(24, 32, 128, 128, 4, 5),
+    Tile(96, 64, 128, 128, 4, 4),
+    Tile(384, 128, 128, 256, 8, 3),
+)
+"""The same of numbers of 8 bits, within 15 % of the best of 20 timed on an H200 with 2 to 256 rows of a group."""
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows [N, d_in] and weights [E, d_out, d_in] are few enough, and in layouts and on a device that the
-    kernel takes.
+    """Whether rows [N, d_in] and weights [E, d_out, d_in], or the numbers of both, are few enough, and in layouts and
+    on a device that the kernel takes.
     """
-    if len(x) > TILES[-1].up_to * len(weight):
+    if len(x) > tiles(x)[-1].up_to * len(weight):
         return False
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
         return False
-    if x.device.type == "cpu" and x.dtype != torch.float32:  # Triton's interpreter takes a block of bf16 for integers
+    if x.device.type == "cpu" and x.element_size() not in (1, 4):  # Triton's interpreter takes bf16 for integers
         return False
     aligned = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, weight))
     return aligned and x.dtype == weight.dtype and x.shape[1] * x.element_size() % 16 == 0
 
 
-def multiply(x: Tensor, weight: Tensor, ends: Tensor, tile: Tile | None = None) -> Tensor:
+def tiles(x: Tensor) -> tuple[Tile, ...]:
+    """Those for such rows, by how many a group has."""
+    return TILES_OF_NUMBERS if x.element_size() == 1 else TILES
+
+
+def multiply(
+    x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor, tile: Tile | None = None
+) -> Tensor:
     """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by weight [E, d_out, d_in]
     -> [N, d_out]; rows after the last end are not written.
 
-    tile: in place of that for so many rows; without it there must be a tile for them (see `pays`).
+    Args:
+        x, weight: both as they are, or both numbers of one kind, of 8 bits and with a scale for each row.
+        tile: in place of that for so many rows; without it there must be a tile for them (see `pays`).
     """
     (n, d_in), (groups, d_out, _) = x.shape, weight.shape
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for(-(-n // groups), TILES)
+    scales, by, high = out, out, 0
+    if isinstance(x, QuantisedRows):
+        assert isinstance(weight, QuantisedWeight)
+        scales, by = x.scales.contiguous(), weight.scales.contiguous()
+        high = d_out if weight.block[0] == WHOLE else weight.block[0]
+        x, weight = x.values, weight.values
+    assert isinstance(weight, Tensor)
+    tile = tile or tile_for(-(-n // groups), tiles(x))
     flat = weight.view(groups * d_out, d_in)
     rows = TensorDescriptor(x, [n, d_in], [d_in, 1], [tile.rows, tile.depth])
     columns = TensorDescriptor(flat, list(flat.shape), [d_in, 1], [tile.columns, tile.depth])
     _multiply_rows_of_groups[(triton.cdiv(d_out, tile.columns), groups)](
-        rows, columns, out, ends, d_out, d_in, tile.rows, tile.columns, tile.depth,
+        rows, columns, scales, by, out, ends, d_out, d_in, high, tile.rows, tile.columns, tile.depth,
         "ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -64,19 +92,28 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, tile: Tile | None = None) 
 
 @triton.jit
 def _multiply_rows_of_groups(
-    x_blocks, w_blocks, out_ptr, ends_ptr, d_out, d_in,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    x_blocks, w_blocks, x_scale_ptr, w_scale_ptr, out_ptr, ends_ptr, d_out, d_in,
+    HIGH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """HIGH: rows of the weight that share a scale; 0 where there are none."""
+    SUMS: tl.constexpr = tl.int32 if x_blocks.dtype.is_int() else tl.float32
     first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_ptr + group)
+    column = first + tl.arange(0, COLUMNS)
     for r in range(begin, end, ROWS):
-        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+        row = r + tl.arange(0, ROWS)
+        acc = tl.zeros([COLUMNS, ROWS], SUMS)
         for k in range(0, d_in, DEPTH):
             w = w_blocks.load([group * d_out + first, k])
             x = x_blocks.load([r, k])
-            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
-        row, column = r + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+            # Triton adds products of float8 to acc in fp32; with others it lets the matrix units go on from acc. Where
+            # max_num_imprecise_acc tells it to do the former, most instructions wait for the one before.
+            acc += tl.dot(w, x.T, input_precision=PRECISION, out_dtype=SUMS)
+        if HIGH > 0:
+            by = w_scale_ptr + group * tl.cdiv(d_out, HIGH) + column // HIGH
+            acc = acc.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < end, other=0.0)[None, :]
+            acc *= tl.load(by, mask=column < d_out, other=0.0)[:, None]
         at = row.to(tl.int64)[:, None] * d_out + column[None, :]
         inside = (row < end)[:, None] & (column < d_out)[None, :]
         tl.store(out_ptr + at, acc.T.to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
-from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from tests.amounts import every_value
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
@@ -154,7 +155,7 @@ def in_numbers(args: tuple[Tensor, ...], kind: str) -> tuple[Any, ...]:
 
 @every_value(
     ("kind", ROW_KINDS),
-    ("sizes", [(1, 1, 2, 8, 8), (7, 3, 5, 40, 24), (40, 2, 3, 300, 8), (5, 2, 3, 24, 2100)]),
+    ("sizes", [(1, 1, 2, 8, 8), (7, 3, 5, 40, 24), (9, 3, 4, 48, 32), (40, 2, 3, 300, 8), (5, 2, 3, 24, 2100)]),
     ("activation", ["silu", "gelu_tanh"]),
     ("between", [True, False]),
 )
@@ -373,6 +374,84 @@ def test_products_of_groups_of_any_size(interpreted: Interpreter, rows: int, col
                 begin = end
 
 
+def numbers_by_group(
+    kind: str, n: int, groups: int, out: int, into: int, block: tuple[int, int] = (1, WHOLE)
+) -> tuple[QuantisedRows, QuantisedWeight, Tensor]:
+    """Rows in 8 bits, such weights, and bounds of groups, of which some have no row; two rows are of no group."""
+    x = draw(n, into)
+    ends = torch.randint(0, n - 1, (groups,), generator=torch.Generator().manual_seed(n)).sort().values.int()
+    ends[0], ends[-1] = 0, n - 2
+    weight = quantise(draw(groups, out, into, seed=1), Format(kind, block))
+    return QuantisedRows(*quantised_rows(x, kind), x.dtype), weight, ends
+
+
+@every_value(
+    ("kind", ROW_KINDS),
+    ("high", [1, 16, WHOLE]),
+    ("sizes", [(90, 4, 40, 80), (7, 5, 16, 32), (70, 3, 130, 160), (3, 2, 24, 16)]),
+    ("tile", [(16, 64, 32), (32, 16, 128), (64, 128, 64), (16, 32, 256)]),
+)
+def test_numbers_by_numbers_of_groups_of_any_size(
+    interpreted: Interpreter, kind: str, high: int, sizes: tuple[int, ...], tile: tuple[int, ...]
+) -> None:
+    from dgraph.ops.triton.stored import Tile
+
+    x, weight, ends = numbers_by_group(kind, *sizes, (high, WHOLE))
+    found, _ = interpreted("grouped", (x, weight, ends), "multiply", tile=Tile(0, *tile, 4, 2))
+    begin = 0
+    for end, by in zip(ends.tolist(), weight.dequantised(torch.float32), strict=True):
+        assert_close(found[begin:end], x.dequantised()[begin:end] @ by.T, rtol=1e-4, atol=1e-4)
+        begin = end
+
+
+@pytest.mark.parametrize("kind", ["plain", *ROW_KINDS])
+def test_rows_that_no_group_has_are_not_written(interpreted: Interpreter, kind: str) -> None:
+    x, weight, ends = numbers_by_group("int8" if kind == "plain" else kind, 20, 3, 40, 48)
+    args = (x.dequantised(), weight.dequantised(torch.float32), ends) if kind == "plain" else (x, weight, ends)
+    call = interpreted._pool.submit
+    call(torch.use_deterministic_algorithms, True).result()  # with which new memory holds NaN
+    found, _ = interpreted("grouped", args, "multiply")
+    call(torch.use_deterministic_algorithms, False).result()
+    assert found[:18].isfinite().all()
+    assert found[18:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_which_kernel_multiplies_numbers_of_groups(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The one that loads in bulk, of few rows whose numbers lie as it wants them."""
+    from dgraph.ops.triton import experts_rounded, grouped
+
+    def kernel(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) -> str:
+        seen.clear()
+        x = x.each(lambda part: part.to("meta"))
+        weight = replace(weight, values=weight.values.to("meta"), scales=weight.scales.to("meta"))
+        assert experts_rounded.multiply_grouped(x, weight, ends.to("meta")).shape == (len(x), weight.shape[1])
+        (name,) = seen
+        return name
+
+    seen: list[str] = []
+    bulk, pointers = "_multiply_rows_of_groups", "_multiply_group_numbers"
+    monkeypatch.setattr(grouped, bulk, Launches(bulk, seen))
+    monkeypatch.setattr(experts_rounded, pointers, Launches(pointers, seen))
+    x, weight, ends = numbers_by_group(kind, 6, 2, 8, 32)
+    assert kernel(x, weight, ends) == bulk
+    assert kernel(*numbers_by_group(kind, 6, 2, 8, 24)) == pointers, "rows of 24 bytes"
+    across = replace(weight, values=weight.values.transpose(1, 2).contiguous().transpose(1, 2))
+    assert kernel(x, across, ends) == pointers
+    monkeypatch.setattr(grouped, "TILES_OF_NUMBERS", (replace(grouped.TILES_OF_NUMBERS[0], up_to=2),))
+    assert kernel(x, weight, ends) == pointers, "more rows than there are tiles for"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_products_of_groups_do_not_pay_before_hopper(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from dgraph.ops.triton import grouped
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with FakeTensorMode():
+        x, weight = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((6, 32), (2, 8, 32)))
+        assert not grouped.pays(x, weight)
+
+
 def test_where_products_of_groups_pay() -> None:
     from dgraph.ops.triton import grouped
 
@@ -383,3 +462,6 @@ def test_where_products_of_groups_pay() -> None:
     assert not grouped.pays(x, weight.transpose(1, 2).contiguous().transpose(1, 2))
     assert not grouped.pays(x.bfloat16(), weight)
     assert not grouped.pays(x.bfloat16(), weight.bfloat16()), "the interpreter takes these for integers"
+    assert not grouped.pays(x.double(), weight.double())
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert grouped.pays(torch.zeros(6, 32).to(dtype), torch.zeros(2, 4, 32).to(dtype))
