@@ -98,7 +98,7 @@ class Optimized:
         self.page_size = page_size_for(self.spec.block_length, captured.device)
         self.ranks = ranks = ranks_of(captured.sharding)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
-        self.programs = {name: self._lower(phase.graph, name == "step") for name, phase in self.phases.items()}
+        self.programs = {name: self._lower(phase.graph, name != "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
         self._session = BlockSession(
             self.spec,
@@ -293,7 +293,7 @@ class Optimized:
         if variant != LOGITS:
             for graph in graphs.values():
                 run_passes(graph, [MeasureRows(asked)])
-        return {name: self._lower(graph, name == "step") for name, graph in graphs.items()}
+        return {name: self._lower(graph) for name, graph in graphs.items()}
 
     def warm_up(
         self,

@@ -44,7 +44,7 @@ from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
-KEY_ROWS, KEY_STRIDE = 4096, 4
+KEY_ROWS, KEY_STRIDE = 16384, 4
 """Rows of keys of a step in which sequences see everything: the fewest on a GPU, and each size to the one before."""
 FEW_STEPS = 4
 """A batch that may end within so many steps launches none before it has read the report of the last."""

@@ -135,9 +135,9 @@ def test_key_rows_are_those_of_sequences_that_see_everything(monkeypatch: pytest
     assert {count for count, _ in found} > {len(prompts())}  # all of them at first, and later some
 
     batch = SimpleNamespace(kv=SimpleNamespace(device=torch.device("cuda")), shape=SimpleNamespace(block=BLOCK))
-    batch.running = {slot: SimpleNamespace(request=SimpleNamespace(end=n)) for slot, n in enumerate((1, 4096, 70000))}
+    batch.running = {slot: SimpleNamespace(request=SimpleNamespace(end=n)) for slot, n in enumerate((1, 16384, 70000))}
     sizes = [Batch._key_rows(batch, slots) for slots in ([0], [1], [0, 1], [2], [0, 1, 2])]  # type: ignore[arg-type]
-    assert sizes == [4096, 16384, 16384, 262144, 262144]
+    assert sizes == [16384, 65536, 65536, 262144, 262144]
 
 
 def test_the_cases_differ() -> None:

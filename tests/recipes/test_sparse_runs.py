@@ -84,7 +84,7 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
     def session(pool: GraphPool | None) -> BlockSession:
         programs = {}
         for phase, found in run.phases.items():
-            runner = run_steps if pool is None or phase != "step" else pool.runner
+            runner = run_steps if pool is None or phase == "prefill" else pool.runner
             programs[phase] = LoweredProgram(found.graph, RegionCompiler("eager"), Buckets.of("hybrid"), runner)
         return BlockSession(
             run.spec, programs, block_cache=run.recipe.block_cache, recommit=run.recipe.recommit,  # type: ignore[arg-type]
