@@ -26,6 +26,7 @@ class Tiling:
         bulk: load keys with the bulk copy engine where layout and device allow.
         roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
             allow (`attention_roles`); the sizes are for where they do not.
+        parts: programs that a head's values are divided among; each computes all scores.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class Tiling:
     stages: int
     bulk: bool = True
     roles: bool = False
+    parts: int = 1
 
 
 def widest_tile(n: int, b: int, heads: tuple[int, int], multiprocessors: int) -> int:
@@ -64,14 +66,22 @@ def tiling_for(
     them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
     a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
     which read the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own,
-    and tiles the device, these are faster than either. Of wider heads tiles are such that one fits, and its sums in
-    registers; none was timed.
+    and tiles the device, these are faster than either.
 
-    block_m: stacked rows of a tile; default: as above.
+    Of heads wider than 128, where a sequence has more than 64 stacked rows, the tiles are the best of some 30 timed on
+    an H200 in bf16 (DiffusionGemma's layers: heads of 256 and 512, 256 rows of 1, 8 and 32 sequences). Those of heads
+    of 512 are divided into two parts: sums of 128 rows by 512 do not fit into registers, and the second computation of
+    the scores costs less. Other tiles of wide heads are such that one fits, and its sums in registers; these were not
+    timed.
+
+    block_m: stacked rows of a tile, for kernels whose tiles have no parts; default: as above.
     """
     group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
     per_sequence = -(-n // max(b, 1))
-    roles = False
+    # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
+    most = next((size for size in (128, 64, 32) if page % size == 0), 0)
+    wide = block_m is None and itemsize <= 2 and width > 128 and most > 0 and group <= 128 and per_sequence * group > 64
+    roles, parts = False, 1
     if block_m is None and itemsize > 2:
         block_m = widest_tile(n, b, heads, multiprocessors)
     elif block_m is None:
@@ -79,8 +89,6 @@ def tiling_for(
         block_m = max(block_m, power_of_two(group))
         tiles = max(b, 1) * (per_sequence * group // ROWS) * kv_heads
         roles = d == HEAD_DIM and page % KEYS == 0 and group <= ROWS and tiles >= multiprocessors
-    # The bulk copy engine reads from one page; so a small page bounds the keys that an iteration takes.
-    most = next((size for size in (128, 64, 32) if page % size == 0), 0)
     bulk, stages = True, 5
     if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
         block_m, block_n, warps, stages = max(min(block_m, 32), power_of_two(group)), 32, 4, 1
@@ -94,7 +102,11 @@ def tiling_for(
         block_n, stages = min(block_n, 32), min(stages, 3)
     if width > 256 and itemsize <= 2:  # of 128 stacked rows the queries alone are half of a multiprocessor's memory
         block_m, warps, stages = max(min(block_m, 64), power_of_two(group)), 8, 2
-    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads
+    if wide:
+        block_m, block_n, warps, stages, parts = 128, min(most, 64), 8, 2, 2 if width > 256 else 1
+    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads * parts
+    if parts > 1:  # beside the queries there is room for 64 keys of one iteration, or 32 of two
+        block_n, stages = (64, 1) if block_n == 64 and programs >= multiprocessors else (32, 2)
     room = multiprocessors * (1 if warps == 8 else 2)
 
     def cost(splits: int) -> float:
@@ -102,7 +114,7 @@ def tiling_for(
         return -(-programs * splits // room) / splits * (10 + splits)
 
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
-    return Tiling(block_m, block_n, splits, warps, stages, bulk, roles)
+    return Tiling(block_m, block_n, splits, warps, stages, bulk, roles, parts)
 
 
 def share_bytes(q: torch.Size, b: int, kv_heads: int, page: int, keys: int, itemsize: int, device: torch.device) -> int:

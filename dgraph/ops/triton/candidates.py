@@ -53,7 +53,7 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionTili
 
 def _fits(tiling: AttentionTiling, shape: AttentionShape) -> bool:
     """Whether a tiling is one of its own for a shape, and small enough to have a chance."""
-    widest = 32 if power_of_two(shape.head_dim) > 128 else 128
+    widest = 64 if power_of_two(shape.head_dim) > 128 else 128
     least = power_of_two(shape.heads // shape.kv_heads, 16)
     return (
         max(least, 16) <= tiling.block_m <= max(least, 128)

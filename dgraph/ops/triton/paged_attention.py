@@ -2,7 +2,8 @@
 
 A program takes a tile of rows of one sequence, all query heads of one KV head, and a share of the keys. The
 heads are stacked with the rows as rows of one matrix, so that a key is read once per KV head and not once per
-query head. With more than one share a second kernel adds the shares up, in order.
+query head. With more than one share a second kernel adds the shares up, in order. The values of a wide head may be
+divided among programs, each of which computes all scores: it holds its part of the sums in registers then.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -24,20 +25,25 @@ from dgraph.ops.triton.scales import LARGEST, check_scales, load_scales
 from dgraph.ops.tuning import attention_shape, chosen
 
 
-def blocks_of(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """Each cache as a matrix [positions, Hkv * D] for the bulk copy engine; None if it cannot be read as one."""
+def blocks_of(
+    k_cache: Tensor, v_cache: Tensor, block_n: int, parts: int = 1
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Each cache as a matrix [positions, Hkv * D] for the bulk copy engine; None if it cannot be read as one.
+
+    A block has `block_n` positions, and of the values a head's share among `parts`.
+    """
     pages, page, heads, d = k_cache.shape
     if k_cache.device.type == "cuda" and torch.cuda.get_device_capability(k_cache.device) < (9, 0):
         return None
     if page % block_n or d != power_of_two(d, 16) or pages * page >= 1 << 31:
         return None
     found = []
-    for cache in (k_cache, v_cache):
+    for cache, columns in ((k_cache, d), (v_cache, d // parts)):
         step = cache.stride(1)
         if cache.stride() != (page * step, step, d, 1) or (step * cache.element_size() | cache.data_ptr()) % 16:
             return None
         flat = cache.as_strided((pages * page, heads * d), (step, 1))
-        found.append(TensorDescriptor(flat, list(flat.shape), [step, 1], [block_n, d]))
+        found.append(TensorDescriptor(flat, list(flat.shape), [step, 1], [block_n, columns]))
     return found[0], found[1]
 
 
@@ -75,7 +81,7 @@ def kernel(
     tiling = tiling or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
     if tiling is None:
         tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
-    group, width, splits = heads // kv_heads, power_of_two(d, 16), tiling.splits
+    group, width, splits, parts = heads // kv_heads, power_of_two(d, 16), tiling.splits, tiling.parts
     rows = tiling.block_m // group
     q, page_table = dense_rows(q), dense_rows(page_table)
     if scale < 0:  # the largest score is taken before the scale
@@ -86,18 +92,18 @@ def kernel(
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
             return out
-    blocks = blocks_of(k_cache, v_cache, tiling.block_n) if tiling.bulk else None
+    blocks = blocks_of(k_cache, v_cache, tiling.block_n, parts) if tiling.bulk else None
     cos, sin = rotation or (q, q)
     part, mass = out, out
     if splits > 1:
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
-    _attend[(kv_heads, splits, b + 1 + n // rows)](
+    _attend[(kv_heads * parts, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin, out, part, mass,
         k_scale, v_scale, origin, window, n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
-        page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, offsets_block(b),
+        page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, parts, offsets_block(b),
         "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
     )  # fmt: skip
@@ -113,9 +119,13 @@ def kernel(
 def load_keys(
     k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Keys [WIDTH, BLOCK_N] and values [BLOCK_N, WIDTH] of the positions from `key` on; zeros from `longest` on."""
+    """Keys [WIDTH, BLOCK_N] and a part of the values, [BLOCK_N, WIDTH // PARTS], of the positions from `key` on; zeros
+    from `longest` on.
+    """
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    e = part * (WIDTH // PARTS) + tl.arange(0, WIDTH // PARTS)
     if PAGE % BLOCK_N == 0:
         page = tl.load(table_ptr + key // PAGE).to(tl.int64)
         k_ptr += page * k_page + key % PAGE * k_slot
@@ -129,16 +139,16 @@ def load_keys(
             page = tl.load(table_ptr + position // PAGE).to(tl.int64)
         k_at = page * k_page + (position % PAGE) * k_slot
         v_at = page * v_page + (position % PAGE) * v_slot
-    k_at, v_at = k_at[None, :] + d[:, None], v_at[:, None] + d[None, :]
+    k_at, v_at = k_at[None, :] + d[:, None], v_at[:, None] + e[None, :]
     if MASKED:  # unwritten slots may hold NaN, which no weight of zero hides
         seen = key + n < longest
         k = tl.load(k_ptr + k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + v_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=seen[:, None] & (e < D)[None, :], other=0.0)
     elif WIDTH == D:
         k, v = tl.load(k_ptr + k_at), tl.load(v_ptr + v_at)
     else:
         k = tl.load(k_ptr + k_at, mask=(d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + v_at, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=(e < D)[None, :], other=0.0)
     return k, v
 
 
@@ -150,11 +160,13 @@ def _attend(
     scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, ROTATED: tl.constexpr,
+    PARTS: tl.constexpr, OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, ROTATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    split, tile = tl.program_id(1), tl.program_id(2)
+    VALUES: tl.constexpr = WIDTH // PARTS
     s = sequence_at(cu_ptr, b, tile, ROWS, OFFSETS)
     start = tl.load(cu_ptr + s)
     end = tl.load(cu_ptr + s + 1, mask=s < b, other=n)
@@ -205,16 +217,17 @@ def _attend(
         v_scale_ptr += head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUES], tl.float32)
     for key in range(lead, plain, BLOCK_N):
         if BULK:
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
-            v = v_blocks.load([slot, head * D])
+            v = v_blocks.load([slot, head * D + part * VALUES])
         else:
             k, v = load_keys(
-                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False
-            )
+                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, False,
+                part, PARTS,
+            )  # fmt: skip
         if k_scale_ptr is not None:
             k, v = k.to(q.dtype), v.to(q.dtype)
             k_by, v_by = load_scales(
@@ -237,13 +250,14 @@ def _attend(
         if BULK and WIDTH > 128:  # a pointer for each number of such a tile takes more registers than there are
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
-            v = v_blocks.load([slot, head * D])
+            v = v_blocks.load([slot, head * D + part * VALUES])
             # An unwritten slot of the page may hold NaN; of a key, the score is masked below.
             v = tl.where((key + tl.arange(0, BLOCK_N) < longest)[:, None], v, tl.zeros_like(v))
         else:
             k, v = load_keys(
-                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True
-            )
+                k_ptr, v_ptr, table_ptr, key, longest, k_page, k_slot, v_page, v_slot, PAGE, D, WIDTH, BLOCK_N, True,
+                part, PARTS,
+            )  # fmt: skip
         if k_scale_ptr is not None:
             k, v = k.to(q.dtype), v.to(q.dtype)
             k_by, v_by = load_scales(
@@ -269,15 +283,16 @@ def _attend(
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
     if k_scale_ptr is not None:
         found = found / LARGEST
-    inside = live[:, None] & (d < D)[None, :]
+    e = part * VALUES + tl.arange(0, VALUES)
+    inside = live[:, None] & (e < D)[None, :]
     if SPLITS == 1:
-        tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + value * D + e[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         rank = split.to(tl.int64) * n * HEADS
         mass = top + tl.log2(tl.where(total > 0, total, 1.0))
-        tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live)
+        tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live & (part == 0))
         if first < last:
-            tl.store(part_ptr + (rank + value) * D + d[None, :], found, mask=inside)
+            tl.store(part_ptr + (rank + value) * D + e[None, :], found, mask=inside)
 
 
 @triton.jit

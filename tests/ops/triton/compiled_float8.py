@@ -46,8 +46,9 @@ READS = {
 }
 CONSTANTS: dict[str, Any] = {
     **{"PAGE": 32, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 32, "WIDTH": 32, "SOME": 2, "GROUP": 2, "HEADS": 4},
-    **{"KV_HEADS": 2, "ALL_HEADS": 2, "ROWS": 16, "BLOCK_M": 32, "BLOCK_N": 32, "SPLITS": 2, "STAGES": 2},
-    **{"KEPT_STAGES": 2, "PRECISION": "tf32", "BULK": False, "KEPT_BULK": False, "ROTATED": False, "EARLY": False},
+    **{"KV_HEADS": 2, "ALL_HEADS": 2, "ROWS": 16, "BLOCK_M": 32, "BLOCK_N": 32, "SPLITS": 2, "PARTS": 1},
+    **{"STAGES": 2, "KEPT_STAGES": 2, "PRECISION": "tf32"},
+    **{"BULK": False, "KEPT_BULK": False, "ROTATED": False, "EARLY": False},
     **{"ONLY": False, "ADAPT": False, "LEAST": 16, "FEW": 0, "CHANGES": 16, "NARROW": 16, "SEQUENCES": 16},
     **{"SAMPLES": 16, "SHARED": False, "WANTED": 2, "KEYS": 32, "VOTERS": 16, "BLOCK_V": 32, "D_WIDTH": 32},
 }

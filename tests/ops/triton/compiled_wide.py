@@ -29,14 +29,15 @@ def source(tiling: Tiling, kv_heads: int, d: int, window: bool, values: str = "b
     function, group = paged_attention._attend, HEADS // kv_heads
     constants: dict[str, Any] = {
         **{"PAGE": PAGE, "GROUP": group, "HEADS": HEADS, "D": d, "WIDTH": d, "ROWS": tiling.block_m // group},
-        **{"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "SPLITS": tiling.splits, "OFFSETS": 32},
-        **{"PRECISION": "tf32", "BULK": True, "ROTATED": False, "EARLY": True},
+        **{"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "SPLITS": tiling.splits, "PARTS": tiling.parts},
+        **{"OFFSETS": 32, "PRECISION": "tf32", "BULK": True, "ROTATED": False, "EARLY": True},
         **(dict.fromkeys(("k_scale_ptr", "v_scale_ptr")) if values == "bf16" else {}),
         **({} if window else {"origin_ptr": None}),
     }
     types = dict.fromkeys(("q_ptr", "cos_ptr", "sin_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{values}")
-    types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{values}[{tiling.block_n}, {d}]>")
+    types |= {"k_blocks": f"tensordesc<{values}[{tiling.block_n}, {d}]>"}
+    types |= {"v_blocks": f"tensordesc<{values}[{tiling.block_n}, {d // tiling.parts}]>"}
     types |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr", "origin_ptr"), "*i32")
     types |= dict.fromkeys(("part_ptr", "mass_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32") | {"scale": "fp32"}
     names = function.arg_names
@@ -53,7 +54,7 @@ def main() -> None:
     for layer, (kv_heads, d) in LAYERS.items():
         for what, (rows, sequences) in ROWS.items():
             for values in ("bf16", "fp8e4nv"):
-                if values != "bf16" and what != "a canvas":
+                if values != "bf16" and "canvas" not in what:
                     continue
                 tiling = tiling_for(rows, sequences, (HEADS, kv_heads), d, PAGE, 4096, 2, MULTIPROCESSORS)
                 options = {"num_warps": tiling.warps, "num_stages": tiling.stages}

@@ -80,13 +80,16 @@ def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, spli
         compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
 
 
+@pytest.mark.parametrize(("d", "parts"), [(256, 1), (256, 2), (512, 2)])
 @pytest.mark.parametrize(("splits", "window"), [(1, 0), (2, 40)])
-def test_wide_heads_in_pages_that_are_read_in_bulk(interpreted: Interpreter, splits: int, window: int) -> None:
+def test_wide_heads_in_pages_that_are_read_in_bulk(
+    interpreted: Interpreter, splits: int, window: int, d: int, parts: int
+) -> None:
     """Limits end within a tile, whose other slots hold NaN."""
     from dgraph.ops.triton.attention_tiling import Tiling
 
-    args = attention((9, 0, 5), (75, 0, 33), page=32, d=256, heads=(4, 2))
-    tiling = Tiling(16, 32, splits, 8, 2)
+    args = attention((9, 0, 5), (75, 0, 33), page=32, d=d, heads=(4, 2))
+    tiling = Tiling(16, 32, splits, 8, 2, parts=parts)
     for call in (args, in_float8(args)):
         seen = (None, None) if call is args else ()
         more = (*seen, args[5] - 1, window) if window else ()
@@ -121,6 +124,23 @@ def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: in
     args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Tiling(block_m, block_n, splits, 4, 1)
     for call in (args, in_float8(args)):
         compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
+
+
+@pytest.mark.parametrize(("d", "window"), [(40, 0), (64, 20)])
+@pytest.mark.parametrize(("page", "splits"), [(8, 1), (32, 3)])
+def test_parts_of_values_that_pointers_read(
+    interpreted: Interpreter, page: int, splits: int, d: int, window: int
+) -> None:
+    """Pages smaller than a block and as large; parts of equal width, of which the last is not full."""
+    from dgraph.ops.triton.attention_tiling import Tiling
+
+    args = attention((9, 0, 5, 2), (70, 0, 12, 33), page=page, d=d)
+    tiling = Tiling(16, 16, splits, 4, 1, bulk=False, parts=2)
+    for call in (args, in_float8(args)):
+        seen = (None, None) if call is args else ()
+        more = (*seen, args[5] - 1, window) if window else ()
+        want = expected("paged_attention", (*call, *more))
+        compare(results(interpreted, "paged_attention", (*call, *more), tiling=tiling), want)
 
 
 @pytest.mark.parametrize(("block_m", "splits"), [(16, 1), (64, 3)])
