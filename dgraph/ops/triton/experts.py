@@ -16,7 +16,7 @@ from torch import Tensor
 from dgraph.ops.experts import can_group, check, chosen, combine, feed_forward, meets
 from dgraph.ops.triton import experts_rounded, grouped, stored
 from dgraph.ops.triton.experts_rounded import gated_rows
-from dgraph.ops.triton.rows import dense_rows, power_of_two, start_of, wait
+from dgraph.ops.triton.rows import dense_rows, power_of_two
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 TILE = 8192
@@ -61,9 +61,8 @@ def by_grouping(
         block = power_of_two(size, 16, max(16, TILE // wide))
         rows = torch.empty((n * slots, size), dtype=x.dtype, device=x.device)
         _spread_rows[(n, triton.cdiv(size, block))](
-            x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, size, block, num_warps=4,
-            **start_of(x.device),
-        )  # fmt: skip
+            x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, size, block, num_warps=4
+        )
         return rows
 
     both = _products(x.each(spread) if isinstance(x, QuantisedRows) else spread(x), gate_up, ends)
@@ -77,9 +76,7 @@ def by_grouping(
 
     block = power_of_two(d, 16, 1024)
     out = torch.empty((n, d), dtype=x.dtype, device=x.device)
-    _sum_slots[(n, triton.cdiv(d, block))](
-        each, place, weight, out, each.stride(0), slots, d, block, num_warps=4, **start_of(x.device)
-    )
+    _sum_slots[(n, triton.cdiv(d, block))](each, place, weight, out, each.stride(0), slots, d, block, num_warps=4)
     return out
 
 
@@ -90,7 +87,7 @@ def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
     some = TILE // 4 // block
     out = torch.empty((n, f), dtype=both.dtype, device=both.device)
     _gate_rows[(triton.cdiv(n, some), triton.cdiv(f, block))](
-        both, out, ends, len(ends) - 1, both.stride(0), f, some, block, silu, num_warps=4, **start_of(both.device)
+        both, out, ends, len(ends) - 1, both.stride(0), f, some, block, silu, num_warps=4
     )
     return out
 
@@ -118,9 +115,7 @@ def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     ends = torch.empty(experts, dtype=torch.int32, device=choice.device)
     rank = torch.empty(choice.numel(), dtype=torch.int32, device=choice.device)
-    _order_slots[(experts,)](
-        choice, ends, rank, len(rank), power_of_two(len(rank), 1024, 4096), num_warps=8, **start_of(choice.device)
-    )
+    _order_slots[(experts,)](choice, ends, rank, len(rank), power_of_two(len(rank), 1024, 4096), num_warps=8)
     return ends, rank
 
 
@@ -142,12 +137,11 @@ def by_masking(
 
 
 @triton.jit
-def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr):
     """Where the rows of an expert end, and each of its slots' number among them.
 
     One pass: where they begin is the end of the expert before, which whoever wants a place looks up.
     """
-    wait(EARLY)
     expert = tl.program_id(0)
     lower, own = tl.zeros([BLOCK], tl.int32), 0
     for first in range(0, slots, BLOCK):
@@ -163,10 +157,9 @@ def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr, EAR
 @triton.jit
 def _spread_rows(
     x_ptr, choice_ptr, ends_ptr, rank_ptr, place_ptr, out_ptr, experts, x_row,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row to the places of its slots, and these places; -1 of a slot without an expert."""
-    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
     at = row * SLOTS + slot
@@ -186,10 +179,9 @@ def _spread_rows(
 @triton.jit(do_not_specialize=["last"])
 def _gate_rows(
     both_ptr, out_ptr, ends_ptr, last, both_row,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """act(gate) * up of the rows before the last bound."""
-    wait(EARLY)
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return
@@ -203,11 +195,9 @@ def _gate_rows(
 
 @triton.jit
 def _sum_slots(
-    each_ptr, place_ptr, weight_ptr, out_ptr, each_row,
-    SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    each_ptr, place_ptr, weight_ptr, out_ptr, each_row, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The weighted sum of a row's slots, in order."""
-    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dgraph.ops.triton import grouped
 from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
 from dgraph.ops.triton.product import _rows_of_tile, _store
-from dgraph.ops.triton.rows import power_of_two, start_of, wait
+from dgraph.ops.triton.rows import power_of_two
 from dgraph.ops.triton.scales import nearest
 from dgraph.ops.triton.stored import tile_for
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
@@ -56,7 +56,7 @@ def gate(both: Tensor, ends: Tensor, kind: str, silu: bool) -> QuantisedRows:
     some = max(1, TOGETHER // block)
     _gate_and_round_rows[(triton.cdiv(n, some),)](
         both, values, scales, ends, len(ends) - 1, both.stride(0), f, some, block, silu,
-        values.dtype == torch.int8, KINDS[kind].reach, num_warps=4 if block <= 2048 else 8, **start_of(both.device),
+        values.dtype == torch.int8, KINDS[kind].reach, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return QuantisedRows(values, scales, both.dtype)
 
@@ -100,10 +100,9 @@ def gated_rows(both_ptr, row, column, mask, both_row, SIZE: tl.constexpr, SILU: 
 @triton.jit(do_not_specialize=["last"])
 def _gate_and_round_rows(
     both_ptr, values_ptr, scales_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SILU: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SILU: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Whole rows before the last bound; rounded as `dgraph.quantised.quantised_rows` has it."""
-    wait(EARLY)
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return

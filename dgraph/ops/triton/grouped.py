@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgraph.ops.triton.rows import start_of, wait
 from dgraph.ops.triton.stored import Tile, tile_for
 from dgraph.quantised import WHOLE, QuantisedRows, QuantisedWeight
 
@@ -87,7 +86,6 @@ def multiply(
     _multiply_rows_of_groups[(triton.cdiv(d_out, tile.columns), groups)](
         rows, columns, scales, by, out, ends, d_out, d_in, high, tile.rows, tile.columns, tile.depth,
         "ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
-        **start_of(x.device),
     )  # fmt: skip
     return out
 
@@ -96,10 +94,8 @@ def multiply(
 def _multiply_rows_of_groups(
     x_blocks, w_blocks, x_scale_ptr, w_scale_ptr, out_ptr, ends_ptr, d_out, d_in,
     HIGH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """HIGH: rows of the weight that share a scale; 0 where there are none."""
-    wait(EARLY)
     SUMS: tl.constexpr = tl.int32 if x_blocks.dtype.is_int() else tl.float32
     first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)

@@ -16,16 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton.experts import _gate_rows, _order_slots, _spread_rows, _sum_slots
-from dgraph.ops.triton.experts_rounded import _gate_and_round_rows
-from dgraph.ops.triton.grouped import _multiply_rows_of_groups
 from dgraph.ops.triton.kv_write import _write
 from dgraph.ops.triton.paged_attention import _add_up, _attend
 from dgraph.private.triton import LoadedKernel, compilations, put
 from tests.ops.triton.compiled import source_of
 
-KERNELS = (_attend, _add_up, _write, _order_slots, _spread_rows, _gate_rows, _sum_slots)
-KERNELS += (_gate_and_round_rows, _multiply_rows_of_groups)
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
 
 
@@ -33,14 +28,10 @@ def source(function: Any, early: bool) -> Any:
     """A kernel with small sizes; the attention with a rotation, and with shares of the keys."""
     pointers = {n: "*bf16" for n in function.arg_names if n.endswith("_ptr") or n.endswith("_blocks")}
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32") | {"positions_ptr": "*i64"}
-    pointers |= dict.fromkeys(("part_ptr", "mass_ptr", "x_scale_ptr", "w_scale_ptr", "scales_ptr"), "*fp32")
-    pointers |= dict.fromkeys(("ends_ptr", "rank_ptr", "place_ptr"), "*i32")
-    pointers |= {"choice_ptr": "*i64", "values_ptr": "*fp8e4nv"}
-    pointers |= dict.fromkeys(("x_blocks", "w_blocks"), "tensordesc<bf16[16, 16]>")
+    pointers |= dict.fromkeys(("part_ptr", "mass_ptr"), "*fp32")
     constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
-    constants |= {"SPLITS": 2, "PARTS": 1, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1}
-    constants |= {"HEADS": 4, "origin_ptr": None, "window": 0, "SLOTS": 2, "SILU": True, "INTEGERS": False}
-    constants |= {"REACH": 448.0, "HIGH": 0, "COLUMNS": 16, "DEPTH": 16}
+    constants |= {"SPLITS": 2, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1, "HEADS": 4}
+    constants |= {"origin_ptr": None, "window": 0}
     constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
     return source_of(ASTSource, function, constants, {**pointers, "scale": "fp32"})
 
@@ -76,7 +67,7 @@ def restored(function: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Print one JSON object."""
-    kernels = {f.__name__: f for f in KERNELS}
+    kernels = {f.__name__: f for f in (_attend, _add_up, _write)}
     found: dict[str, Any] = {n: [described(f, early) for early in (True, False)] for n, f in kernels.items()}
     print(json.dumps({**found, "restored": restored(_write)}))
 

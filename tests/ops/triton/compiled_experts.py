@@ -36,7 +36,7 @@ def rounded(kind: str, columns: int) -> list[str]:
     """Of the rounding between the products, what divides, and what converts to float8."""
     types = {"both_ptr": "*bf16", "values_ptr": f"*{NUMBERS[kind]}", "scales_ptr": "*fp32", "ends_ptr": "*i32"}
     constants: dict[str, Any] = {"SIZE": columns, "ROWS": 1, "BLOCK": 1 << (columns - 1).bit_length(), "SILU": True}
-    constants |= {"INTEGERS": kind == "int8", "REACH": 127.0 if kind == "int8" else 448.0, "EARLY": False}
+    constants |= {"INTEGERS": kind == "int8", "REACH": 127.0 if kind == "int8" else 448.0}
     text = ptx(_gate_and_round_rows, constants, types, 4, 3)
     return sorted(set(re.findall(r"div\.\S+|cvt\.\S+e4m3\S+", text)))
 
