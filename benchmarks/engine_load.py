@@ -139,7 +139,8 @@ def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> 
         keys = tuple(dict.fromkeys(work.windows, 0) for _ in range(sets))
         return floor_of(work, [StepCount((*rows, *[0] * sets)[:sets], keys, 0)], device).total
 
-    found = stats.steps * floor("step", [round(rows / max(1, stats.steps)) for rows in stats.rows.values()])
+    each = [stats.rows.get(name, 0) / max(1, stats.steps) for name in program.programs["step"].stage_names]
+    found = stats.steps * floor("step", [round(rows) for rows in each])
     if "prefill" in program.phases and stats.refresh_rows:
         found += stats.refresh_rows / PROMPT_ROWS * floor("prefill", [PROMPT_ROWS])
     return found
