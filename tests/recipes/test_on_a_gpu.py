@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_cpu(recipe: str, backend: str) -> None:
     assert not program.graph_pool.refused
 
 
-@pytest.mark.parametrize("recipe", ["dense", "focus"])
+@pytest.mark.parametrize("recipe", ["dense", "focus", "dllm_serve"])
 def test_graphs_give_what_launches_give(recipe: str) -> None:
     plain, _ = tokens("cuda", recipe, graphs=False)
     graphed, program = tokens("cuda", recipe)

@@ -28,7 +28,8 @@ class Case:
 
     Attributes:
         above, up_to: the range, without and with its end.
-        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16 or 64, of which the range has no more, by 64 or 128.
+        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16, 32 or 64, of which the range has no more, by 64 or
+            128.
             In a pair (see product.py) by 128 or 256.
         splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
     """
@@ -46,7 +47,7 @@ def cases(pair: bool, itemsize: int = 2) -> tuple[Case, ...]:
     Of one byte no tile has 256 columns: sums of float8 are held twice, and registers do not hold so many; of int8,
     Triton knows no instruction that is so wide.
     """
-    few = [(0, 16), (16, 64)]
+    few = [(0, 16), (16, 32), (32, 64)]
     narrow = (128, 256) if pair else (64, 128)
     wide = [(128, 4), (256, 1)] if pair else [(64, 4), (128, 4), (192, 4), (256, 1)]
     return (

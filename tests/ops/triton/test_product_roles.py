@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs Triton")
 def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool, itemsize: int) -> None:
     from dgraph.ops.triton import product_cases as of
 
-    for rows in (1, 15, 16, 17, 64, 65, 128, 5000, of.ANY):
+    for rows in (1, 15, 16, 17, 32, 33, 64, 65, 128, 5000, of.ANY):
         fitting = [case for case in of.cases(pair, itemsize) if case.above < rows <= case.up_to]
         assert len({case.columns for case in fitting}) == len(fitting) > 0
         assert all(case.rows == 128 or rows <= case.rows for case in fitting)
@@ -62,11 +62,11 @@ def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter, name: st
 def test_it_compiles_for_the_device_it_is_made_for() -> None:
     found = found_by("compiled_product")
     # Four instructions of 32 bytes for each box along the inner dimension and each accumulator. Few rows: two boxes,
-    # and of tiles by 16 and by 64 rows one accumulator in each of two widths; many rows: 1, 1, 2 and 1. Of units few
+    # and of tiles by 16, 32 and 64 rows one accumulator in each of two widths; many rows: 1, 1, 2 and 1. Of units few
     # rows have two accumulators, and the wider tiles one box; many rows have 1 and 1. The last are of 256 columns.
     for dtype, multiplied, widest in (("bf16", "bf16", 1), ("fp8e4nv", "e4m3", 0), ("i8", "s8", 0)):
-        assert found[f"{dtype} linear"]["products"] == 4 * (2 * 2 * 2 + 4 + widest)
-        assert found[f"{dtype} unit"]["products"] == 4 * (2 * 2 * 2 + 2 * 2 + 1 + widest)
+        assert found[f"{dtype} linear"]["products"] == 4 * (2 * 3 * 2 + 4 + widest)
+        assert found[f"{dtype} unit"]["products"] == 4 * (2 * 3 * 2 + 3 * 2 + 1 + widest)
         assert found[f"{dtype} linear"]["of"] == found[f"{dtype} unit"]["of"] == [multiplied]
     for kind in found.values():
         assert kind["registers moved between roles"]
