@@ -27,8 +27,9 @@ class Method:
 
     Attributes:
         block: tokens that are denoised together.
-        causal: block-causal: the prompt is forwarded once, in chunks, and every block once more with the first step of
-            the next one. Else bidirectional: all rows are forwarded when a block starts.
+        causal: block-causal: the prompt is forwarded once, in chunks, those of all requests in a forward of their own,
+            and every block once more with the first step of the next one. Else bidirectional: all rows are forwarded
+            when a block starts.
         refresh_every: bidirectional: another refresh at the latest so many steps after the last; 0 for none.
         commits: tokens per step; drawn per step and request if `drawn` (1 + geometric, with this mean), else fixed, a
             whole number.
@@ -237,14 +238,18 @@ class Engine:
         """Forward what the rows are enough for; when that ends, and what is told of it."""
         slots = [slot for id in order if (slot := self.slots.get(id)) is not None]
         granted = grant([s.rows for s in slots], [s.job.chunk for s in slots], self.scheduler.budgets.rows)
-        rows = sum(granted)
+        rows, keys = [0, 0], [0, 0]
+        for slot, took in zip(slots, granted, strict=True):
+            if took:  # prompts that go in chunks have a forward of their own, before that of the others
+                rows[slot.prompt_left > 0] += took
+                keys[slot.prompt_left > 0] += slot.keys
         end = self.now
-        if rows:
-            seconds = self.costs.step(rows, sum([s.keys for s, took in zip(slots, granted, strict=True) if took]))
+        if any(rows):
+            seconds = sum(map(self.costs.step, rows, keys))
             end += seconds
             self.busy += seconds
             self.steps += 1
-            self.rows += rows
+            self.rows += sum(rows)
         facts = []
         for slot, took in zip(slots, granted, strict=True):
             if took and slot.job.id in self.slots:  # it may have given way to one before it

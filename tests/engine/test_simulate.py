@@ -44,6 +44,17 @@ def test_rows_of_a_block_causal_request() -> None:
     assert narrow.steps == found.steps + 2
 
 
+def test_prompts_of_a_block_causal_model_have_a_forward_of_their_own() -> None:
+    """The first request is in its fourth of four steps when the second one's prompt is forwarded: two seconds for both."""
+    requests = [Request(0.0, 40, 8), Request(2.5, 40, 4)]
+    causal = Method(block=4, causal=True, commits=2)
+    alone = simulate(requests[:1], WIDE, causal, "fcfs", SECOND, overlap=False)
+    both = simulate(requests, WIDE, causal, "fcfs", SECOND, overlap=False)
+    assert (alone.served[0].ended, alone.steps, alone.busy) == (5.0, 5, 5.0), "the prompt, and two steps of each block"
+    assert (both.served[0].ended, both.steps) == (6.0, 6)
+    assert both.busy == both.steps + 1
+
+
 def test_a_closed_loop_keeps_its_clients_busy() -> None:
     requests = [Request(99.0, 40, 4) for _ in range(10)]
     found = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND, clients=5, overlap=False)
