@@ -17,7 +17,10 @@ CACHES: dict[str, type[Suffix] | type[Block]] = {"prefix": Suffix, "dual": Block
 DKV_VARIANTS = ("decode", "greedy")
 
 
-@costing(Cost("tiny_llada", "hard tasks", 100, +1.0, (-3.0, 5.1), 1.02, "hard"))
+@costing(
+    Cost("tiny_llada", "hard tasks", 100, +1.0, (-3.0, 5.1), 1.02, "hard"),
+    Cost("smol_llada", "GSM8K", 330, +1.5, (-1.3, 4.4), 1.01, "smol"),
+)
 @caching
 def fast_dllm(
     spec: ModelSpec,
@@ -57,7 +60,10 @@ def published_first(spec: ModelSpec) -> str:
     return "position" if spec.logit_shift else "policy"
 
 
-@costing(Cost("tiny_llada", "its tasks", 200, 0.0, None, 1, "rules"))
+@costing(
+    Cost("tiny_llada", "its tasks", 200, 0.0, None, 1, "rules"),
+    Cost("smol_llada", "GSM8K", 330, +0.9, (-1.5, 3.4), 0.99, "smol"),
+)
 @caching
 def dkv_cache(
     spec: ModelSpec,
@@ -100,7 +106,10 @@ def dkv_cache(
     return Recipe("dkv_cache", 2, phases, cache, plan=plan)
 
 
-@costing(Cost("tiny_llada", "its tasks", 200, -0.5, None, 1, "rules"))
+@costing(
+    Cost("tiny_llada", "its tasks", 200, -0.5, None, 1, "rules"),
+    Cost("smol_llada", "GSM8K", 330, -0.3, (-2.6, 2.0), 0.99, "smol"),
+)
 @caching
 def vicinity(
     spec: ModelSpec,

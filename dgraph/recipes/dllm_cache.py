@@ -9,11 +9,12 @@ from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
-from dgraph.recipes.base import Recipe, caching
+from dgraph.recipes.base import Cost, Recipe, caching, costing
 from dgraph.recipes.dense import GATED, phases_of
 from dgraph.spec import ModelSpec
 
 
+@costing(Cost("smol_llada", "GSM8K", 330, -0.9, (-3.5, 1.6), 1.03, "smol"))
 @caching
 def dllm_cache(
     spec: ModelSpec,

@@ -249,7 +249,7 @@ def dllm_serve(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"),
-    Cost("smol_sdar", "GSM8K", 1319, -2.4, (-3.8, -1.1), 1.02, "smol"),
+    Cost("smol_sdar", "GSM8K", 1319, -1.8, (-3.5, -0.2), 1.02, "smol"),
 )
 @caching
 def sparse_dllm(

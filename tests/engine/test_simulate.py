@@ -45,7 +45,7 @@ def test_rows_of_a_block_causal_request() -> None:
 
 
 def test_prompts_of_a_block_causal_model_have_a_forward_of_their_own() -> None:
-    """The first request is in its fourth of four steps when the second one's prompt is forwarded: two seconds for both."""
+    """The last step of the first request comes after the prompt of the second: two seconds together."""
     requests = [Request(0.0, 40, 8), Request(2.5, 40, 4)]
     causal = Method(block=4, causal=True, commits=2)
     alone = simulate(requests[:1], WIDE, causal, "fcfs", SECOND, overlap=False)
