@@ -201,6 +201,15 @@ def test_numbers_of_experts_go_to_the_matrix_units_of_a_gpu_that_need_not_be_the
         assert ("e4m3" in found[name][0]) == name.startswith("fp8"), found
 
 
+@pytest.mark.release
+def test_sums_of_float8_leave_the_matrix_units_in_each_iteration() -> None:
+    """There they are added up in fewer bits than fp32 has; of others they stay."""
+    found = found_by("compiled_grouped")
+    assert len(found) == 12
+    expected = {"bf16": ["bf16"], "fp8": ["e4m3", "beside"], "int8": ["s8"]}
+    assert all(kinds == expected[name.partition(" ")[0]] for name, kinds in found.items()), found
+
+
 def test_a_row_that_is_not_finite_changes_no_other(interpreted: Interpreter) -> None:
     x, *rest = mixture(6, 2, 3)
     x[2, 5] = torch.inf
