@@ -45,8 +45,8 @@ from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
 KEY_ROWS, KEY_STRIDE = 16384, 4
-"""Rows of keys of a step in which sequences see everything: the fewest on a GPU, and each size to the one before. Graphs
-of a size are recorded when it is first met.
+"""Rows of keys of a step in which sequences see everything: the fewest on a GPU, and each size to the one before.
+Graphs of a size are recorded when it is first met.
 """
 FEW_STEPS = 4
 """A batch that may end within so many steps launches none before it has read the report of the last."""
