@@ -136,10 +136,10 @@ def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch
     made = models(None, "sdar")[0].optimized("dense", max_num_logits=7)
     lower, lowered, begun = made._lower, [], threading.Barrier(3)
 
-    def slowly(graph: dgraph.Graph, step: bool) -> LoweredProgram:
+    def slowly(graph: dgraph.Graph) -> LoweredProgram:
         lowered.append(graph)
         time.sleep(0.05)
-        return lower(graph, step)
+        return lower(graph)
 
     def ask() -> None:
         begun.wait(20)
