@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.ops.experts import can_group
+from dgraph.ops.experts import can_group, multiply_groups
 
 
 class Mixture(NamedTuple):
@@ -83,7 +83,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:
     """Both products of dgraph::experts, on a GPU by the kernels that it takes."""
-    multiply = _by_library
+    multiply = multiply_groups
     if x.is_cuda:
         from dgraph.ops.triton.experts import multiply_plain as multiply
 
@@ -92,10 +92,6 @@ def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Te
         multiply(between, down, ends)
 
     return call
-
-
-def _by_library(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 def _one_by_one(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:

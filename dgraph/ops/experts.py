@@ -109,6 +109,13 @@ def can_group(x: Tensor | QuantisedRows, gate_up: Tensor | QuantisedWeight) -> b
     return x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """rows [N, d_in], of which those up to ends[e] and from ends[e - 1] on are of weight e, by weight [E, d_out, d_in],
+    in torch's own product -> [N, d_out]; operands as `can_group` says.
+    """
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
 def check(
     x: Tensor | QuantisedRows,
     choice: Tensor,

@@ -8,12 +8,11 @@ device, and what is allocated follows from the shapes, so the whole call can be 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.ops.experts import can_group, check, chosen, combine, feed_forward, meets
+from dgraph.ops.experts import can_group, check, chosen, combine, feed_forward, meets, multiply_groups
 from dgraph.ops.triton import experts_rounded, grouped, stored
 from dgraph.ops.triton.experts_rounded import gated_rows
 from dgraph.ops.triton.rows import dense_rows, power_of_two
@@ -106,7 +105,7 @@ def multiply_plain(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The same by weights as they are, in whichever kernel is faster."""
     if grouped.pays(rows, weight):
         return grouped.multiply(rows, weight, ends)
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    return multiply_groups(rows, weight, ends)
 
 
 def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
