@@ -22,12 +22,14 @@ PROMPTS = [
 
 
 @cache
-def model(device: str) -> dgraph.Model:
-    return dgraph.load("tiny_sdar", torch.float32, device)
+def model(device: str, name: str = "tiny_sdar") -> dgraph.Model:
+    return dgraph.load(name, torch.float32, device)
 
 
-def tokens(device: str, recipe: str, **settings: Any) -> tuple[list[list[int]], dgraph.Optimized]:
-    program = dgraph.optimize(model(device), recipe, **settings)
+def tokens(
+    device: str, recipe: str, name: str = "tiny_sdar", **settings: Any
+) -> tuple[list[list[int]], dgraph.Optimized]:
+    program = dgraph.optimize(model(device, name), recipe, **settings)
     return program.generate(PROMPTS, max_new_tokens=64).token_ids, program
 
 
@@ -42,10 +44,16 @@ def test_tokens_are_those_of_the_cpu(recipe: str, backend: str) -> None:
     assert not program.graph_pool.refused
 
 
-@pytest.mark.parametrize("recipe", ["dense", "focus", "dllm_serve"])
-def test_graphs_give_what_launches_give(recipe: str) -> None:
-    plain, _ = tokens("cuda", recipe, graphs=False)
-    graphed, program = tokens("cuda", recipe)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *(("tiny_sdar", recipe) for recipe in ("dense", "focus", "dllm_serve")),
+        *(("tiny_llada", recipe) for recipe in ("fast_dllm", "dllm_serve", "maskkv")),
+    ],
+)
+def test_graphs_give_what_launches_give(name: str, recipe: str) -> None:
+    plain, _ = tokens("cuda", recipe, name, graphs=False)
+    graphed, program = tokens("cuda", recipe, name)
     assert graphed == plain
     before = list(program.graph_pool.recorded)  # type: ignore[union-attr]
     again = program.generate(PROMPTS, max_new_tokens=64).token_ids
