@@ -30,8 +30,8 @@ def source(function: Any, early: bool) -> Any:
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32") | {"positions_ptr": "*i64"}
     pointers |= dict.fromkeys(("part_ptr", "mass_ptr"), "*fp32")
     constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
-    constants |= {"SPLITS": 2, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1, "HEADS": 4}
-    constants |= {"origin_ptr": None, "window": 0}
+    constants |= {"SPLITS": 2, "PARTS": 1, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1}
+    constants |= {"HEADS": 4, "origin_ptr": None, "window": 0}
     constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
     return source_of(ASTSource, function, constants, {**pointers, "scale": "fp32"})
 
