@@ -29,8 +29,7 @@ class Case:
     Attributes:
         above, up_to: the range, without and with its end.
         rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16, 32 or 64, of which the range has no more, by 64 or
-            128.
-            In a pair (see product.py) by 128 or 256.
+            128. In a pair (see product.py) by 128 or 256.
         splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
     """
 
