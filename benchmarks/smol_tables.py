@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.tables import markdown_of
 from dgraph.causal import load_causal
 from dgraph.evaluate.judge import Judge, Judged
-from dgraph.evaluate.paired import Difference, Paired
+from dgraph.evaluate.paired import Paired
 from dgraph.evaluate.questions import Question, stored
-from dgraph.evaluate.report import percent
+from dgraph.evaluate.report import percent, signed
 from dgraph.evaluate.results import Result, Store, digest_of
 from dgraph.evaluate.salience import Salience
 from dgraph.evaluate.scores import Score, wilson
@@ -93,14 +94,14 @@ class Line:
         if self.paired is None or self.paired.accuracy is None:
             return [*cells, "", "", ""]
         found = self.paired.accuracy
-        return [*cells, signed(found.difference(), 100, 1), f"{found.mine}, {found.other}", f"{found.p:.2g}"]
+        return [*cells, signed(found.difference(), 100, 1, ""), f"{found.mine}, {found.other}", f"{found.p:.2g}"]
 
     def read(self) -> list[str]:
         """Cells of `READ`."""
         nll = "" if self.score.nll_per_token is None else f"{self.score.nll_per_token:.3f}"
         to = [None, None] if self.paired is None else [self.paired.nll, self.paired.repetition]
         repeated = percent(self.score.repetition)
-        return [str(self.score.prompts), nll, signed(to[0], 1, 2), repeated, signed(to[1], 100, 1)]
+        return [str(self.score.prompts), nll, signed(to[0], 1, 2, ""), repeated, signed(to[1], 100, 1, "")]
 
     def costs(self) -> list[str]:
         """Cells of `COSTS`."""
@@ -108,14 +109,6 @@ class Line:
         figures = (score.tokens_per_step, self.steps), (score.rows_per_token, score.rows / score.steps)
         cells = [f"{x:.2f}" for x in figures[0]] + [f"{x:.1f}" for x in figures[1]]
         return [*cells, f"{score.tokens_per_response:.0f}", self.salient]
-
-
-def signed(found: Difference | None, scale: float, digits: int) -> str:
-    """A difference with its interval; "" for none."""
-    if found is None:
-        return ""
-    value, low, high = (f"{scale * x:+.{digits}f}" for x in (found.value, found.low, found.high))
-    return f"{value} ({low} to {high})"
 
 
 def order(label: str) -> tuple[bool, str, str]:
@@ -129,8 +122,7 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose first column is of words; columns that say nothing are left out."""
     rows = [list(row) for row in rows]
     kept = [i for i in range(len(titles)) if any(row[i] for row in rows)]
-    lines = [[titles[i] for i in kept], ["---", *("---:" for _ in kept[1:])], *([row[i] for i in kept] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_of([titles[i] for i in kept], [[row[i] for i in kept] for row in rows]))
 
 
 def lines_of(files: Files, tasks: Sequence[str], asked: dict[str, Question], against: str = STANDARD) -> list[Line]:

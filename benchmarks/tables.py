@@ -50,9 +50,7 @@ class Report:
         """Every table as Markdown, below the setting."""
         lines = [f"## {self.title}", "", f"{setting()}", ""]
         for title, columns, rows, note in self.tables:
-            lines += [f"### {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' + '---:|' * (len(columns) - 1)}"]
-            lines += [f"| {' | '.join(map(text_of, row))} |" for row in rows]
-            lines += ["", *([note, ""] if note else [])]
+            lines += [f"### {title}", "", *markdown_of(columns, rows), "", *([note, ""] if note else [])]
         return "\n".join(lines)
 
     def write(self, markdown: Path | None, json_file: Path | None) -> None:
@@ -63,6 +61,12 @@ class Report:
             tables = [{"title": t, "columns": c, "rows": r, "note": n} for t, c, r, n in self.tables]
             value = {"title": self.title, "setting": setting(), "tables": tables, "data": self.data}
             json_file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+    """Lines of a table whose first column is of words."""
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' + '---:|' * (len(columns) - 1)}"]
+    return lines + [f"| {' | '.join(map(text_of, row))} |" for row in rows]
 
 
 def text_of(cell: Cell) -> str:

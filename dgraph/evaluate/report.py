@@ -88,16 +88,16 @@ def paired_table(evaluation: Evaluation) -> Table:
         right = paired.accuracy
         marks = ("n/a",) * 3
         if right is not None:
-            marks = (_difference(right.difference(), 100, 1), f"{right.mine}, {right.other}", f"{right.p:.2g}")
-        read = (_difference(paired.nll, 1, 3), _difference(paired.repetition, 100, 1))
+            marks = (signed(right.difference(), 100, 1), f"{right.mine}, {right.other}", f"{right.p:.2g}")
+        read = (signed(paired.nll, 1, 3), signed(paired.repetition, 100, 1))
         rows.append((arm.label, reference.recipe.name, str(paired.prompts), *marks, *read))
     return (f"difference ({evaluation.comparisons} compared)", *PAIRED), rows
 
 
-def _difference(found: Difference | None, scale: float, digits: int) -> str:
-    """A difference and its interval with signs, "n/a" for None."""
+def signed(found: Difference | None, scale: float, digits: int, missing: str = "n/a") -> str:
+    """A difference and its interval with signs; `missing` for None."""
     if found is None:
-        return "n/a"
+        return missing
     value, low, high = (f"{scale * x:+.{digits}f}" for x in (found.value, found.low, found.high))
     return f"{value} ({low} to {high})"
 
