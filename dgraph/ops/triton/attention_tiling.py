@@ -69,10 +69,10 @@ def tiling_for(
     and tiles the device, these are faster than either.
 
     Of heads wider than 128, where a sequence has more than 64 stacked rows, the tiles are the best of some 30 timed on
-    an H200 in bf16 (DiffusionGemma's layers: heads of 256 and 512, 256 rows of 1, 8 and 32 sequences). Those of heads
-    of 512 are divided into two parts: sums of 128 rows by 512 do not fit into registers, and the second computation of
-    the scores costs less. Other tiles of wide heads are such that one fits, and its sums in registers; these were not
-    timed.
+    an H200 in bf16, or within 3 % of it (DiffusionGemma's layers: heads of 256 and 512, 256 rows of 1, 8 and 32
+    sequences). Those of heads of 512 are divided into two parts: sums of 128 rows by 512 do not fit into registers, and
+    the second computation of the scores costs less. Other tiles of wide heads are such that one fits, and its sums in
+    registers; these were not timed.
 
     block_m: stacked rows of a tile, for kernels whose tiles have no parts; default: as above.
     """
