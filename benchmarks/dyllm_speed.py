@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--original-steps", type=int, default=12, help="timed steps of the original loop")
     parser.add_argument("--schedules", nargs="+", type=schedule, default=[(4, 4)], metavar="FULL/PERIOD")
     parser.add_argument("--update", nargs="+", choices=("on", "off"), default=["on"], help="update contexts, or attend")
+    parser.add_argument("--weights", help="as `dgraph.optimize` takes them; the original loop has them as they are")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--markdown", type=Path)
@@ -184,14 +185,15 @@ def main() -> None:
         (arm, *found, update)
         for found in args.schedules for arm in args.arms for update in args.update if arm != "fast_dllm"
     ]  # fmt: skip
-    report = Report(f"DyLLM at the {args.shape} shape")
+    weights = "" if args.weights is None else f", weights {args.weights}"
+    report = Report(f"DyLLM at the {args.shape} shape{weights}")
     rows: dict[int, list[list[str | int | float]]] = {n: [] for n in args.per_step}
     for arm, full, period, update in runs_of:
         options = {"full_steps": full, "response_only_period": period, "update": update == "on"}
         label, recipe = recipe_of(arm, **options)
         label += "" if update == "on" else ", all attend"
         plan = "" if arm == "fast_dllm" else f"{full}/{period}"
-        program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine")
+        program = dgraph.optimize(model, recipe, backend=args.backend, buckets="fine", weights=args.weights)
         if program.transitions is not None:
             program.transitions.often = 0  # a long run is what is measured
         for per_step in args.per_step:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,7 @@ class Measured:
         label: of the arm.
         steps: of the decode loop, per run.
         step: seconds per step, the median over runs of a run's mean; the prefill is not in it.
+        median: seconds of the middle step of all runs: one without a refresh, where fewer than half of them have one.
         spread: slowest run over fastest.
         stats: of the last run.
         counts: what each step ran on.
@@ -79,6 +81,7 @@ class Measured:
     label: str
     steps: int
     step: float
+    median: float
     spread: float
     stats: GenerationStats
     counts: tuple[StepCount, ...]
@@ -109,6 +112,7 @@ class Measured:
             "label": self.label,
             "steps": self.steps,
             "ms_per_step": 1e3 * self.step,
+            "ms_of_median_step": 1e3 * self.median,
             "spread": self.spread,
             "tokens_per_second": self.tokens_per_second,
             "rows_per_token": self.stats.rows_per_token,
@@ -205,6 +209,11 @@ class Clock:
         """Of all of them together."""
         return self.times[-1] - self.times[0]
 
+    @property
+    def each(self) -> list[float]:
+        """Seconds of each of them."""
+        return [after - before for before, after in pairwise(self.times)] or [0.0]
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -270,6 +279,7 @@ class Bench:
             arm.label,
             runs[-1].steps,
             statistics.median(times),
+            statistics.median(each for clock in runs for each in clock.each),
             max(times) / min(times),
             stats,
             tuple(counter.counts),

@@ -18,8 +18,8 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Titles and rows."""
 
 STEPS = (
-    "arm", "ms/step", "speed-up", "tokens/s", "rows/token", "steps", "floor ms", "ratio", "host reads/step", "graphs",
-    "build s",
+    "arm", "ms/step", "median ms", "speed-up", "tokens/s", "rows/token", "steps", "floor ms", "ratio",
+    "host reads/step", "graphs", "build s",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def steps_table(done: Sequence[Measured]) -> Table:
             (
                 m.label,
                 number(1e3 * m.step),
+                number(1e3 * m.median),
                 number(done[0].step * done[0].steps / (m.step * m.steps)),
                 number(m.tokens_per_second),
                 number(m.stats.rows_per_token),

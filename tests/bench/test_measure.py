@@ -86,6 +86,7 @@ def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: 
     for measured in (dense, focus):
         assert sum(c.rows[-1] for c in measured.counts) == measured.stats.kept_rows
         assert measured.ratio == measured.step / measured.floor.total > 0
+        assert measured.median > 0
         assert measured.memory.other is None
         positions = sum(-(-(len(p) + TOKENS) // BLOCK) * BLOCK for p in bench.load.prompts)
         assert measured.memory.kv == 2 * 2 * 2 * 16 * 4 * positions, "in whole pages"
