@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -39,6 +40,8 @@ from .pairs import Pair, read_pairs
 from .renumber import renumbered, without_notes
 
 STAGES = ("dialogues", "train", "compress", "evaluate")
+MANY = 10_000
+"""Trials with other numbers from which on it pays to start processes."""
 TRAINING, QUESTIONS, EVALUATION, SMALL = "training.jsonl", "questions.jsonl", "evaluation.jsonl", "small"
 
 
@@ -259,10 +262,23 @@ def pairs_of(found: Sequence[tuple[str, str]], task: str) -> list[Pair]:
 
 
 def variants(found: Sequence[tuple[str, str]], times: int) -> Iterator[tuple[str, str]]:
-    """Problems with other numbers, none of them twice: each is tried so many times; most cannot be followed."""
-    for number, (question, answer) in enumerate(found):
-        drawn = (renumbered(question, answer, random.Random(f"numbers {number} {k}")) for k in range(times))
-        yield from dict.fromkeys(made for made in drawn if made is not None)
+    """Problems with other numbers, none of them twice: each is tried so many times; most cannot be followed. The
+    same on any number of processors.
+    """
+    numbered = [(number, *problem, times) for number, problem in enumerate(found)]
+    if len(found) * times < MANY:
+        for problem in numbered:
+            yield from _variants_of(problem)
+        return
+    with multiprocessing.get_context("spawn").Pool() as pool:  # a fork of a process that uses a GPU may hang
+        for made in pool.imap(_variants_of, numbered, chunksize=64):
+            yield from made
+
+
+def _variants_of(problem: tuple[int, str, str, int]) -> list[tuple[str, str]]:
+    number, question, answer, times = problem
+    drawn = (renumbered(question, answer, random.Random(f"numbers {number} {k}")) for k in range(times))
+    return list(dict.fromkeys(made for made in drawn if made is not None))
 
 
 def _changed(folder: Path) -> float:

@@ -160,6 +160,14 @@ def test_the_plan_of_the_converted_models_can_be_read() -> None:
     assert more.models["smol_sdar"]["rank"] == plan.models["smol_sdar"]["rank"]
 
 
+def test_processes_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [("Ann has 48 pens and buys 26 more. How many?", "She has 48 + 26 = <<48+26=74>>74 pens.\n#### 74")] * 3
+    alone = list(stages.variants(found, 2))
+    monkeypatch.setattr(stages, "MANY", 0)
+    assert list(stages.variants(found, 2)) == alone
+    assert alone
+
+
 @pytest.mark.release
 def test_all_stages_in_miniature(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
