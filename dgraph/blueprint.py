@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,8 @@ class Blueprint:
     def engines(
         self, tell: Callable[[str], None] = lambda what: None, mesh: DeviceMesh | None = None
     ) -> dict[str, Engine]:
-        """Build them, each of which has served a request then; by the names that clients call them.
+        """Build them, each of which has recorded its CUDA graphs and served a request then; by the names that clients
+        call them.
 
         Args:
             tell: called with what is being done.
@@ -112,9 +113,9 @@ class Blueprint:
             own = {key: value for key, value in self.options.items() if key in known}
             optimized = optimize(found, recipe, self.compilation, progress=tell, mesh=mesh, weights=stored, **own)
             tell(f"{recipe}: making room for keys and values")
-            engine = optimized.engine(self.engine)
+            engine = optimized.engine(replace(self.engine, record=self.compilation.buckets != "exact"))
             tell(f"{recipe}: warming up")
-            warm_up(engine, engine.max_sequences if optimized.graph_pool is not None else 1)
+            warm_up(engine)
             engines[title if len(self.recipes) == 1 else f"{title}:{recipe}"] = engine
         return engines
 

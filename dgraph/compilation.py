@@ -35,7 +35,8 @@ class Compilation:
         backend: "inductor", or "eager" to run op by op.
         buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
             and "hybrid" on a GPU.
-        graphs: on a GPU, replay the stages of a step as CUDA graphs, one per bucket; False launches op by op.
+        graphs: on a GPU, replay the stages of a step, and forwards of prompts of few rows, as CUDA graphs, one per
+            bucket; False launches op by op.
         warmup: None records a CUDA graph when its bucket is first met; a `WarmUp` records all of them now.
         artifacts: where compiled code and captured graphs are stored for later processes: True for the user's artifact
             cache (see `dgraph cache path`), False for nowhere, or a folder.

@@ -33,7 +33,7 @@ from dgraph.phases import graph_of_phase, rewrite, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import Recipe
 from dgraph.runtime.checks import canvases_of, ids_of
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.generation import Progress, SequenceKV
 from dgraph.runtime.kv import page_size_for
@@ -70,7 +70,8 @@ class Optimized:
         recipe: the recipe as a value.
         phases: per phase its graphs and reports.
         compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
-        graph_pool: the CUDA graphs of the stages, recorded as their buckets are met; None where there are none.
+        graph_pool: the CUDA graphs of the stages, recorded as their buckets are met; None where there are none. Prompts
+            of many rows have none (see `GRAPH_ROWS`).
         tuning: tilings of kernels that were chosen by timing them; None where kernels take their own.
         kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
         transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
@@ -98,7 +99,7 @@ class Optimized:
         self.page_size = page_size_for(self.spec.block_length, captured.device)
         self.ranks = ranks = ranks_of(captured.sharding)
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
-        self.programs = {name: self._lower(phase.graph, name != "prefill") for name, phase in self.phases.items()}
+        self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
         self._session = BlockSession(
             self.spec,
@@ -128,12 +129,21 @@ class Optimized:
         shared = self.compiler, self._buckets, graphs, self.tuning, self.kernels, self.transitions
         return Optimized(self.model, self.captured, recipe, *shared)
 
-    def _lower(self, graph: Graph, graphs: bool = True) -> LoweredProgram:
-        if not graphs or self.graph_pool is None:
-            return LoweredProgram(graph, self.compiler, self._buckets, run_steps, self.tuning)
+    def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
+        """prompts: it forwards prompts, and steps forward none."""
+        pool = self.graph_pool
         # The steps of a block-causal model forward blocks, of whatever number of sequences: all run as CUDA graphs.
-        chunk_rows = None if self.spec.attention == "block_causal" else CHUNK_ROWS
-        return LoweredProgram(graph, self.compiler, self._buckets, self.graph_pool.runner, self.tuning, chunk_rows)
+        whole = pool is not None and not prompts and self.spec.attention == "block_causal"
+        return LoweredProgram(
+            graph,
+            self.compiler,
+            self._buckets,
+            run_steps if pool is None else pool.runner,
+            self.tuning,
+            None if whole else CHUNK_ROWS,
+            graph_rows=GRAPH_ROWS if prompts else None,
+            name="prefill" if prompts else "step",
+        )
 
     @property
     def report(self) -> dict[str, tuple[Report, ...]]:
@@ -303,15 +313,15 @@ class Optimized:
         decoding: Decoding | None = None,
         **settings: Any,
     ) -> int:
-        """Capture ahead every CUDA graph of a step that batches of up to `batch` sequences can need.
+        """Capture ahead every CUDA graph of steps and prompts that batches of up to `batch` sequences can need.
 
         Tilings of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
         The transition between steps is compiled for one decoding rule.
 
         Args:
             batch: sequences at a time.
-            tokens: positions per sequence to make KV pages for, prompt and response together; None for the model's
-                longest.
+            tokens: positions per sequence to make KV pages for, and room for packed keys, prompt and response together;
+                None for the model's longest.
             progress: called with (buckets done, buckets in all).
             decoding: how later calls of `generate` decode; other rules work as well, and their transitions are compiled
                 once they have run often.

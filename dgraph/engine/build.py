@@ -58,6 +58,9 @@ class EngineSettings:
         block_length: tokens that are denoised together; default the model's.
         decoding: how most requests will be decoded. On a GPU what lies between their steps is compiled before the pool
             takes the memory; other requests work as well.
+        record: record the CUDA graphs that such requests can need before the engine opens, so that none waits while
+            one is recorded; False: each when it is first met. It takes seconds, and buckets of another kind than
+            "exact"; without CUDA graphs there is nothing to record.
 
     Raises:
         InputError: a value out of range.
@@ -75,6 +78,7 @@ class EngineSettings:
     queue: int | None = None
     block_length: int | None = None
     decoding: Decoding | None = None
+    record: bool = False
 
     def __post_init__(self) -> None:
         counts = ("max_sequences", "max_tokens", "max_batched_rows", "max_logit_rows", "kv_bytes", "queue")
@@ -82,8 +86,10 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        if self.prefix_cache is not None and type(self.prefix_cache) is not bool:
-            raise InputError(f"prefix_cache is true or false, got {self.prefix_cache!r}.")
+        for name in ("prefix_cache", "record"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not bool:
+                raise InputError(f"{name} is true or false, got {value!r}.")
         if self.pages not in PAGES:
             raise UnknownName("way of giving out pages", str(self.pages), PAGES)
         policy_of(self.policy)
@@ -127,7 +133,7 @@ def build_driver(
         session: nobody else uses it while the engine is open.
         settings: see `EngineSettings`.
         tokenizer: makes text of ids; None for no text.
-        prepare: see `Driver`.
+        prepare: see `Driver`; called with the decoding of most requests.
         profiled: where the memory goes, for a number of rows and of sequences; asked on a GPU alone.
         clock: seconds.
 
@@ -163,8 +169,10 @@ def build_driver(
     alike = block if spec.aligned else 1
     shares = whole and not session.lasting and not session.kv.windows and settings.prefix_cache is not False
     prefix = PrefixCache(session.kv, alike) if shares else None
+    decoding = (settings.decoding or Decoding()).for_model(spec)
+    prepare([decoding])
     if kind == "cuda":
-        session.compile_transition(shape, (settings.decoding or Decoding()).for_model(spec))
+        session.compile_transition(shape, decoding)
     session.kv.limit = limit
     for ring, pages in zip(session.kv.rings.values(), rings, strict=True):
         ring.limit = pages
@@ -172,6 +180,8 @@ def build_driver(
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim
     session.kv.reserve(limit)
+    if settings.record and session.pool is not None:
+        session.record(shape, decoding, (kv_bytes or CPU_BYTES) - session.kv.pool_bytes(limit, rings))
     return Driver(
         session,
         shape,

@@ -51,7 +51,7 @@ class Peaks:
         predicted: activations, most at a time.
         groups: the same while nodes of a group run.
         unbounded: the same of the LM head if all rows had logits at a time.
-        graphs: what the CUDA graphs of a full step will hold; 0 without.
+        graphs: what CUDA graphs will hold, those of a full step among them; 0 without.
         measured, libraries: what dummy steps showed.
         steps: (rows, rows of keys, seconds) of steps; empty if none was timed.
     """
@@ -187,13 +187,19 @@ def _peaks(optimized: Profiled, budget: Budget, measured: bool, tell: Callable[[
 
 
 def _graphs(optimized: Profiled, budget: Budget) -> int:
-    """What the CUDA graphs of steps share: the inputs of the largest, and what lies between its ops."""
-    program = optimized.programs["step"]
+    """What CUDA graphs share: what lies between the ops of the largest, and the inputs of the largest of each program.
+
+    What `select` gathers counts as activations, of which everything that runs without a graph allocates less.
+    """
     if optimized.graph_pool is None:
         return 0
-    rows = budget.rows if program.chunk_rows is None else min(budget.rows, program.chunk_rows)
-    largest = replace(budget, rows=rows)
-    return footprint(program, largest.step(optimized, "step").sizes).peak + largest.input_bytes(optimized, "step")
+    peak = inputs = 0
+    for name in optimized.programs.keys() - {"select"}:
+        program = optimized.programs[name]
+        largest = replace(budget, rows=min(budget.rows, program.graph_rows or budget.rows))
+        peak = max(peak, footprint(program, largest.step(optimized, name).sizes).peak)
+        inputs += largest.input_bytes(optimized, name)
+    return peak + inputs
 
 
 def _timed(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> tuple[tuple[int, int, float], ...]:

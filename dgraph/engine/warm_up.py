@@ -1,4 +1,4 @@
-"""The first requests of an engine, so that no client waits for what they compile and record."""
+"""The first request of an engine, so that no client waits for what it compiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dgraph.engine.engine import Engine
 from dgraph.runtime.decoding import Decoding
 
 
-def warm_up(engine: Engine, sequences: int = 1) -> None:
-    """Serve so many requests at the same time: one compiles, and CUDA graphs are recorded for each number of them.
+def warm_up(engine: Engine) -> None:
+    """Serve one request. The CUDA graphs of others are recorded where the engine is made (`EngineSettings.record`).
 
     Called on every rank; rank 0 asks.
     """
@@ -18,4 +18,4 @@ def warm_up(engine: Engine, sequences: int = 1) -> None:
     plain = next(token for token in range(spec.vocab) if token not in special)
     length = min(block, engine.max_tokens // 2)
     decoding = Decoding(max_new_tokens=min(length, engine.max_tokens - length), ignore_eos=True)
-    engine.generate([[plain] * length] * sequences, decoding)
+    engine.generate([[plain] * length], decoding)

@@ -56,9 +56,16 @@ class LoweredProgram:
             stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
             of another number of rows.
         fused: see `schedule`.
+        graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
+            any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
+            there are many.
+        name: of its only stage, if it has one; see `schedule`.
+
+    Attributes:
+        graph_rows: rows up to which its first stage may be recorded; None for any number.
 
     Raises:
-        InputError: chunk_rows below 1.
+        InputError: chunk_rows or graph_rows below 1.
     """
 
     def __init__(
@@ -70,15 +77,18 @@ class LoweredProgram:
         tuning: Tuning | None = None,
         chunk_rows: int | None = CHUNK_ROWS,
         fused: bool | None = None,
+        graph_rows: int | None = None,
+        name: str = "step",
     ):
-        if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
-            raise InputError(f"chunk_rows must be a number of rows of at least 1, or None, got {chunk_rows!r}.")
+        for what, rows in (("chunk_rows", chunk_rows), ("graph_rows", graph_rows)):
+            if rows is not None and (type(rows) is not int or rows < 1):
+                raise InputError(f"{what} must be a number of rows of at least 1, or None, got {rows!r}.")
         graph = as_taken(graph)
-        self.graph, self.buckets, self.tuning, self.chunk_rows = graph, buckets, tuning, chunk_rows
+        self.graph, self.buckets, self.tuning = graph, buckets, tuning
         self.backend = compiler.backend
         if tuning is not None:
             tuning.load(graph)
-        self.stages = schedule(graph, fused)
+        self.stages = schedule(graph, fused, name)
         self._numbers: dict[Node, Slot] = {}
         self._count = 0
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -95,7 +105,8 @@ class LoweredProgram:
             steps.append([self._lower(step, compiler) for step in stage.steps])
             self._cuts.append(None if stage.cut is None else self._lower_cut(stage.cut))
         self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
-        self.lowered = self._lower_stages(steps)
+        self.lowered = self._lower_stages(steps, chunk_rows, graph_rows)
+        self.graph_rows = self.lowered[0].graph_rows
         self._place_frees()
         self._template += [None] * (self._count - len(self._template))
         self._runners = [runner(stage) for stage in self.lowered]
@@ -261,7 +272,9 @@ class LoweredProgram:
         function = launcher(op, self.graph.device)
         return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets)), op), index, offsets)
 
-    def _lower_stages(self, steps: list[list[Step]]) -> tuple[LoweredStage, ...]:
+    def _lower_stages(
+        self, steps: list[list[Step]], chunk_rows: int | None, graph_rows: int | None
+    ) -> tuple[LoweredStage, ...]:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
         caches = {slot for slot, spec in self._inputs.values() if spec.in_place}
         given = {slot for slot, _ in self._inputs.values()} - caches
@@ -273,9 +286,10 @@ class LoweredProgram:
             length = _bridge_length(stage)
             bridge, own = tuple(mine[:length]), mine[length:]
             body: tuple[AnyStep, ...] = tuple(own)
-            if self.chunk_rows is not None:
+            if chunk_rows is not None:
                 read_outside = outside | (cut.step.reads() if cut else set())
-                body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_outside, self.chunk_rows)
+                body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_outside, chunk_rows)
+            bounds = [graph_rows, chunk_rows if any(isinstance(step, RowChunks) for step in body) else None]
             body += (cut.step,) if cut else ()
             everything = (*bridge, *body)
             written, read = written_by(everything), read_by(everything)
@@ -296,7 +310,7 @@ class LoweredProgram:
                     ahead=() if before else tuple(sorted((later & given) - inputs)),
                     outputs=tuple(sorted(written & outside)),
                     last=cut is None,
-                    chunk_rows=self.chunk_rows if any(isinstance(s, RowChunks) for s in body) else None,
+                    graph_rows=min((rows for rows in bounds if rows is not None), default=None),
                 )
             )
         return tuple(lowered)

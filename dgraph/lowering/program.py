@@ -47,6 +47,11 @@ class Program(Protocol):
         """One name per stage: ("step",), or ("prefix", "suffix") when rows are evicted on the way."""
         ...
 
+    @property
+    def graph_rows(self) -> int | None:
+        """Rows up to which its first stage may be recorded as a CUDA graph; None for any number."""
+        ...
+
     def bucket_sizes(self, rows: int) -> tuple[int, ...]:
         """Every row count that a stage is padded to for 1 to `rows` rows, ascending."""
         ...

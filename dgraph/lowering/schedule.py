@@ -69,7 +69,7 @@ class Stage:
     """Steps that run without a host read.
 
     Attributes:
-        name: "step" for an uncut graph, else "prefix", "suffix", "suffix 2", ...
+        name: as `schedule` was told for an uncut graph, else "prefix", "suffix", "suffix 2", ...
         steps: in order.
         rows: the row set that the stage runs on (N, K, ...).
         cut: the call after which the next stage starts; None in the last stage.
@@ -81,13 +81,14 @@ class Stage:
     cut: Call | None
 
 
-def schedule(graph: Graph, fused: bool | None = None) -> tuple[Stage, ...]:
+def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Stage, ...]:
     """Cut a graph into stages of regions and calls.
 
     Args:
         graph: a phase's.
         fused: whether products add to the residual stream and attention rotates its queries (`dgraph.lowering.fused`);
             None: on a GPU.
+        name: of the only stage of an uncut graph.
 
     Raises:
         LoweringError: an attention over a padded batch is left in the graph; PackRows has to run first.
@@ -126,7 +127,7 @@ def schedule(graph: Graph, fused: bool | None = None) -> tuple[Stage, ...]:
             else:
                 steps.append(call)
     stages.append(Stage("", tuple(steps), rows, None))
-    names = _stage_names(len(stages))
+    names = _stage_names(len(stages), name)
     return tuple(Stage(name, s.steps, s.rows, s.cut) for name, s in zip(names, stages, strict=True))
 
 
@@ -156,9 +157,9 @@ class _Units:
         return [self._within.get(reader, reader) for reader in readers_of(node)]
 
 
-def _stage_names(count: int) -> Iterable[str]:
+def _stage_names(count: int, only: str) -> Iterable[str]:
     if count == 1:
-        return ("step",)
+        return (only,)
     return ("prefix", "suffix", *(f"suffix {i}" for i in range(2, count)))
 
 

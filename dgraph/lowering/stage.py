@@ -28,7 +28,7 @@ class LoweredStage:
             copies of its inputs keeps some of these too, so that nothing is left to copy after a cut.
         outputs: slots that bridge or steps write and that something outside reads, ascending.
         last: whether no stage runs after this one.
-        chunk_rows: above so many rows some steps run in chunks of rows; None if none does.
+        graph_rows: rows up to which a runner may record it as a CUDA graph; None for any number.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LoweredStage:
     ahead: tuple[int, ...]
     outputs: tuple[int, ...]
     last: bool
-    chunk_rows: int | None
+    graph_rows: int | None
 
 
 class Runner(Protocol):

@@ -45,8 +45,8 @@ from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
 KEY_ROWS, KEY_STRIDE = 16384, 4
-"""Rows of keys of a step in which sequences see everything: the fewest on a GPU, and each size to the one before.
-Graphs of a size are recorded when it is first met.
+"""Rows of keys of a step in which sequences see everything: the fewest where it is recorded as a CUDA graph, which has
+one number of them, and each size to the one before.
 """
 FEW_STEPS = 4
 """A batch that may end within so many steps launches none before it has read the report of the last."""
@@ -64,6 +64,7 @@ class Batch:
         kv, packed: where keys are, and which are kept packed; `plan`, which rows a step of a bidirectional model
             forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
+        sized: programs are recorded as CUDA graphs, so that few numbers of rows of keys may be met.
         foresee: launch a step before the report of the last one is read, where the plan says how many rows it has at
             most. A sequence that ends, or goes wrong, is then noticed one step later.
         stats: counts what runs; observer: gets every step, at the price of copies to the host.
@@ -85,13 +86,14 @@ class Batch:
         packed: PackedKV | None = None,
         plan: RowPlan | None = None,
         by_block: bool = False,
+        sized: bool = False,
         foresee: bool = False,
         stats: GenerationStats | StageCounts | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ):
         self.spec, self.rule, self.programs, self.shape = spec, rule, programs, shape
         self.kv, self.packed, self.plan = kv, packed, plan
-        self.by_block, self._observer, self.lenient = by_block, observer, False
+        self.by_block, self._sized, self._observer, self.lenient = by_block, sized, observer, False
         self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
         self._make = advance
         self.running: dict[int, Running] = {}
@@ -307,16 +309,9 @@ class Batch:
         return _Bound(program, inputs, program.bound(inputs))
 
     def _key_rows(self, slots: Sequence[int]) -> int:
-        """At least as many as there are positions that sequences in these slots see. A CUDA graph is of one number of
-        them, so on a GPU there are few such numbers.
-        """
+        """At least as many as there are positions that sequences in these slots see."""
         seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
-        if self.kv.device.type != "cuda":
-            return seen
-        size = KEY_ROWS
-        while size < seen:
-            size *= KEY_STRIDE
-        return size
+        return key_sizes(seen)[-1] if self._sized else seen
 
     def _launch(self, bound: _Bound, count: int, slots: Sequence[int]) -> None:
         """Run the step that is packed: so many rows at most, of these slots."""
@@ -437,6 +432,14 @@ class Batch:
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
             **self._tables.of(1),
         }
+
+
+def key_sizes(keys: int) -> list[int]:
+    """The numbers of rows of keys that steps have, up to the first that is at least so many."""
+    sizes = [KEY_ROWS]
+    while sizes[-1] < keys:
+        sizes.append(sizes[-1] * KEY_STRIDE)
+    return sizes
 
 
 @dataclass(frozen=True)

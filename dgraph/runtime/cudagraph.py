@@ -1,4 +1,4 @@
-"""Stages as CUDA graphs: one graph per bucket, recorded when the bucket is first met.
+"""Stages as CUDA graphs: one graph per bucket, recorded when the bucket is first met, or ahead (a warm-up).
 
 A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs
 into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
@@ -26,11 +26,15 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import warn
-from dgraph.lowering.stage import LoweredStage, Runner
+from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
 
+GRAPH_ROWS = 2048
+"""Rows of prompts that are forwarded by a graph, at most. On more of them a device is busy for longer than the host
+takes to launch what it does; and a graph of as many holds no more memory than those of steps that have as many rows.
+"""
 IDLE = 16
 """A full pool lets a graph go that was not replayed in the last IDLE * limit runs: recording costs as much as many."""
 
@@ -88,7 +92,7 @@ class GraphPool:
             none has, a further bucket runs op by op, with a `DgraphWarning` the first time.
         recorded: names and row counts of what was recorded, in order, graphs that are gone among them.
         bytes: device memory that graphs took: buffers, and what lies between them.
-        refused: the same for buckets that did not fit or run in chunks of rows, with the reason; each once.
+        refused: the same for buckets that did not fit or have too many rows, with the reason; each once.
         preparing: whether stages that nobody waits for are only recorded, not run (a warm-up).
         recorder: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
             device.
@@ -235,6 +239,7 @@ class _GraphStage:
 
     def __init__(self, stage: LoweredStage, pool: GraphPool):
         self.stage, self.pool = stage, pool
+        self._plain = run_steps(stage)
         self._everything: tuple[AnyStep, ...] = (*stage.bridge, *stage.steps)
         # What the steps read where the bridge runs before their graph: in place, and the rest.
         known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
@@ -246,9 +251,7 @@ class _GraphStage:
         self._warm = False
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
-        """What runs the stage on a bucket; one that cannot be recorded, or is so large that it runs in chunks, runs
-        step by step.
-        """
+        """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step."""
         places = [slots[slot].data_ptr() for slot in self._placed]
         return partial(self._run, slots, places, self._graphs_of_bridge(slots))
 
@@ -276,10 +279,9 @@ class _GraphStage:
         self, slots: Slots, places: list[int], bridged_graphs: dict[Hashable, _Recorded | None] | None, rows: int
     ) -> None:
         stage = self.stage
-        if stage.chunk_rows is not None and rows > stage.chunk_rows:
-            self._note_chunks(rows, stage.chunk_rows)
-            for step in self._everything:
-                step.run(slots)
+        if stage.graph_rows is not None and rows > stage.graph_rows:
+            self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
+            self._plain(slots)(rows)
         elif bridged_graphs is not None:
             self._replay(bridged_graphs, rows, slots, rows, True)
         else:
@@ -310,10 +312,6 @@ class _GraphStage:
             for slot, value in values.items():
                 slots[slot] = value
         slots.fixed.update(found.buffers)
-
-    def _note_chunks(self, rows: int, most: int) -> None:
-        # A graph would hold the memory of so many rows for good, and saves launches, which count for little here.
-        self.pool.refuse(self.stage.name, rows, f"more than {most} rows, which run in chunks")
 
     def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
         stage = self.stage

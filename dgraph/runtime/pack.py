@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
@@ -118,6 +119,27 @@ class PackedKV:
         for spec in self._counts.values():
             self._caches[spec.name].index_fill_(0, at, 0)
         self._start.index_copy_(1, at, starts)
+
+    def reserve(self, slots: int, candidates: int, limit: int | None = None) -> bool:
+        """Make room now for so many sequences of so many candidates each, unless that takes more than `limit` bytes;
+        whether it was made. Caches that grow later are replaced, and CUDA graphs that read them recorded anew.
+        """
+        keeps, bytes, entries = any(runs.others(()) for runs in self._runs.values()), 0, dict[int, int]()
+        for layer, spec in self._counts.items():
+            entries[layer] = slots * self.plan.entries(layer, candidates, spec.element[0], spec.budgets)
+            each = (math.prod(one.element) * one.dtype.itemsize for one in self._entries.get(layer, []))
+            bytes += entries[layer] * sum(each)
+        if limit is not None and bytes > limit:
+            return False
+        for layer, count in entries.items():
+            self._grow(layer, count, keeps)
+        return True
+
+    def give_back(self) -> None:
+        """Let go of the room for entries; nobody has any."""
+        for spec in (spec for specs in self._entries.values() for spec in specs):
+            if spec.name in self._caches:
+                self._caches[spec.name] = self._zeros(spec, 0)
 
     def clear(self, slot: int) -> None:
         """Make what a slot has packed finite again: its numbers went wrong."""

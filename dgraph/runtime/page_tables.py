@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from dgraph.runtime.kv import NO_PAGE, KVStore
+from dgraph.runtime.kv import KVStore
 from dgraph.runtime.requests import Running
 from dgraph.runtime.upload import upload
 
@@ -16,7 +16,7 @@ class PageTables:
     """Tables on the device that stay where they are, i32[slots, pages] each, by the names that programs ask for.
 
     Pages come and go while a step runs; what has changed is written all at once before the next, for which the device
-    waits.
+    waits. Slots that nobody has had yet are on the first page, where the rows of nobody's requests read and write.
 
     Args:
         kv: whose pages they are.
@@ -26,8 +26,8 @@ class PageTables:
 
     def __init__(self, kv: KVStore, count: int, slots: int, pages: int):
         self._kv, self._pages = kv, pages
-        none = torch.full((count, slots, pages), NO_PAGE, dtype=torch.int32, device=kv.device)
-        self._tables = {name: none.clone() for name in kv.page_tables([])}
+        first = torch.zeros((count, slots, pages), dtype=torch.int32, device=kv.device)
+        self._tables = {name: first.clone() for name in kv.page_tables([])}
         self._stale: set[int] = set()
 
     def changed(self, slots: Iterable[int]) -> None:

@@ -208,15 +208,15 @@ def prefill_chunk(
 
 
 def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> StepRows:
-    """That many live rows, filled sequence by sequence, two blocks each.
+    """That many live rows, filled sequence by sequence, two blocks each, or more if that is not all of them.
 
     None is a candidate, so that a program which evicts keeps all of them and runs every stage on the same bucket.
     """
-    index = torch.arange(rows, device=device)
-    positions, zeros, none = index % (2 * block), torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
-    bounds = torch.arange(sequences + 1, device=device) * 2 * block
+    index, each = torch.arange(rows, device=device), max(2 * block, -(-rows // sequences))
+    positions, zeros, none = index % each, torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    bounds = torch.arange(sequences + 1, device=device) * each
     return StepRows(
-        sequence=index // (2 * block),
+        sequence=index // each,
         column=zeros,
         input_ids=zeros,
         positions=positions,

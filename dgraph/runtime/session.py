@@ -27,12 +27,12 @@ from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.generation import Ended, Generation, Progress, SequenceKV
 from dgraph.runtime.kv import KVStore, check_page_size
-from dgraph.runtime.offers import OFFERS, Moment, computed, declared, initial_states
+from dgraph.runtime.offers import OFFERS, declared
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.policies import Mixture, Policy, renoises, statistics_of
+from dgraph.runtime.rehearsal import Rehearsal, rehearsals
 from dgraph.runtime.report import Report, broken
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
-from dgraph.runtime.rows import idle_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import check_script
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
@@ -51,6 +51,8 @@ def measuring(policy: Policy) -> str:
 
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
+WARM_SHARE = 0.75
+"""Of the CUDA graphs that there may be, those that a warm-up captures at most, unless steps and prompts need more."""
 
 
 class BlockSession:
@@ -230,7 +232,8 @@ class BlockSession:
         decoding: Decoding | None = None,
         **settings: Any,
     ) -> int:
-        """Capture every bucket of the step program that batches of up to `batch` sequences can meet.
+        """Capture what batches of up to `batch` sequences can meet: every bucket of the step program, of prompts of few
+        rows, and of steps in which sequences choose what they keep (see `dgraph.runtime.rehearsal`).
 
         Later batches of up to that many sequences are padded to it, so that they find what was captured. The transition
         between steps is compiled for a policy, and for the canvas of so many positions; a block-causal model pads
@@ -238,7 +241,8 @@ class BlockSession:
 
         Args:
             batch: sequences at a time, at least 1.
-            tokens: positions per sequence, prompt and response together; KV pages for all of them are made now.
+            tokens: positions per sequence, prompt and response together; KV pages, and room for packed keys, for all of
+                them are made now.
             progress: called with (buckets done, buckets in all).
             decoding: how later calls decode; of the temperature it matters only whether it is above 0.
             settings: instead, fields of a `Decoding` by keyword.
@@ -262,20 +266,28 @@ class BlockSession:
         room = max(tokens, 2 * block)
         if self._transitions.compiles and causal:
             self._transitions.widen(tokens, block)
-        self.pool.preparing = True
-        try:
-            # On a canvas of the width that later batches share, if they can.
-            slots = self.batch([chosen], self.shape(batch, room, block, fixed=True), fixed=True)
-            longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
-            slots.admit(range(batch), [longest] * batch)
-            self.keep_graphs()
-            most = batch * step_rows(block, self.spec)
-            sizes = slots.programs.step.bucket_sizes(most)
-            self._rehearse(slots, sizes, most, progress)
-            slots.clear()
-        finally:
-            self.pool.preparing = False
-        return len(sizes)
+        # On a canvas of the width that later batches share, if they can.
+        slots = self.batch([chosen], self.shape(batch, room, block, fixed=True), fixed=True)
+        longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
+        slots.admit(range(batch), [longest] * batch)  # makes their pages
+        slots.clear()
+        if self.packed is not None:
+            self.packed.reserve(batch, room)
+        return self._record(slots, batch, room, progress=progress)
+
+    @torch.no_grad()
+    def record(self, shape: Shape, decoding: Decoding, spare: int) -> int:
+        """Capture what batches of a shape can meet, as a warm-up does; returns the number of buckets.
+
+        The pages are there. Room for packed keys of all slots is made, if it takes at most `spare` bytes; else they
+        grow by need, and since the graphs of steps go with each growth, none of them is captured now.
+
+        Raises:
+            InputError: buckets of kind "exact".
+        """
+        slots = self.batch([decoding], shape, fixed=True)
+        fits = self.packed is None or self.packed.reserve(shape.slots, shape.columns, spare)
+        return self._record(slots, shape.slots, shape.columns, all(self.ranks.exchange(fits)))
 
     def compile_transition(self, shape: Shape, decoding: Decoding) -> None:
         """Compile what lies between the steps of batches of a shape, where it is compiled at all.
@@ -285,28 +297,43 @@ class BlockSession:
         if not self._transitions.compiles:
             return
         slots = self.batch([decoding], shape, fixed=True)
-        slots.admit([0], [Request([self.spec.mask_id], replace(decoding, max_new_tokens=1))])
-        rows = step_rows(shape.block, self.spec)
-        self._rehearse(slots, slots.programs.step.bucket_sizes(rows)[-1:], rows)
+        slots.admit([0], [Request([self.spec.mask_id], replace(decoding, max_new_tokens=1))])  # makes a page
         slots.clear()
+        step = Rehearsal(slots.programs.step, step_rows(shape.block, self.spec))
+        self._compile(slots, step.run(slots))
 
-    def _rehearse(
-        self, slots: Batch, sizes: Sequence[int], most: int, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Run the step on idle rows of each of these bucket sizes, at most so many, and compile the transition."""
-        shape, step, state = slots.shape, slots.programs.step, slots.advance.state
-        idle = replace(state, active=torch.zeros_like(state.active))
-        states = initial_states(self._inputs, shape.slots, self.device)
-        # The largest first: the buffers that it gets serve the others.
-        for done, size in enumerate(reversed(sizes)):
-            rows = min(size, most)
-            at = Moment(idle_rows(rows, shape.slots, shape.block, self.device), idle, slots.rule)
-            result = step({**slots.caches(), **states, **computed(step.inputs, at)}, rows)
-            if progress is not None:
-                progress(done + 1, len(sizes))
-        known = "token" in result.outputs and ("script" not in step.inputs or slots.rule.script is not None)
-        if self._transitions.compiles and known:
-            slots.advance.compile(result.outputs)
+    def _record(
+        self,
+        slots: Batch,
+        sequences: int,
+        tokens: int,
+        steps: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Capture what so many sequences can meet, and compile the transition; returns how many buckets these were.
+        steps: False: what their prompts can meet alone.
+        """
+        assert self.pool is not None
+        self.keep_graphs()
+        some = WARM_SHARE * (self.pool.limit - self.pool.live)
+        every = rehearsals(slots, sequences, tokens, int(some), steps)
+        self.pool.preparing = True
+        try:
+            for done, each in enumerate(every):
+                outputs = each.run(slots)
+                if not done and steps:
+                    self._compile(slots, outputs)
+                if progress is not None:
+                    progress(done + 1, len(every))
+        finally:
+            self.pool.preparing = False
+        return len(every)
+
+    def _compile(self, slots: Batch, outputs: Mapping[str, Tensor]) -> None:
+        """Compile the transition after a step that gives such outputs, where it is compiled at all."""
+        known = "script" not in slots.programs.step.inputs or slots.rule.script is not None
+        if self._transitions.compiles and known and "token" in outputs:
+            slots.advance.compile(outputs)
 
     def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
         """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,
@@ -349,6 +376,7 @@ class BlockSession:
             packed=self.packed,
             plan=self.plan,
             by_block=by_block,
+            sized=self.pool is not None,
             foresee=foresee,
             stats=stats,
             observer=observer,
@@ -385,6 +413,8 @@ class BlockSession:
     def give_back(self) -> None:
         """Let go of the pool of an engine, and of the CUDA graphs that read it."""
         self.kv.unlimited()
+        if self.packed is not None:
+            self.packed.give_back()
         self.keep_graphs()
 
     def keep_graphs(self) -> None:

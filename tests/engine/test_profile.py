@@ -89,14 +89,19 @@ def test_graphs_take_what_they_hold_or_will(model: dgraph.Model, monkeypatch: py
     made = dgraph.optimize(model, "dense", backend="eager")
     made.graph_pool = GraphPool()  # as on a GPU, before anything is recorded
     first = profile(made, rows=256)
-    step = peaks.Budget.of(made, 256, None).step(made, "step")
-    inputs = 256 * (8 + 8 + 4 + 1 + 4 + 8) + 4 * 33 + 4 * 32 * 512
-    assert first.graphs == footprint(made.programs["step"], step.sizes).peak + inputs
+    budget = peaks.Budget.of(made, 256, None)
+    inputs = 256 * (8 + 8 + 4 + 1 + 4 + 8) + 4 * 33 + 4 * 32 * 512  # of a step, and of the prompt of one sequence:
+    inputs += 256 * (8 + 8 + 4) + 4 * 2 + 4 * 512
+    shared = max(footprint(program, budget.step(made, n).sizes).peak for n, program in made.programs.items())
+    assert first.graphs == shared + inputs
     made.graph_pool.bytes = first.graphs + 1000
     assert profile(made, rows=256).left == first.left - 1000
-    monkeypatch.setattr(made.programs["step"], "chunk_rows", 64)  # more rows run without a graph
     made.graph_pool.bytes = 0
-    assert profile(made, rows=256).graphs < first.graphs
+    monkeypatch.setattr(made.programs["prefill"], "graph_rows", 64)  # more rows run without a graph
+    smaller = profile(made, rows=256).graphs
+    assert smaller < first.graphs
+    monkeypatch.setattr(made.programs["step"], "graph_rows", 64)
+    assert profile(made, rows=256).graphs < smaller
 
 
 def test_graphs_of_dummy_steps_are_gone_after_they_were_timed(

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def test_a_feed_forward_network_does() -> None:
     program = lower(feed_forward(), 4)
     assert len(chunks_of(program)) == 1
-    assert program.lowered[0].chunk_rows == 4
+    assert program.lowered[0].graph_rows == 4
 
 
 def test_a_sum_with_what_a_cache_holds_does() -> None:
@@ -73,7 +73,7 @@ def test_what_mixes_rows_does_not(what: str) -> None:
     y = hand.call(aten.relu.default, hand.call(aten.mul.Tensor, hand.input("x", "N", 8), 2.0))
     program = lower(hand.returns(z=hand.call(aten.neg.default, MIXED[what](hand, y))), 2)
     assert not chunks_of(program)
-    assert program.lowered[0].chunk_rows is None
+    assert program.lowered[0].graph_rows is None
 
 
 def test_two_row_sets_do_not() -> None:
@@ -103,6 +103,18 @@ def test_a_count_that_something_else_reads_keeps_its_steps_apart() -> None:
 def test_a_chunk_has_rows(given: Any) -> None:
     with pytest.raises(InputError, match="chunk_rows must be a number of rows of at least 1, or None"):
         lower(feed_forward(), given)
+    with pytest.raises(InputError, match="graph_rows must be a number of rows of at least 1, or None"):
+        lower(feed_forward(), None, graph_rows=given)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "graph", "most"), [(4, 9, 4), (9, 4, 4), (None, 4, 4), (4, None, 4), (None, None, None)]
+)
+def test_what_runs_in_chunks_or_has_too_many_rows_is_not_recorded(
+    chunk: int | None, graph: int | None, most: int | None
+) -> None:
+    program = lower(feed_forward(), chunk, graph_rows=graph)
+    assert program.graph_rows == program.lowered[0].graph_rows == most
 
 
 def tripled(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.steps import RowChunks
 from dgraph.ops import OPS
 from dgraph.optimized import Optimized
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
 from dgraph.runtime.policies import FixedSteps
 from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stats import StepRecord
@@ -265,7 +265,7 @@ def test_a_stage_in_chunks_is_not_captured_and_says_so_once(dense: dict[str, Gra
     for _ in range(2):
         result = program(step.copy().inputs, ROWS)
         torch.testing.assert_close(result.outputs["confidence"], expected.outputs["confidence"], atol=1e-5, rtol=1e-4)
-    assert pool.refused == [("step", ROWS, f"more than {ROWS - 1} rows, which run in chunks")]
+    assert pool.refused == [("step", ROWS, f"more than {ROWS - 1} rows")]
     assert not pool.recorded
     lower(dense["step"], ROWS, runner=pool.runner)(step.copy().inputs, ROWS)
     assert pool.recorded == [("step", ROWS)]
@@ -287,7 +287,7 @@ def test_steps_of_blocks_are_captured_at_any_size(llada: Setup) -> None:
     made = llada.optimized("dense", BLOCK)
     made.graph_pool = GraphPool(recorder=Recorder)
     graph = made.phases["step"].graph
-    assert made._lower(graph).lowered[0].chunk_rows == CHUNK_ROWS
+    assert made._lower(graph).graph_rows == CHUNK_ROWS
     made.spec = made.spec.__class__(**{**vars(made.spec), "attention": "block_causal"})
-    assert made._lower(graph).lowered[0].chunk_rows is None
-    assert made._lower(graph, graphs=False).lowered[0].chunk_rows == CHUNK_ROWS
+    assert made._lower(graph).graph_rows is None
+    assert made._lower(graph, prompts=True).graph_rows == GRAPH_ROWS

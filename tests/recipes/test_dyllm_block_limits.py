@@ -133,9 +133,7 @@ def session_of(pool: GraphPool | None, block_cache: str = "off", stages: bool = 
     recipe = build(RECIPES, "dyllm", setup.model.spec, {"tau": 0.8, "full_steps": 2, "block_cache": block_cache})
     runner: Callable[[LoweredStage], Runner] = pool.runner if pool is not None and stages else run_steps
     programs = {
-        name: LoweredProgram(
-            phase.graph, RegionCompiler("eager"), Buckets.of("hybrid"), run_steps if name == "prefill" else runner
-        )
+        name: LoweredProgram(phase.graph, RegionCompiler("eager"), Buckets.of("hybrid"), runner, name=name)
         for name, phase in dgraph.rewrite(setup.graph, recipe).items()
     }
     cache: Any = block_cache

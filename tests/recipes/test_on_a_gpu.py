@@ -61,6 +61,32 @@ def test_graphs_give_what_launches_give(name: str, recipe: str) -> None:
     assert program.graph_pool.recorded == before, "the second run met no new bucket"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("recipe", ["dense", "dllm_serve"])
+def test_prompts_of_few_rows_are_replayed_and_of_many_are_not(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    plain, _ = tokens("cuda", recipe, graphs=False)
+    graphed, program = tokens("cuda", recipe)
+    assert graphed == plain
+    assert "prefill" in {name for name, _ in program.graph_pool.recorded}  # type: ignore[union-attr]
+    monkeypatch.setattr("dgraph.optimized.GRAPH_ROWS", 1)
+    launched, program = tokens("cuda", recipe)
+    assert launched == plain
+    assert "prefill" not in {name for name, _ in program.graph_pool.recorded}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("tiny_sdar", "focus"), ("tiny_sdar", "dllm_serve"), ("tiny_llada", "dllm_serve")]
+)
+def test_an_engine_that_has_recorded_records_no_other_stage(name: str, recipe: str) -> None:
+    wanted, program = tokens("cuda", recipe, name)
+    pool = program.graph_pool
+    assert pool is not None
+    with program.engine(max_sequences=4, max_tokens=256, record=True) as engine:
+        ahead = len(pool.recorded)
+        assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=64)] == wanted
+    assert {stage for stage, _ in pool.recorded[ahead:]} <= {"transition"}
+    assert not pool.refused
+
+
 def test_the_published_dtype_answers_right() -> None:
     program = dgraph.optimize("tiny_sdar", "focus", device="cuda")
     assert program.spec.dtype == torch.bfloat16

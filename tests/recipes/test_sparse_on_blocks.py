@@ -117,7 +117,7 @@ def test_padded_rows(case: str, buckets: Any) -> None:
 
 
 def test_key_rows_are_those_of_sequences_that_see_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step reads keys in vain for no others; and on a GPU, whose graphs are of one number each, there are few."""
+    """A step reads keys in vain for no others; and where it is a CUDA graph, of one number each, there are few."""
     found: list[tuple[int, int]] = []
     bound = Batch._bound
 
@@ -134,7 +134,7 @@ def test_key_rows_are_those_of_sequences_that_see_everything(monkeypatch: pytest
     run.generate(input_ids=prompts(), max_new_tokens=NEW, threshold=0.7)
     assert {count for count, _ in found} > {len(prompts())}  # all of them at first, and later some
 
-    batch = SimpleNamespace(kv=SimpleNamespace(device=torch.device("cuda")), shape=SimpleNamespace(block=BLOCK))
+    batch = SimpleNamespace(_sized=True, shape=SimpleNamespace(block=BLOCK))
     batch.running = {slot: SimpleNamespace(request=SimpleNamespace(end=n)) for slot, n in enumerate((1, 16384, 70000))}
     sizes = [Batch._key_rows(batch, slots) for slots in ([0], [1], [0, 1], [2], [0, 1, 2])]  # type: ignore[arg-type]
     assert sizes == [16384, 65536, 65536, 262144, 262144]

@@ -84,8 +84,9 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
     def session(pool: GraphPool | None) -> BlockSession:
         programs = {}
         for phase, found in run.phases.items():
-            runner = run_steps if pool is None or phase == "prefill" else pool.runner
-            programs[phase] = LoweredProgram(found.graph, RegionCompiler("eager"), Buckets.of("hybrid"), runner)
+            runner = run_steps if pool is None else pool.runner
+            buckets = Buckets.of("hybrid")
+            programs[phase] = LoweredProgram(found.graph, RegionCompiler("eager"), buckets, runner, name=phase)
         return BlockSession(
             run.spec, programs, block_cache=run.recipe.block_cache, recommit=run.recipe.recommit,  # type: ignore[arg-type]
             plan=run.recipe.plan, kv=run.recipe.kv, pool=pool, page_size=16,

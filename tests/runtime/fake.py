@@ -115,6 +115,8 @@ class FakeProgram:
             specs.append(REACHED)
         self.inputs = {spec.name: spec for spec in specs}
 
+    graph_rows = None
+
     @property
     def output_names(self) -> frozenset[str]:
         if self.kind == "prefill":

@@ -106,7 +106,7 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
         ahead=(),
         outputs=(),
         last=True,
-        chunk_rows=None,
+        graph_rows=None,
     )
     run = pool.runner(stage)
     return lambda cache, x: run(Slots([cache, x]))(len(x))
@@ -178,15 +178,50 @@ def test_a_bucket_that_does_not_fit_runs_step_by_step(
 
 
 def recorded_session(
-    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], pool: GraphPool, buckets: str = "hybrid"
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], pool: GraphPool, buckets: str = "hybrid", prompt: int = 64
 ) -> BlockSession:
+    """prompt: rows of prompts that are recorded, at most."""
     model, graphs = phases
     compiler = RegionCompiler("eager")
+    how: dict[str, dict[str, Any]] = {"step": {}, "prefill": {"graph_rows": prompt, "name": "prefill"}}
     programs = {
-        name: LoweredProgram(graph, compiler, Buckets.of(buckets), run_steps if name == "prefill" else pool.runner)
+        name: LoweredProgram(graph, compiler, Buckets.of(buckets), pool.runner, **how[name])
         for name, graph in graphs.items()
     }
     return BlockSession(model.spec, programs, block_cache="dc+", pool=pool)
+
+
+def test_prompts_of_few_rows_are_replayed_and_of_many_are_not(
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]],
+) -> None:
+    pool = GraphPool(recorder=Recorder)
+    session = recorded_session(phases, pool, prompt=40)
+    session.kv.reserve(64)
+    options: dict[str, Any] = {"max_new_tokens": 20, "policy": ConfidenceThreshold(0.7), "keep_kv": True}
+    batches = [
+        [list(range(6, 30))],  # one block of 16
+        [list(range(40, 62))],
+        [list(range(6, 26)), list(range(30, 49))],  # two blocks: 32 rows
+        [list(range(6, 54))],  # three, which are padded to 64
+    ]
+    for batch in batches:
+        want = generate_plainly(phases, batch, **options)
+        got = session.generate(batch, **options)
+        assert got.token_ids == want.token_ids
+        assert all(torch.equal(*pair) for pair in kv_pairs(got, want))
+    assert [rows for name, rows in pool.recorded if name == "prefill"] == [16, 32]
+    assert pool.refused == [("prefill", 64, "more than 40 rows")]
+    before = list(pool.recorded)
+    session.generate(batches[0], **options)
+    assert pool.recorded == before
+
+
+def generate_plainly(
+    phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], prompts: list[list[int]], **options: Any
+) -> Generation:
+    model, graphs = phases
+    programs = {name: LoweredProgram(g, RegionCompiler("eager"), Buckets.of("hybrid")) for name, g in graphs.items()}
+    return BlockSession(model.spec, programs, block_cache="dc+").generate(prompts, **options)
 
 
 @pytest.mark.parametrize("policy", [ConfidenceThreshold(0.7), FixedSteps(5)], ids=["threshold", "steps"])
@@ -228,11 +263,14 @@ def test_a_warm_session_captures_no_further_stage(phases: tuple[dgraph.Model, di
     seen: list[tuple[int, int]] = []
     count = session.warm_up(3, 80, lambda done, all_of_them: seen.append((done, all_of_them)))
     assert seen == [(i + 1, count) for i in range(count)]
-    sizes = Buckets.of("hybrid").up_to(3 * 32)
-    assert sorted(pool.recorded) == sorted((stage, size) for stage in ("prefix", "suffix") for size in sizes)
+    sizes, recorded = Buckets.of("hybrid").up_to(3 * 32), len(pool.recorded)
+    wanted = [(stage, size) for stage in ("prefix", "suffix") for size in sizes]
+    wanted += [("prefill", size) for size in (16, 32, 64)]  # of a block, and at most of as many rows as are recorded
+    assert sorted(pool.recorded) == sorted(wanted)
+    assert count == len(sizes) + 3
     for prompts in ([list(range(6, 30)), list(range(40, 45)), list(range(50, 82))], [list(range(9, 19))]):
         session.generate(prompts, max_new_tokens=40, policy=ConfidenceThreshold(0.7))
-    assert {name for name, _ in pool.recorded[2 * count :]} == {"transition"}
+    assert {name for name, _ in pool.recorded[recorded:]} == {"transition"}
 
 
 def test_a_warm_up_that_cannot_be(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:

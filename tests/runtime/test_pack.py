@@ -126,6 +126,29 @@ def test_only_what_is_too_small_is_replaced() -> None:
     assert len(grown["k_pack_1"]) == 8 * 3
 
 
+def test_with_room_for_all_nothing_is_replaced() -> None:
+    packed = make(KEPT)
+    packed.widen(3)
+    each = 2 * 5 * 4 + 4  # keys, values and a position
+    assert not packed.reserve(3, 9, limit=3 * (2 + 4) * 3 * each - 1)
+    assert packed.bytes == 2 * 3 * 3 * 4, "counts alone"
+    assert packed.reserve(3, 9, limit=3 * (2 + 4) * 3 * each)
+    before = addresses(packed)
+    for candidates in ([9], [1, 9], [9, 2, 9]):
+        prepare(packed, candidates, 3)
+        assert addresses(packed) == before
+    packed.open([0], [3])
+    packed.tensors()["k_pack_0"].fill_(7)
+    assert packed.reserve(5, 9)
+    assert packed.tensors()["k_pack_0"][: 2 * 3].eq(7).all(), "others have some"
+    for slot in range(3):
+        packed.close(slot)
+    packed.give_back()
+    assert packed.bytes == 2 * 3 * 3 * 4
+    prepare(packed, [9], 3)
+    assert len(packed.tensors()["k_pack_1"]) == 4 * 3
+
+
 def test_no_candidates() -> None:
     packed = make(KEPT)
     prepare(packed, [0], 1)

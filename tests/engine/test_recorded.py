@@ -1,0 +1,132 @@
+"""An engine that has recorded its CUDA graphs when it opens: which these are, and that serving records no other one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dgraph.engine.build import EngineSettings
+from dgraph.errors import InputError
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.optimized import Optimized
+from dgraph.runtime import batch
+from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.session import BlockSession
+from dgraph.testing import TinyModel, models
+from tests.engine.driven import Asked, Turns, driver_of
+from tests.runtime.recorder import Recorder
+
+SETTINGS: dict[str, Any] = {"max_sequences": 3, "max_tokens": 48}
+NEW = 16
+
+
+def session_of(
+    family: str, recipe: str, pool: GraphPool | None, buckets: str = "hybrid", **options: Any
+) -> BlockSession:
+    """As on a GPU, with the pool's recorder in the place of a device."""
+    (tiny,) = models(None, family)
+    chosen = tiny.recipe(recipe)
+    made = Optimized(tiny.model, tiny.graph, chosen, RegionCompiler("eager"), Buckets.of(buckets))
+    made.graph_pool = pool
+    return BlockSession(
+        made.spec,
+        {name: made._lower(phase.graph, name == "prefill") for name, phase in made.phases.items()},
+        block_cache=chosen.block_cache,  # type: ignore[arg-type]
+        recommit=chosen.recommit,
+        plan=chosen.plan,
+        kv=chosen.kv,
+        pool=pool,
+    )
+
+
+def asked_of(tiny: TinyModel) -> list[Asked]:
+    """Prompts of several lengths, which come while others are decoded."""
+    ids = [token for token in range(tiny.model.spec.vocab) if token not in (tiny.model.spec.mask_id, 0)]
+    decoding = Decoding(max_new_tokens=NEW, threshold=0.9, ignore_eos=True)
+    lengths = enumerate((30, 3, 17, 9, 24))
+    return [Asked(tuple(ids[n : n + length]), decoding, index=n, turn=2 * n) for n, length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("sdar", "focus"),
+        ("sdar", "dllm_serve"),
+        ("sdar", "dyllm"),
+        ("fast_dllm_v2", "dense"),
+        ("fast_dllm_v2", "maskkv"),
+        ("llada", "fast_dllm"),
+        ("llada", "dllm_serve"),
+    ],
+)
+def test_serving_records_no_further_stage(monkeypatch: pytest.MonkeyPatch, family: str, recipe: str) -> None:
+    monkeypatch.setattr(batch, "KEY_ROWS", 40)  # few tokens: several numbers of rows of keys all the same
+    (tiny,) = models(None, family)
+    asked, pool = asked_of(tiny), GraphPool(recorder=Recorder)
+    plain = Turns(session_of(family, recipe, None), asked, **SETTINGS).run()
+    turns = Turns(session_of(family, recipe, pool), asked, record=True, **SETTINGS)
+    ahead = len(pool.recorded)
+    told = turns.run()
+    for mine, theirs in zip(told, plain, strict=True):
+        mine.check_as(theirs)
+    assert {name for name, _ in pool.recorded[ahead:]} == {"transition"}
+    assert not pool.refused
+    assert turns.driver.stages.rows.get("prefill", 0) > 0 or family == "llada"
+
+
+def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of 8: steps of 3 sequences have at most 48 rows, and prompts of 3 canvases of 48 positions 144."""
+    monkeypatch.setattr(batch, "KEY_ROWS", 40)
+    pool = GraphPool(recorder=Recorder)
+    driver_of(session_of("sdar", "dense", pool), record=True, **SETTINGS)
+    steps, prompts = [64, 32, 16, 8, 4, 2, 1], [256, 128, 64, 32, 16, 8]
+    assert pool.recorded == [*(("step", n) for n in steps), *(("prefill", n) for n in prompts)]
+    monkeypatch.setattr("dgraph.optimized.GRAPH_ROWS", 64)
+    few = GraphPool(recorder=Recorder)
+    driver_of(session_of("sdar", "dense", few), record=True, **SETTINGS)
+    assert [rows for name, rows in few.recorded if name == "prefill"] == prompts[2:]
+    # A block of a sequence sees 48 keys at most, for which there are graphs of 40 and of 144, all that there are.
+    chosen = GraphPool(recorder=Recorder)
+    driver_of(session_of("sdar", "dllm_serve", chosen), record=True, **SETTINGS)
+    found = Counter(rows for name, rows in chosen.recorded if name == "step")
+    assert found == dict.fromkeys(steps, 1 + 2)
+    # Where they are too many, those of few keys come first, and others find room in the pool.
+    some = GraphPool(limit=22, recorder=Recorder)
+    driver_of(session_of("sdar", "dllm_serve", some), record=True, **SETTINGS)
+    assert some.recorded == [*few.recorded, *(("step", n) for n in steps[:5])]
+
+
+@pytest.mark.parametrize("recipe", ["focus", "dllm_serve"])
+def test_a_warm_up_of_generate_records_as_much(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setattr(batch, "KEY_ROWS", 40)
+    pool, prompts = GraphPool(recorder=Recorder), [list(asked.ids) for asked in asked_of(models(None, "sdar")[0])]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "threshold": 0.9, "max_batch": 3}
+    plain, prepared = session_of("sdar", recipe, None), session_of("sdar", recipe, pool)
+    prepared.warm_up(3, 48)
+    ahead = len(pool.recorded)
+    assert prepared.generate(prompts, **options).token_ids == plain.generate(prompts, **options).token_ids
+    assert {name for name, _ in pool.recorded[ahead:]} == {"transition"}
+    assert not pool.refused
+
+
+def test_packed_keys_that_have_no_room_are_not_recorded() -> None:
+    """They grow by need, and the graphs of steps with them; those of prompts do not read them."""
+    pool = GraphPool(recorder=Recorder)
+    session = session_of("sdar", "dllm_serve", pool)
+    driver_of(session, record=True, kv_bytes=session.kv.pool_bytes(9), **SETTINGS)
+    assert {name for name, _ in pool.recorded} == {"prefill"}
+
+
+def test_without_graphs_there_is_nothing_to_record() -> None:
+    driver_of(session_of("sdar", "dense", None), record=True, **SETTINGS)
+    pool = GraphPool(recorder=Recorder)
+    driver_of(session_of("sdar", "dense", pool), **SETTINGS)
+    assert not pool.recorded
+    with pytest.raises(InputError, match="buckets of kind 'exact' cannot be prepared ahead"):
+        driver_of(session_of("sdar", "dense", pool, "exact"), record=True, **SETTINGS)
+    with pytest.raises(InputError, match="record is true or false, got 1"):
+        EngineSettings(record=1)  # type: ignore[arg-type]
