@@ -113,9 +113,13 @@ class Timed:
 class Arm:
     """A recipe on a model, whose steps are timed."""
 
-    def __init__(self, model: Model, recipe: str, options: dict[str, Any], backend: str):
+    def __init__(self, model: Model, name: str, args: argparse.Namespace):
         begin = time.perf_counter()
-        self.program: Optimized = dgraph.optimize(model, recipe, backend=backend, buckets="fine", **options)
+        recipe, options = PROMPT_ARMS[name]
+        stored = {"weights": args.weights, "kv_dtype": args.kv_dtype}
+        self.program: Optimized = dgraph.optimize(
+            model, recipe, backend=args.backend, buckets="fine", **options, **stored
+        )
         self.device, self.block = self.program.captured.device, model.spec.block_length
         self.built = time.perf_counter() - begin
         self.session = self.program._session
@@ -196,7 +200,7 @@ def long_prompt(model: Model, args: argparse.Namespace, limit: Limit, report: Re
         if limit.left < 0:
             print(f"{name}: not measured, the time limit is over", flush=True)
             continue
-        arm = Arm(model, *PROMPT_ARMS[name], args.backend)
+        arm = Arm(model, name, args)
         reset_peak()  # what building takes is another matter
         _, times = arm.decode(prompt, arm.block)  # compiles kernels and captures
         _, times = arm.decode(prompt, arm.block)
@@ -231,7 +235,7 @@ def many_sequences(model: Model, args: argparse.Namespace, limit: Limit, report:
             if limit.left < 0:
                 print(f"{name} at {context}: not measured, the time limit is over", flush=True)
                 continue
-            arm = Arm(model, *PROMPT_ARMS[name], args.backend)
+            arm = Arm(model, name, args)
             reset_peak()
             try:
                 _, times = arm.decode(prompts, args.batch_tokens)
@@ -275,6 +279,8 @@ def main() -> None:
     parser.add_argument("--full-steps", type=int, default=2, help="timed steps of the original loop")
     parser.add_argument("--full", type=float, default=20.0, help="seconds that a measured response may take")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which no arm is begun")
+    parser.add_argument("--weights", help="as `dgraph.optimize` takes them; without the arm vanilla")
+    parser.add_argument("--kv-dtype", help="as `dgraph.optimize` takes it")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu: a tiny model")
     parser.add_argument("--markdown", type=Path)
@@ -288,7 +294,10 @@ def main() -> None:
         changes["num_hidden_layers"] = args.layers
     if args.device == "cpu":
         changes |= {**TINY, **TINY_VOCAB}
-    model = random_model("llada-8b", args.device, torch.float32 if args.device == "cpu" else torch.bfloat16, **changes)
+    if args.weights and "vanilla" in args.arms:
+        parser.error("--weights are made while they are stored, so that the original loop has none; name other --arms")
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    model = random_model("llada-8b", args.device, dtype, opened=args.weights is not None, **changes)
     report = Report("Sparse KV caches at the llada-8b shape")
     for section in args.sections:
         (long_prompt if section == "prompt" else many_sequences)(model, args, limit, report)
