@@ -24,9 +24,7 @@ SETTINGS: dict[str, Any] = {"max_sequences": 3, "max_tokens": 48}
 NEW = 16
 
 
-def session_of(
-    family: str, recipe: str, pool: GraphPool | None, buckets: str = "hybrid", **options: Any
-) -> BlockSession:
+def session_of(family: str, recipe: str, pool: GraphPool | None, buckets: str = "hybrid") -> BlockSession:
     """As on a GPU, with the pool's recorder in the place of a device."""
     (tiny,) = models(None, family)
     chosen = tiny.recipe(recipe)
