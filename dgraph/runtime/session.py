@@ -411,7 +411,7 @@ class BlockSession:
             )
 
     def give_back(self) -> None:
-        """Let go of the pool of an engine, and of the CUDA graphs that read it."""
+        """Let go of the pool of an engine, of the room for packed keys, and of the CUDA graphs that read either."""
         self.kv.unlimited()
         if self.packed is not None:
             self.packed.give_back()
