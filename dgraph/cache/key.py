@@ -122,7 +122,7 @@ def region_key(
         settings: of Inductor, for this region.
         functions: references of the ops that were inlined into it.
     """
-    from dgraph.private.torch import inductor_config
+    from dgraph.private.inductor import inductor_config
 
     return Key(
         {

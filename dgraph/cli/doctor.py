@@ -119,7 +119,7 @@ def _compiler() -> Iterator[Check]:
 def _compile_something() -> None:
     import torch
 
-    from dgraph.private.torch import compile_region
+    from dgraph.private.inductor import compile_region
     from dgraph.shapes import Symbols
 
     factor = random.uniform(1, 2)  # a text that no cache knows

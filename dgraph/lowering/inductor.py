@@ -13,7 +13,7 @@ from torch import Tensor
 from dgraph.cache.key import Key, region_key, sources_of
 from dgraph.cache.store import Store
 from dgraph.errors import LoweringError
-from dgraph.private.torch import compile_region, inductor_settings, load_region, pack_region
+from dgraph.private.inductor import compile_region, inductor_settings, load_region, pack_region
 
 RegionFunction = Callable[..., Sequence[Tensor]]
 """Takes the region's inputs in order, returns its outputs in order."""

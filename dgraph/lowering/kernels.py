@@ -22,7 +22,7 @@ from dgraph.cache.key import LAUNCHERS, Key, kernel_keys
 from dgraph.cache.sources import modules_beside
 from dgraph.cache.store import Store
 from dgraph.ops import OPS
-from dgraph.private.torch import launched_by_triton, settle_kernels
+from dgraph.private.inductor import launched_by_triton, settle_kernels
 from dgraph.private.triton import cache_folder, compilations, launcher_libraries, load_helpers, loaded_kernels, put
 
 FILE = "kernels.zip"

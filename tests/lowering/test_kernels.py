@@ -18,7 +18,7 @@ from dgraph.cache import key as keys
 from dgraph.cache.store import Store
 from dgraph.lowering import kernels
 from dgraph.lowering.kernels import FILE, LAUNCHERS, Kernels, names_of, packed, unpacked
-from dgraph.private.torch import launched_by_triton, settle_kernels
+from dgraph.private.inductor import launched_by_triton, settle_kernels
 from tests.cache.stores import flip, folders
 from tests.lowering.one_kernel import HASH, KERNEL, TARGET, Binary, files_below
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError, warn
-from dgraph.private.torch import load_cpp
+from dgraph.private.inductor import load_cpp
 from dgraph.quantised import KINDS, WHOLE, QuantisedWeight
 
 _KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}

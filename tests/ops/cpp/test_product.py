@@ -12,7 +12,7 @@ import dgraph
 from dgraph.errors import LoweringError
 from dgraph.ops import stored
 from dgraph.ops.cpp import product
-from dgraph.private.torch import load_cpp
+from dgraph.private.inductor import load_cpp
 from dgraph.quantised import WHOLE, Format, QuantisedWeight, quantise
 from tests.amounts import every_pair
 
@@ -148,7 +148,7 @@ def test_each_kind_of_cpu_has_a_kernel_of_its_own_in_a_cache_that_machines_share
     sources = []
     monkeypatch.setattr(CppCodeCache, "load", lambda source, *args, **options: sources.append(source))
     for features in ("avx2", "avx2 avx512_bf16", "avx2"):
-        monkeypatch.setattr("dgraph.private.torch.processor_features", lambda now=features: now)
+        monkeypatch.setattr("dgraph.private.inductor.processor_features", lambda now=features: now)
         with pytest.raises(AttributeError):  # there is no library
             load_cpp("int one() { return 1; }", "one")
     assert sources[0] == sources[2] != sources[1]

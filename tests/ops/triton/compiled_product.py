@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from dgraph.ops.triton import hopper, product_cases, product_roles
 from tests.ops.triton.compiled import source_of
+from tests.ops.triton.compiled_early import ACCESS
 
 
 def source(dtype: str, pair: bool) -> Any:
@@ -29,17 +30,27 @@ def source(dtype: str, pair: bool) -> Any:
     cases = product_cases.cases(pair, itemsize)
     constants = {"CASES": tuple((c.above, c.up_to, c.rows, c.columns, c.splits) for c in cases), "GROUP": 8}
     constants |= {"PROGRAMS": 132, "COUNTED": itemsize == 2, "HIGH": 2 - itemsize, "BIAS": True, "PAIR": pair}
+    constants |= {"EARLY": True}
     made = source_of(GluonASTSource, product_roles._multiply_in_roles, constants, types)
     names = product_roles._multiply_in_roles.arg_names
     made.attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in ("out_ptr", "part_ptr", "d_out", "d_in")}
     return made
 
 
+def _before_wait(text: str) -> list[str]:
+    """What touches memory in front of the first wait. The warp that loads begins when those that multiply let it."""
+    lines = text[text.index(".entry") :].splitlines()
+    first = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    return [line for line in lines[:first] if ACCESS.search(line)]
+
+
 def main() -> None:
     """Print one JSON object."""
     found = {}
     for dtype, (name, pair) in product(("bf16", "fp8e4nv", "i8"), (("linear", False), ("unit", True))):
-        kernel = compiled(source(dtype, pair), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        kernel = compiled(
+            source(dtype, pair), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "launch_pdl": True}
+        )
         text = kernel.asm["ptx"]
         found[f"{dtype} {name}"] = {
             "products": text.count("wgmma.mma_async.sync"),
@@ -49,6 +60,7 @@ def main() -> None:
             "stores of 16 bytes": text.count("st.global.v4.b32"),
             "values of shares that go alone": text.count("ld.global.cg.b32"),
             "shared": kernel.metadata.shared,
+            "before its wait": _before_wait(text),
         }
     print(json.dumps(found))
 

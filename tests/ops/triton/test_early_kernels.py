@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.ops.triton.early import starts_early
+from dgraph.early import starts_early
+from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
@@ -130,3 +131,48 @@ def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: 
     assert late[0].any()
     for one in (*early, *late):
         assert torch.equal(one, late[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is placed while what makes its rows still runs."""
+    from dgraph.ops.triton import product_roles
+    from dgraph.ops.triton.hopper import understood
+    from dgraph.ops.triton.linear import kernel as linear
+
+    device = torch.device("cuda", 0)
+    if not understood(device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = [(1024, 4096), (4096, 1024), (1024, 1024)] * 8
+    drawn = [torch.randn(out, n, generator=generator, device=device).bfloat16() * n**-0.5 for n, out in sizes]
+    weights = [quantise(weight, Format(kind)) for weight in drawn]
+
+    def layers(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = linear(QuantisedRows(*quantised_rows(x, kind), x.dtype), weight, None)
+        return x
+
+    def captured(rows: int) -> list[Tensor]:
+        start = torch.randn(rows, 1024, generator=generator.manual_seed(rows), device=device).bfloat16()
+        plain = layers(start)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layers(start)
+        found = [plain]
+        for _ in range(10):
+            graph.replay()
+            found.append(result.clone())
+        return found
+
+    for rows in (1, 16, 17, 32, 64):
+        early = captured(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(product_roles, "starts_early", lambda device: False)
+            late = captured(rows)
+        assert late[0].isfinite().all()
+        assert late[0].any()
+        for one in (*early, *late):
+            assert torch.equal(one, late[0])

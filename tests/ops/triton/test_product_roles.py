@@ -73,6 +73,7 @@ def test_it_compiles_for_the_device_it_is_made_for() -> None:
         assert kind["shared"] < 227 << 10
         assert kind["stores of 16 bytes"] > 0
         assert kind["values of shares that go alone"] == 0
+        assert kind["before its wait"] == []
 
 
 SIZES = {

@@ -16,8 +16,9 @@ Blocks that wait take no room that others need: the next kernel is placed when t
 
 A weaker rule would not do. A kernel without a wait may end before one two places earlier has, and then the wait of the
 next returns too early. Kernels of Inductor that start early wait after loads of what the kernel before them does not
-write, by the names of buffers, and one that loads nothing may not wait at all; so those of regions never start early
-(`dgraph.private.torch.inductor_settings`).
+write, by the names of buffers, and one that loads nothing may not wait at all; so those of regions never start early.
+But they let the next one start with their first instruction (`dgraph.private.inductor`): they start after the end of
+the one before, so that holds of them which holds after a wait.
 """
 
 from __future__ import annotations
