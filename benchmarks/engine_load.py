@@ -141,8 +141,8 @@ def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> 
 
     each = [stats.rows.get(name, 0) / max(1, stats.steps) for name in program.programs["step"].stage_names]
     found = stats.steps * floor("step", [round(rows) for rows in each])
-    if "prefill" in program.phases and stats.refresh_rows:
-        found += stats.refresh_rows / PROMPT_ROWS * floor("prefill", [PROMPT_ROWS])
+    if prompts := stats.rows.get("prefill", 0):
+        found += prompts / PROMPT_ROWS * floor("prefill", [PROMPT_ROWS])
     return found
 
 

@@ -130,9 +130,10 @@ class Optimized:
         return Optimized(self.model, self.captured, recipe, *shared)
 
     def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
-        """prompts: it forwards prompts, and steps forward none."""
+        """prompts: it forwards prompts alone."""
         pool = self.graph_pool
-        # The steps of a block-causal model forward blocks, of whatever number of sequences: all run as CUDA graphs.
+        # The steps of a block-causal model forward blocks, of whatever number of sequences, and short prompts: all run
+        # as CUDA graphs.
         whole = pool is not None and not prompts and self.spec.attention == "block_causal"
         return LoweredProgram(
             graph,

@@ -74,6 +74,9 @@ def serve(
     threshold: workload.Threshold = None,
     sequences: Annotated[int | None, typer.Option(help="Slots.", show_default="16, or 64 on a GPU")] = None,
     rows: Annotated[int | None, typer.Option(help="Budget of rows of a step.", show_default="the engine's")] = None,
+    mixed_rows: Annotated[
+        int | None, typer.Option(help="Rows of prompts among them; 0 for none.", show_default="the engine's")
+    ] = None,
     logit_rows: Annotated[
         int | None, typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's")
     ] = None,
@@ -147,6 +150,7 @@ def serve(
         max_sequences=slots,
         max_tokens=max_tokens,
         max_batched_rows=rows,
+        max_mixed_rows=mixed_rows,
         max_logit_rows=logit_rows,
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
         pages=pages,

@@ -67,6 +67,15 @@ def serve(
     max_batched_rows: Annotated[
         int | None, typer.Option(help="Rows of a step.", show_default="8192", rich_help_panel=ENGINE)
     ] = None,
+    max_mixed_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows of prompts that one step encodes with the blocks of all requests (block-causal models); 0 gives "
+            "every prompt a forward of its own.",
+            show_default="512",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     max_logit_rows: Annotated[
         int | None,
         typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's", rich_help_panel=ENGINE),
@@ -183,6 +192,7 @@ def serve(
         max_sequences=max_sequences,
         max_tokens=max_tokens,
         max_batched_rows=max_batched_rows,
+        max_mixed_rows=max_mixed_rows,
         max_logit_rows=max_logit_rows,
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
         policy=policy,

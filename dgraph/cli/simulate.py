@@ -49,6 +49,13 @@ def simulate(
     by_block: Annotated[bool, typer.Option("--by-block", help="Take pages as blocks are reached.")] = False,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 32,
     causal: Annotated[bool, typer.Option("--causal", help="A block-causal model, not a bidirectional one.")] = False,
+    mixed: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows of prompts that first steps forward, with --causal; 0 for none.",
+            show_default="as many as in the engine",
+        ),
+    ] = None,
     refresh_every: Annotated[int, typer.Option(help="Also a refresh every so many steps; 0 for none.")] = 0,
     commits: Annotated[
         str, typer.Option(help="Tokens that a step commits: a whole number, or drawn:MEAN.")
@@ -74,7 +81,7 @@ def simulate(
     from dgraph.engine.policies import POLICIES, policy_of
     from dgraph.engine.simulate import simulate as run
 
-    model, method = _costs(costs), _method(block, causal, refresh_every, commits, page, by_block)
+    model, method = _costs(costs), _method(block, causal, mixed, refresh_every, commits, page, by_block)
     found = _requests(trace, requests, rate, arrivals, clients, prompt, tokens, seed)
     budgets = _budgets(found, method, rows, sequences, pages)
     policies = [policy_of(name) for name in policy or POLICIES]
@@ -121,7 +128,10 @@ def _costs(path: str | None) -> CostModel:
     return LLADA_8B_H200 if path is None else CostModel.read(path)
 
 
-def _method(block: int, causal: bool, refresh_every: int, commits: str, page: int, by_block: bool) -> Method:
+def _method(
+    block: int, causal: bool, mixed: int | None, refresh_every: int, commits: str, page: int, by_block: bool
+) -> Method:
+    from dgraph.engine.build import MIXED
     from dgraph.engine.simulate import Method
 
     kind, colon, mean = commits.partition(":")
@@ -131,7 +141,9 @@ def _method(block: int, causal: bool, refresh_every: int, commits: str, page: in
         per_step = 0.0
     if per_step < 1 or (colon and kind != "drawn"):
         raise InputError(f"--commits takes a whole number of tokens, or drawn:MEAN, at least 1, got {commits!r}.")
-    return Method(block, causal, refresh_every, per_step, bool(colon), page, by_block)
+    if mixed is None:
+        mixed = MIXED if causal else 0
+    return Method(block, causal, refresh_every, per_step, bool(colon), page, by_block, mixed=mixed)
 
 
 def _requests(

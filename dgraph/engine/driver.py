@@ -36,7 +36,7 @@ from dgraph.runtime.stops import Decoder
 from dgraph.runtime.transcript import Transcripts
 
 PROMPT_SHARE = 4
-"""Prompts that wait get at least one in so many of the rows of a step. They have a forward of their own, and one of few
+"""Prompts that have a forward of their own get at least one in so many of the rows of a step, since a forward of few
 rows takes as long as reading the weights does.
 """
 
@@ -131,7 +131,9 @@ class Driver:
         return self.scheduler.plan(self.clock() if now is None else now, self.free_pages, self.free_rings)
 
     def turn(self, plan: Plan) -> Report | None:
-        """Carry a plan out: admit, prefill, finish the step that runs, and launch the next. None where nothing runs."""
+        """Carry a plan out: admit, prefill, finish the step that runs, and launch the next, which may encode prompts
+        as well. None where nothing runs.
+        """
         self._admit([self.tickets[job.id] for job in plan.admit if job.id in self.tickets])
         batch = self._batch
         if batch is None:
@@ -140,15 +142,19 @@ class Driver:
             self._extend(batch)
         members = [self.tickets[number] for number in plan.order if number in self.tickets]
         members = [ticket for ticket in members if ticket.slot >= 0]
-        prefilled = self._prefill(batch, members)
-        ready = [t.slot for t in members if batch.running[t.slot].prefilled == batch.running[t.slot].prompt]
+        left = {ticket.slot: batch.running[ticket.slot].left for ticket in members}
+        self._prefill(batch, members)
+        ready = [slot for slot in left if batch.running[slot].ready]
         if ready != self._orders:
             batch.order(ready)
             self._orders = ready
         if not batch.running and not batch.busy:
             return None
         report = batch.turn()
-        self._tell(plan, members, prefilled, report)
+        encoded = {slot: rows - batch.running[slot].left for slot, rows in left.items()}
+        self.totals.mixed_rows += sum(rows for slot, rows in encoded.items() if batch.running[slot].mixed)
+        self._keep(batch, [ticket for ticket in members if encoded[ticket.slot]])
+        self._tell(plan, members, encoded, report)
         return report
 
     def follow(self, report: Report) -> None:
@@ -271,52 +277,57 @@ class Driver:
         request = ticket.going_on
         return request.known[: prefilled_positions(request, self.shape.block, self.session.spec)]
 
-    def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> dict[int, int]:
-        """Run a part of the prompts in the order of a plan, with the rows that its steps will probably leave, and never
-        too few to be worth a forward; rows by slot.
+    def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> None:
+        """Let the prompts that wait be encoded by their first steps, if these fit into the rows that the other steps of
+        a plan will probably leave. Else run a part of them in its order, with such rows, and never too few to be worth
+        a forward.
         """
-        waiting = [t for t in members if batch.running[t.slot].prefilled < batch.running[t.slot].prompt]
+        waiting = [ticket.slot for ticket in members if not batch.running[ticket.slot].ready]
         if not waiting:
-            return {}
-        most, before = self.shape.most_rows or 1 << 15, {t.slot: batch.running[t.slot].prefilled for t in waiting}
-        decoding = [self.scheduler.running[t.number] for t in members if t.slot not in before]
+            return
+        most = self.shape.most_rows or 1 << 15
+        decoding = [self.scheduler.running[t.number] for t in members if t.slot not in waiting]
         left = most - sum(running.needs(running.ahead - 1) for running in decoding)
-        batch.prefill(max(most // PROMPT_SHARE, left), list(before))
-        for ticket in waiting:
+        first_steps = sum(batch.running[slot].left + self.shape.block for slot in waiting)
+        if first_steps > left or not batch.mix(waiting):
+            batch.prefill(max(most // PROMPT_SHARE, left), waiting)
+
+    def _keep(self, batch: Batch, tickets: Sequence[Ticket]) -> None:
+        """Keep the prompts of these requests for others, if they are encoded to their end."""
+        for ticket in tickets:
             one = batch.running[ticket.slot]
-            if self.prefix is not None and one.prefilled == one.prompt:
+            if self.prefix is not None and not one.left:
                 self.prefix.add(self._prompt(ticket), self.session.kv.owned(one.handles[0]))
-        return {slot: batch.running[slot].prefilled - rows for slot, rows in before.items()}
 
     # -- what the scheduler is told ------------------------------------------------------------------------------------
 
-    def _tell(self, plan: Plan, members: Sequence[Ticket], prefilled: dict[int, int], report: Report) -> None:
-        """Tell the scheduler of the step before, whose results the report has; keep what is known of this one."""
-        told, block, rows = self._told, self.shape.block, report.rows
+    def _tell(self, plan: Plan, members: Sequence[Ticket], encoded: dict[int, int], report: Report) -> None:
+        """Tell the scheduler of the step before, whose results the report has; keep what is known of this one.
+        encoded: rows of prompts, by slot: among those of the step, or of a forward before it.
+        """
+        told, rows = self._told, report.rows
         if told is not None:
-            for number, slot, took in told.members:
+            for number, slot, took, prompt in told.members:
                 ticket = self.tickets.get(number)
                 if ticket is None or ticket.slot != slot:
                     continue
-                self.scheduler.update(told.iteration, number, self._facts(ticket, report, took, block))
-        known = [(t.number, t.slot, prefilled.get(t.slot, 0) or int(rows[t.slot])) for t in members]
-        self._told = _Told(plan.iteration, known)
+                self.scheduler.update(told.iteration, number, self._facts(ticket, report, took, prompt))
+        counts = [(max(encoded[t.slot], int(rows[t.slot])), encoded[t.slot]) for t in members]
+        self._told = _Told(plan.iteration, [(t.number, t.slot, *each) for t, each in zip(members, counts, strict=True)])
 
-    def _facts(self, ticket: Ticket, report: Report, took: int, block: int) -> Facts:
-        slot = ticket.slot
+    def _facts(self, ticket: Ticket, report: Report, took: int, prompt: int) -> Facts:
+        slot, block = ticket.slot, self.shape.block
         assert self._batch is not None
-        one = self._batch.running[slot]
-        end = ticket.going_on.end
-        left = one.prompt - one.prefilled
+        left, end = self._batch.running[slot].left, ticket.going_on.end
         if not report.active[slot]:
-            return Facts(took, 0, False, 0, 0)
+            return Facts(took, 0, False, 0, 0, prompt=prompt)
         start, wanted = int(report.start[slot]), int(report.wanted[slot])
         masks = min(block, end - start)
         if start == report.shown_start[slot]:
             masks = int((report.shown[slot, :masks] < 0).sum())
         job = self.scheduler.running[ticket.number].job
         refresh = left > 0 if job.chunk else wanted > job.reuse_rows
-        return Facts(took, left or wanted, refresh, masks, max(0, -(-(end - start) // block) - 1), left)
+        return Facts(took, max(left, wanted), refresh, masks, max(0, -(-(end - start) // block) - 1), left, prompt)
 
     def _job(self, ticket: Ticket) -> Job:
         request, kv = ticket.going_on, self.session.kv
@@ -441,7 +452,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Told:
-    """A step that runs: the number of its plan; of each member its number, its slot and the rows that it forwards."""
+    """A step that runs: the number of its plan; of each member its number, its slot, the rows that it forwards, and how
+    many of them are its prompt's.
+    """
 
     iteration: int
-    members: list[tuple[int, int, int]]
+    members: list[tuple[int, int, int, int]]

@@ -393,6 +393,7 @@ class Engine:
             kv_bytes=kv.pool_bytes(scheduler.budgets.pages, scheduler.budgets.rings),
             prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
             prefix_found=0 if driver.prefix is None else driver.prefix.found,
+            mixed_rows=driver.totals.mixed_rows,
         )
 
     @property

@@ -71,8 +71,8 @@ class Job:
         refresh_rows: rows of a refresh. For a bidirectional model all rows, prompt and response; for a block-causal one
             the prompt's full blocks, 0 if it has none.
         reuse_rows: rows of any other step, at most: the block, or two where the commit of the last block rides along.
-        chunk: rows at multiples of which a prompt can be cut that is forwarded once (a block, in a block-causal model);
-            0 where refreshes are forwarded whole.
+        chunk: rows at multiples of which a prompt can be cut that is forwarded once (a block, in a block-causal model),
+            in forwards of its own or, uncut, in that of its first step; 0 where refreshes are forwarded whole.
         refresh_blocks: the first step of every block is a refresh; that of the response always is.
         refresh_every: a refresh is due at the latest so many steps after the last one; 0 for never.
         steps_per_block: if it is fixed; None where a threshold decides.
@@ -133,6 +133,7 @@ class Facts(NamedTuple):
         masks_left: tokens of its block that are not committed.
         blocks_left: after this one.
         prompt_left: rows of a prompt that is forwarded in chunks and still has to be.
+        prompt: rows of such a prompt among those that it forwarded; all of them where it took no step.
     """
 
     took: int
@@ -141,6 +142,7 @@ class Facts(NamedTuple):
     masks_left: int
     blocks_left: int
     prompt_left: int = 0
+    prompt: int = 0
 
 
 class Running:
@@ -199,10 +201,10 @@ class Running:
 
     def told(self, facts: Facts, usual: float) -> None:
         """Take what the device says, and foresee from it; `usual` are the tokens per step of other requests."""
-        took, rows, refresh, masks_left, blocks_left, prompt_left = facts
+        took, rows, refresh, masks_left, blocks_left, prompt_left, prompt = facts
         if took:
             self.skipped = 0
-            if not self.prompt_left:
+            if took > prompt:
                 self.steps += 1
                 block = self.job.block
                 self.committed += (self.blocks_left - blocks_left) * block + self.masks_left - masks_left

@@ -243,7 +243,9 @@ class Scheduler:
         steps, committed = running.steps, running.committed
         if took:
             counters.rows += took
-            if running.refresh:
+            if running.job.chunk:
+                counters.refresh_rows += facts.prompt
+            elif running.refresh:
                 counters.refresh_rows += took
         running.ahead -= 1
         running.told(facts, self.pace)

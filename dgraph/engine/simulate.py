@@ -27,9 +27,10 @@ class Method:
 
     Attributes:
         block: tokens that are denoised together.
-        causal: block-causal: the prompt is forwarded once, in chunks, those of all requests in a forward of their own,
-            and every block once more with the first step of the next one. Else bidirectional: all rows are forwarded
-            when a block starts.
+        causal: block-causal: the prompt is forwarded once, and every block once more with the first step of the next
+            one. Else bidirectional: all rows are forwarded when a block starts.
+        mixed: rows of prompts that the first steps of their responses forward, of all requests together, where there is
+            room for them; of more that wait, all go in chunks in a forward of their own. Block-causal models alone.
         refresh_every: bidirectional: another refresh at the latest so many steps after the last; 0 for none.
         commits: tokens per step; drawn per step and request if `drawn` (1 + geometric, with this mean), else fixed, a
             whole number.
@@ -47,6 +48,7 @@ class Method:
     page: int = 32
     by_block: bool = False
     kept: float = 1.0
+    mixed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.block, self.page) < 1 or self.refresh_every < 0:
@@ -55,6 +57,10 @@ class Method:
             raise InputError("refresh_every is for bidirectional models: a block-causal one forwards its prompt once.")
         if self.commits < 1 or not (self.drawn or self.commits == int(self.commits)):
             raise InputError(f"commits must be at least 1 token a step, and whole unless drawn, got {self.commits}.")
+        if self.mixed < 0:
+            raise InputError(f"mixed must be a number of rows, at least 0, got {self.mixed}.")
+        if self.mixed and not self.causal:
+            raise InputError("mixed is for block-causal models: others forward a prompt with its response anyway.")
         if not 0 < self.kept <= 1:
             raise InputError(f"kept must be a share in (0, 1], got {self.kept}.")
 
@@ -124,7 +130,10 @@ class Simulated:
 class _Slot:
     """The truth about one running request: what a device would hold of it."""
 
-    __slots__ = ("blocks_left", "draw", "job", "keys", "masks_left", "pages", "prompt_left", "refresh", "rows", "since")
+    __slots__ = (
+        *("blocks_left", "draw", "job", "keys", "masks_left", "mixed", "pages", "prompt_left", "refresh", "rows"),
+        "since",
+    )
 
     def __init__(self, job: Job, keys: int, seed: int):
         self.job, self.pages, self.keys = job, job.pages_first, keys
@@ -133,9 +142,15 @@ class _Slot:
         self.blocks_left = -(-job.new // job.block) - 1
         self.prompt_left = job.refresh_rows if job.chunk else 0
         self.rows, self.refresh, self.since = job.first_rows, job.refresh_rows > 0, 0
+        self.mixed = False  # whether its first step forwards its prompt
 
-    def facts(self, took: int) -> Facts:
-        return Facts(took, self.rows, self.refresh, self.masks_left, self.blocks_left, self.prompt_left)
+    @property
+    def cut(self) -> int:
+        """Rows at multiples of which its next forward can be cut; 0 if it cannot."""
+        return self.job.chunk if self.prompt_left and not self.mixed else 0
+
+    def facts(self, took: int, prompt: int) -> Facts:
+        return Facts(took, self.rows, self.refresh, self.masks_left, self.blocks_left, self.prompt_left, prompt)
 
 
 class Engine:
@@ -237,12 +252,13 @@ class Engine:
     def _step(self, order: Sequence[int]) -> tuple[float, list[tuple[int, Facts]]]:
         """Forward what the rows are enough for; when that ends, and what is told of it."""
         slots = [slot for id in order if (slot := self.slots.get(id)) is not None]
-        granted = grant([s.rows for s in slots], [s.job.chunk for s in slots], self.scheduler.budgets.rows)
+        self._mix(slots)
+        granted = grant([s.rows for s in slots], [s.cut for s in slots], self.scheduler.budgets.rows)
         rows, keys = [0, 0], [0, 0]
         for slot, took in zip(slots, granted, strict=True):
             if took:  # prompts that go in chunks have a forward of their own, before that of the others
-                rows[slot.prompt_left > 0] += took
-                keys[slot.prompt_left > 0] += slot.keys
+                rows[slot.cut > 0] += took
+                keys[slot.cut > 0] += slot.keys
         end = self.now
         if any(rows):
             seconds = sum(map(self.costs.step, rows, keys))
@@ -252,17 +268,28 @@ class Engine:
             self.rows += sum(rows)
         facts = []
         for slot, took in zip(slots, granted, strict=True):
+            prompt = min(took, slot.prompt_left)
             if took and slot.job.id in self.slots:  # it may have given way to one before it
                 self.parts += 1
                 self._forward(slot, took, end)
-            facts.append((slot.job.id, slot.facts(took)))
+            facts.append((slot.job.id, slot.facts(took, prompt)))
         return end, facts
 
+    def _mix(self, slots: Sequence[_Slot]) -> None:
+        """Let first steps forward the prompts of those slots that wait, where these are few rows, and fit."""
+        waiting = [slot for slot in slots if slot.cut]
+        prompts = sum(slot.prompt_left for slot in waiting)
+        left = self.scheduler.budgets.rows - sum(slot.rows for slot in slots if not slot.cut)
+        if prompts <= self.method.mixed and prompts + len(waiting) * self.method.block <= left:
+            for slot in waiting:
+                slot.mixed, slot.rows = True, slot.prompt_left + slot.job.block
+
     def _forward(self, slot: _Slot, took: int, end: float) -> None:
-        if slot.prompt_left:
+        if slot.cut:
             slot.prompt_left -= took
             slot.rows, slot.refresh = slot.prompt_left or slot.job.block, slot.prompt_left > 0
             return
+        slot.prompt_left = 0
         slot.since = 0 if slot.refresh else slot.since + 1
         slot.refresh = 0 < slot.job.refresh_every <= slot.since + 1
         slot.masks_left -= min(self._commits(slot), slot.masks_left)

@@ -18,7 +18,8 @@ class EngineStats:
         prompt_tokens, completion_tokens: of requests that ended.
         steps: forward passes of the decode loop; idle ones are none.
         rows, padded: by stage, rows that were forwarded, and with the padding of the buckets.
-        refresh_rows: of prompts and of steps that recompute them.
+        refresh_rows: of prompts and of steps that recompute them; mixed_rows: of prompts that steps encoded with their
+            blocks.
         budget_fill: share of `max_batched_rows` that steps used.
         longest_wait: most steps in a row that a running request sat out.
         pages, free_pages: of the KV pool, and `kv_bytes` of all its pages.
@@ -43,6 +44,7 @@ class EngineStats:
     kv_bytes: int
     prefix_asked: int = 0
     prefix_found: int = 0
+    mixed_rows: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -60,9 +60,11 @@ class Totals:
         finished: requests by finish reason.
         prompt_tokens, completion_tokens: of requests that ended.
         preempted: times that a request gave way because pages ran out.
+        mixed_rows: rows of prompts that steps encoded.
     """
 
     finished: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
     preempted: int = 0
+    mixed_rows: int = 0

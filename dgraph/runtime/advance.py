@@ -23,6 +23,7 @@ from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
+from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
@@ -143,6 +144,12 @@ class Advance:
         """
         (places,) = upload(self.state.start.device, places)
         self.state.place.copy_(places)
+
+    def mix(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Let the first steps of these slots encode so many rows of their prompts, of block-causal models alone."""
+        assert isinstance(self.state, BlockCausalState)
+        at, values = upload(self.state.start.device, torch.tensor(slots), torch.tensor(rows))
+        self.state.mixed.index_copy_(0, at, values)
 
     def pack(self) -> None:
         """Pack the rows of the next step where no step has run since slots were written."""

@@ -53,7 +53,8 @@ FEW_STEPS = 4
 
 
 class Batch:
-    """Slots, and the steps over them. Whoever drives it calls, in turn: `retire`, `admit`, `prefill`, and `turn`.
+    """Slots, and the steps over them. Whoever drives it calls, in turn: `retire`, `admit`, `mix` or `prefill`, and
+    `turn`.
 
     Args:
         spec: the model.
@@ -122,8 +123,8 @@ class Batch:
 
     @property
     def prefilling(self) -> list[int]:
-        """Slots whose prompts are not prefilled yet."""
-        return [slot for slot, one in self.running.items() if one.prefilled < one.prompt]
+        """Slots whose prompts are to be prefilled before their first steps."""
+        return [slot for slot, one in self.running.items() if not one.ready]
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Put requests into free slots; their first step is the next one that is packed, once they are prefilled.
@@ -240,8 +241,20 @@ class Batch:
         for slot in slots:
             if end[slot] > begin[slot]:
                 self.running[slot].prefilled = end[slot]
-        self._settle([slot for slot in slots if end[slot] > begin[slot] and slot not in self.prefilling])
+        self._settle([slot for slot in slots if end[slot] > begin[slot] and not self.running[slot].left])
         return count
+
+    def mix(self, slots: Sequence[int]) -> bool:
+        """Let the first steps of these slots encode what is left of their prompts, if steps have room for it beside
+        what other first steps are to encode; whether they have.
+        """
+        rows = [self.running[slot].left for slot in slots]
+        if sum(rows) + sum(one.left for one in self.running.values() if one.mixed) > self.shape.mixed:
+            return False
+        self.advance.mix(slots, rows)
+        for slot in slots:
+            self.running[slot].mixed = True
+        return True
 
     @torch.no_grad()
     def turn(self) -> Report:
@@ -348,7 +361,8 @@ class Batch:
         if self._counts is not None:
             self._counts.advance(slots)
         for slot in slots:
-            self.running[slot].steps += 1
+            one = self.running[slot]
+            one.steps, one.prefilled = one.steps + 1, one.prompt
         self._release(slots)
 
     def _move(self, flight: _Flight) -> None:

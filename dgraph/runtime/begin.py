@@ -66,7 +66,7 @@ def begin(
         settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
         state = TwoModeState.begin(*tensors, **settings, kv=kv)
     elif spec.attention == "block_causal":
-        state = BlockCausalState.begin(*tensors, **settings, kv=kv)
+        state = BlockCausalState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
     else:
         state = CanvasState.begin(*tensors, **settings, kv=kv, shift=spec.logit_shift)
     say(state, mixture, requests)

@@ -4,6 +4,9 @@ Columns [0, B) are the previous block, columns [B, 2B) the current one. A row of
 more to commit it (its keys and values then see the whole decoded block); it rides in the same forward as the next
 block's first step. That is exact for block-causal attention: every layer writes its keys before any row reads them, and
 each row has its own limit.
+
+So is what is left of a prompt: as many of the positions before the current block as the host says ride in the forward
+of the first step. They have columns of their own, before those of the two blocks, since only a first step has any.
 """
 
 from __future__ import annotations
@@ -29,15 +32,19 @@ class BlockCausalState(OwnBlockState):
 
     tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet (its token is
     the mask token; programs never answer a mask with a mask, but one that does still ends); changed bool[b, B]: decoded
-    in the step before, None without a plan.
+    in the step before, None without a plan; mixed i64[b]: rows of the prompt, right before the current block, that the
+    next step encodes.
 
     Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
+    most_mixed: rows of prompts that a step may encode, of all sequences together.
     """
 
     pending: Tensor
     changed: Tensor | None
+    mixed: Tensor
     plan: RowPlan | None
     kv: KVPlan | None
+    most_mixed: int
 
     @classmethod
     def begin(
@@ -54,6 +61,7 @@ class BlockCausalState(OwnBlockState):
         plan: RowPlan | None = None,
         kv: KVPlan | None = None,
         most_rows: int | None = None,
+        most_mixed: int = 0,
     ) -> BlockCausalState:
         """Before the first step: blocks without a mask at the beginning are prefilled, and the first block may begin
         with the rest of the prompt.
@@ -80,8 +88,10 @@ class BlockCausalState(OwnBlockState):
             pending=pending,
             masked=masked,
             changed=None if plan is None else torch.zeros_like(masked),
+            mixed=torch.zeros_like(start),
             plan=plan,
             kv=kv,
+            most_mixed=most_mixed,
             canvas=canvas,
             prompt=prompt,
             prompt_end=prompt_end,
@@ -106,22 +116,31 @@ class BlockCausalState(OwnBlockState):
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()
 
+    def _columns(self) -> int:
+        return super()._columns() + self.most_mixed
+
     def wanted(self) -> Tensor:
-        return self.pending & self.active[:, None]
+        pending = self.pending
+        if self.most_mixed:
+            ahead = torch.arange(self.most_mixed, 0, -1, device=pending.device)
+            pending = torch.cat([ahead <= self.mixed[:, None], pending], dim=1)
+        return pending & self.active[:, None]
 
     def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
         live = self.live()
-        block, width = self.block, 2 * self.block
+        block, width = self.block, live.shape[1]
         index, cu_rows = packed(live, capacity)
         real = index >= 0
         index = index.clamp(min=0)
-        sequence, column = index // width * real, index % width * real
-        columns = torch.arange(width, device=live.device)
+        sequence, column = index // width * real, (index % width - self.most_mixed) * real
+        columns = torch.arange(block, device=live.device)
         # Rows of the current block see up to the rightmost row that is forwarded: a cached tail of the
         # block is invisible, as in every public version of FOCUS (L + r(P) + 1 keys).
-        reach = torch.where(live[:, block:], columns[block:], -1).amax(dim=1) + 1 - block + self.start
-        current = column >= block
-        limit = torch.where(current, reach[sequence], self.start[sequence]) * real
+        reach = torch.where(live[:, -block:], columns, -1).amax(dim=1) + 1 + self.start
+        current, start = column >= block, self.start[sequence]
+        # Columns of the prompt end where the current block begins, as do those of the block before it.
+        positions = (start + column - torch.where(column < 0, 0, block)) * real
+        limit = torch.where(current, reach[sequence], (positions // block + 1) * block) * real
 
         def per_row(flags: Tensor) -> Tensor:
             return current & flags[sequence, (column - block).clamp(min=0)] & real
@@ -135,8 +154,8 @@ class BlockCausalState(OwnBlockState):
         return StepRows(
             sequence=sequence,
             column=column,
-            input_ids=self.tokens[sequence, column] * real,
-            positions=(self.start[sequence] - block + column) * real,
+            input_ids=self.canvas[sequence, positions] * real,
+            positions=positions,
             limit=limit.int(),
             masked=masked,
             candidate=masked if editing is False else per_row(self.masked | choose(editing, self.editable, none)),
@@ -146,7 +165,7 @@ class BlockCausalState(OwnBlockState):
         )
 
     def _own_rows(self) -> Tensor:
-        return self.live()[:, : self.block].sum(dim=1)
+        return self.live()[:, self.most_mixed : -self.block].sum(dim=1)
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         block = self.block
@@ -162,6 +181,8 @@ class BlockCausalState(OwnBlockState):
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         block = self.block
+        if self.most_mixed:
+            self.mixed = torch.zeros_like(self.mixed)
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
         moved = self._finish(policy, settled)

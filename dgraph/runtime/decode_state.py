@@ -371,7 +371,7 @@ class DecodeState(ABC):
 
         self.commit_rows = self.commit_rows + self._own_rows()
         own = rows.sequence == torch.arange(len(self.start), device=masked.device)[:, None]
-        self.kept_rows = self.kept_rows + (own & results.kept & rows.live).sum(dim=1)
+        self.kept_rows = self.kept_rows + (own & results.kept & rows.live & (rows.column >= 0)).sum(dim=1)
         self.forwards = self.forwards + part
         self.passes = self.passes + (part & ~masks_left)
         self.counter = self.counter + part

@@ -63,9 +63,9 @@ def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int, steps: bo
 
 def _steps_of(batch: Batch, program: Program, sequences: int, tokens: int) -> list[Rehearsal]:
     shape = batch.shape
-    most = sequences * step_rows(shape.block, batch.spec)
+    most, whole = sequences * step_rows(shape.block, batch.spec), sequences * tokens
     if shape.most_rows is not None:  # a step of a bidirectional model forwards whole sequences
-        most = min(most if batch.causal else sequences * tokens, shape.most_rows)
+        most = min(most + shape.mixed if batch.causal else whole, whole, shape.most_rows)
     return [Rehearsal(program, rows) for rows in _recorded(program, 1, most)]
 
 

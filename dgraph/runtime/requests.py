@@ -75,9 +75,9 @@ class Request:
 @dataclass
 class Running:
     """A request in its slot. handles: its pages, and those of its twin without the prompt under guidance. prompt:
-    positions that are prefilled before its first step (see `prefilled_positions`); prefilled: how many are. steps:
-    that were launched for it; start: where its block began when it was last heard of, and `began`: steps it had had
-    then.
+    positions that are prefilled before its first step, or with it (see `prefilled_positions`); prefilled: how many are.
+    steps: that were launched for it; start: where its block began when it was last heard of, and `began`: steps it had
+    had then. mixed: whether its first step encodes what is left of its prompt.
     """
 
     request: Request
@@ -87,12 +87,24 @@ class Running:
     steps: int = 0
     start: int = 0
     began: int = 0
+    mixed: bool = False
+
+    @property
+    def left(self) -> int:
+        """Rows of its prompt that are to be encoded."""
+        return self.prompt - self.prefilled
+
+    @property
+    def ready(self) -> bool:
+        """Whether its first step may come, if it has not come yet."""
+        return self.mixed or not self.left
 
 
 @dataclass(frozen=True)
 class Shape:
     """How large a batch is. slots: sequences at a time; columns: of the canvas, a multiple of the block; pages: of a
-    sequence, at most; block: columns of a block; most_rows: rows of a step, None for as many as there may be.
+    sequence, at most; block: columns of a block; most_rows: rows of a step, None for as many as there may be; mixed:
+    rows of prompts among them, of all sequences together.
     """
 
     slots: int
@@ -100,6 +112,7 @@ class Shape:
     pages: int
     block: int
     most_rows: int | None = None
+    mixed: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ class Programs:
 
 
 def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
-    """Positions that are prefilled before the first step of a request.
+    """Positions that are prefilled before the first step of a request, or with it.
 
     Where the forward that writes keys predicts the next token, the last row before the response is left to the first
     step, and with it what is written together: that row alone, or its block.

@@ -18,10 +18,10 @@ from dgraph.spec import ModelSpec
 class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
-    sequence i64[N]; column i64[N]: from B on, B more than the column of the current block that the row predicts; the
-    others are as the kind of state says; input_ids i64[N]; positions i64[N]; limit
-    i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs to no sequence:
-    0 or False everywhere.
+    sequence i64[N]; column i64[N]: from B on, B more than the column of the current block that the row predicts; below
+    0 of rows of a prompt that are encoded; the others are as the kind of state says; input_ids i64[N]; positions
+    i64[N]; limit i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs
+    to no sequence: 0 or False everywhere.
 
     masked bool[N]: the row's own position is one of the current block that holds a mask. candidate bool[N]: the
     position that the row predicts is one whose token the step may commit: a mask of the current block, or what a policy

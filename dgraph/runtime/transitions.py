@@ -49,7 +49,7 @@ class Transitions:
 
     def lasting(self, rule: Rule, state: DecodeState) -> Advance:
         """A captured transition for a batch of this shape with idle slots: that of the call before, if it fits."""
-        key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape))
+        key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape), tuple(state.wanted().shape))
         if self._last is None or self._last[0] != key:
             if self._last is not None:
                 self._last[1].let_go()

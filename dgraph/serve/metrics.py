@@ -67,6 +67,7 @@ COUNTERS = (
     Told("requests_admitted", "Requests that got a slot.", lambda s: s.admitted),
     Told("steps", "Forward passes of the decode loop.", lambda s: s.steps),
     Told("refresh_rows", "Rows of prompts and of steps that recompute them.", lambda s: s.refresh_rows),
+    Told("mixed_rows", "Rows of prompts that steps encoded with their blocks.", lambda s: s.mixed_rows),
     Told("diffusion_num_denoising_steps", "As dgraph:steps.", lambda s: s.steps, True),
     Told("diffusion_num_committed_tokens", "As dgraph:generation_tokens.", lambda s: s.completion_tokens, True),
 )

@@ -110,7 +110,7 @@ class OneSecondARow(Device):
 
 def test_the_floor_counts_products_of_each_stage_and_of_prompts() -> None:
     program = dgraph.optimize("tiny_sdar", "focus", backend="eager")
-    stats = replace(NOTHING, steps=10, rows={"prefill": 50, "prefix": 300, "suffix": 80}, refresh_rows=50)
+    stats = replace(NOTHING, steps=10, rows={"prefill": 50, "prefix": 300, "suffix": 80})
     device = OneSecondARow(torch.device("cpu"), _bandwidth=float("inf"))
     before, after = (sum(found.values()) for found in work_of(program.graph("step")).products)
     (prompt,) = (sum(found.values()) for found in work_of(program.graph("prefill")).products)

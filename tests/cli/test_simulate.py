@@ -70,6 +70,7 @@ def test_requests_that_never_fit_are_one_line_of_warning(run: Run) -> None:
         (("--rate", 1, "--commits", "drown:4"), "--commits takes a whole number of tokens, or drawn:MEAN"),
         (("--rate", 1, "--commits", "1.5"), "whole unless drawn, got 1.5"),
         (("--rate", 1, "--causal", "--refresh-every", 4), "refresh_every is for bidirectional models"),
+        (("--rate", 1, "--mixed", 8), "mixed is for block-causal models"),
         (("--rate", 1, "--rows", 100), "more than the 100 of max_batched_rows"),
         (("--rate", 1, "--pages", 1), "of the KV pool"),
         (("--rate", 1, "--sequences", 0), "budget of sequences must be a whole number, at least 1, got 0"),

@@ -234,7 +234,7 @@ class Turns:
     def patience(self, policy: LookAhead) -> int:
         """Steps that a request may sit out, as `LookAhead` says."""
         budgets, block = self.driver.scheduler.budgets, self.driver.shape.block
-        largest = 2 * block
+        largest = 2 * block + self.driver.shape.mixed
         if self.driver.session.spec.attention != "block_causal":
             largest = max(len(a.ids) + a.decoding.max_new_tokens for a in self.asked)
         return policy.patience + 1 + (budgets.sequences - 1) * 2 // (budgets.rows // min(largest, budgets.rows))

@@ -98,6 +98,7 @@ def engines() -> st.SearchStrategy[dict[str, Any]]:
             "max_sequences": st.integers(1, 4),
             "max_tokens": st.just(LONGEST + 12),
             "max_batched_rows": st.sampled_from([2 * BLOCK, 3 * BLOCK, 5 * BLOCK, 100]),
+            "max_mixed_rows": st.sampled_from([None, None, 0, BLOCK, 2 * BLOCK, 4 * BLOCK]),
             "kv_bytes": st.sampled_from([8, 10, 14, 100]).map(lambda pages: pages * PAGE_BYTES),
             "policy": st.sampled_from(POLICIES),
             "pages": st.sampled_from(["block", "life"]),
@@ -365,7 +366,8 @@ def test_a_prompt_gets_the_rows_that_steps_leave_and_a_share_of_those_that_they_
     """
     long = Decoding(max_new_tokens=12, steps=4, ignore_eos=True)
     asked = [Asked((1,), long)] * (sequences - 1) + [Asked(PROMPTS[6], long, turn=4)]
-    turns = Turns(made("step"), asked, max_sequences=sequences, max_tokens=64, max_batched_rows=most)
+    rows = {"max_batched_rows": most, "max_mixed_rows": 0}
+    turns = Turns(made("step"), asked, max_sequences=sequences, max_tokens=64, **rows)
     runs: list[int] = []
     count = turns.driver.stages.count_stage
 
@@ -383,12 +385,14 @@ def test_a_prompt_gets_the_rows_that_steps_leave_and_a_share_of_those_that_they_
 # -- prompts that begin alike, and pools that are too small -----------------------------------------------------------
 
 
-def test_prompts_that_begin_alike_are_prefilled_once() -> None:
+@pytest.mark.parametrize("mixed", [0, None])
+def test_prompts_that_begin_alike_are_prefilled_once(mixed: int | None) -> None:
     asked = [Asked(PROMPTS[7], Decoding(max_new_tokens=4), turn=9 * n) for n in range(3)]
-    turns = Turns(made("step"), asked, max_sequences=2, max_tokens=64)
+    turns = Turns(made("step"), asked, max_sequences=2, max_tokens=64, max_mixed_rows=mixed)
     told = turns.run()
     assert [one.events[-1].usage.cached_tokens for one in told] == [0, 12, 12]
-    assert turns.driver.stages.rows["prefill"] == 12
+    rows = turns.driver.stages.rows.get("prefill", 0), turns.driver.totals.mixed_rows
+    assert rows == ((12, 0) if mixed == 0 else (0, 12))
     assert turns.driver.prefix is not None
     assert (turns.driver.prefix.asked, turns.driver.prefix.found) == (36, 24)
 
@@ -402,6 +406,7 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     assert sum(told.events[-1].served.requeued for told in turns.told) == turns.driver.totals.preempted
     # Of who gives way the step that runs is not heard of any more.
     rows, heard = list(turns.driver.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
+    rows -= turns.driver.totals.mixed_rows
     assert 0 <= rows - heard <= turns.driver.totals.preempted * 2 * BLOCK
 
 

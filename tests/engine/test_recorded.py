@@ -50,42 +50,50 @@ def asked_of(tiny: TinyModel) -> list[Asked]:
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"),
+    ("family", "recipe", "mixed"),
     [
-        ("sdar", "focus"),
-        ("sdar", "dllm_serve"),
-        ("sdar", "dyllm"),
-        ("fast_dllm_v2", "dense"),
-        ("fast_dllm_v2", "maskkv"),
-        ("llada", "fast_dllm"),
-        ("llada", "dllm_serve"),
+        ("sdar", "focus", 0),
+        ("sdar", "focus", None),
+        ("sdar", "dllm_serve", None),
+        ("sdar", "dyllm", 16),
+        ("fast_dllm_v2", "dense", None),
+        ("fast_dllm_v2", "maskkv", None),
+        ("llada", "fast_dllm", None),
+        ("llada", "dllm_serve", None),
     ],
 )
-def test_serving_records_no_further_stage(monkeypatch: pytest.MonkeyPatch, family: str, recipe: str) -> None:
+def test_serving_records_no_further_stage(
+    monkeypatch: pytest.MonkeyPatch, family: str, recipe: str, mixed: int | None
+) -> None:
     monkeypatch.setattr(batch, "KEY_ROWS", 40)  # few tokens: several numbers of rows of keys all the same
     (tiny,) = models(None, family)
     asked, pool = asked_of(tiny), GraphPool(recorder=Recorder)
     plain = Turns(session_of(family, recipe, None), asked, **SETTINGS).run()
-    turns = Turns(session_of(family, recipe, pool), asked, record=True, **SETTINGS)
+    turns = Turns(session_of(family, recipe, pool), asked, record=True, max_mixed_rows=mixed, **SETTINGS)
     ahead = len(pool.recorded)
     told = turns.run()
     for mine, theirs in zip(told, plain, strict=True):
         mine.check_as(theirs)
     assert {name for name, _ in pool.recorded[ahead:]} == {"transition"}
     assert not pool.refused
-    assert turns.driver.stages.rows.get("prefill", 0) > 0 or family == "llada"
+    alone, together = turns.driver.stages.rows.get("prefill", 0), turns.driver.totals.mixed_rows
+    assert (alone > 0) == (family != "llada" and (recipe, mixed) != ("focus", None))
+    assert (together > 0) == (recipe in ("focus", "dyllm") and mixed != 0)
 
 
 def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks of 8: steps of 3 sequences have at most 48 rows, and prompts of 3 canvases of 48 positions 144."""
+    """Of blocks of 8: steps of 3 sequences have at most 48 rows, and prompts of 3 canvases of 48 positions 144. Steps
+    that encode such prompts have as many as both, and never more than all there are.
+    """
     monkeypatch.setattr(batch, "KEY_ROWS", 40)
-    pool = GraphPool(recorder=Recorder)
-    driver_of(session_of("sdar", "dense", pool), record=True, **SETTINGS)
     steps, prompts = [64, 32, 16, 8, 4, 2, 1], [256, 128, 64, 32, 16, 8]
-    assert pool.recorded == [*(("step", n) for n in steps), *(("prefill", n) for n in prompts)]
+    for mixed, more in ((0, []), (16, []), (17, [128]), (None, [256, 128])):
+        pool = GraphPool(recorder=Recorder)
+        driver_of(session_of("sdar", "dense", pool), record=True, max_mixed_rows=mixed, **SETTINGS)
+        assert pool.recorded == [*(("step", n) for n in [*more, *steps]), *(("prefill", n) for n in prompts)]
     monkeypatch.setattr("dgraph.optimized.GRAPH_ROWS", 64)
     few = GraphPool(recorder=Recorder)
-    driver_of(session_of("sdar", "dense", few), record=True, **SETTINGS)
+    driver_of(session_of("sdar", "dense", few), record=True, max_mixed_rows=0, **SETTINGS)
     assert [rows for name, rows in few.recorded if name == "prefill"] == prompts[2:]
     # A block of a sequence sees 48 keys at most, for which there are graphs of 40 and of 144, all that there are.
     chosen = GraphPool(recorder=Recorder)

@@ -232,6 +232,7 @@ def methods(draw: st.DrawFn) -> Method:
         drawn=draw(st.booleans()),
         page=BLOCK,
         by_block=draw(st.booleans()),
+        mixed=draw(st.sampled_from([0, 8, 40])) if causal else 0,
     )
 
 
@@ -290,7 +291,8 @@ def test_every_request_ends_and_nothing_is_lost(
 
 def largest_need(requests: list[Request], budgets: Budgets, method: Method) -> int:
     jobs = [method.job(request, 0) for request in requests]
-    return max(min(max(j.refresh_rows, j.reuse_rows), budgets.rows) for j in jobs)
+    step = BLOCK if method.mixed else 0  # with a prompt
+    return max(min(max(j.refresh_rows + step, j.reuse_rows), budgets.rows) for j in jobs)
 
 
 @settings(max_examples=100, deadline=None)

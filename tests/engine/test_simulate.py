@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dgraph.engine.costs import CostModel
@@ -55,6 +57,23 @@ def test_prompts_of_a_block_causal_model_have_a_forward_of_their_own() -> None:
     assert both.busy == both.steps + 1
 
 
+def test_prompts_of_few_rows_go_with_the_first_steps() -> None:
+    """The second request's prompt and its first step are rows of the first one's third step."""
+    requests = [Request(0.0, 40, 8), Request(1.5, 40, 4)]
+    for mixed, ended in ((40, (4.0, 4.0)), (39, (6.0, 6.0))):
+        causal = Method(block=4, causal=True, commits=2, mixed=mixed)
+        found = simulate(requests, WIDE, causal, "fcfs", SECOND, overlap=False)
+        assert tuple(one.ended for one in found.served.values()) == ended
+        assert found.counters.refresh_rows == 80
+        assert found.counters.rows == 80 + (4 * 4 + 4) + 2 * 4
+        assert found.counters.committed >= 12
+    at_once = [replace(request, arrival=0.0) for request in requests]
+    for mixed, steps in ((80, 4), (79, 5)):  # of both prompts together
+        assert simulate(at_once, WIDE, replace(causal, mixed=mixed), costs=SECOND).steps == steps
+    for rows, steps in ((44, 4), (43, 5)):  # of the prompt and a block
+        assert simulate(requests[:1], Budgets(rows, 1, 99), replace(causal, mixed=40), costs=SECOND).steps == steps
+
+
 def test_a_closed_loop_keeps_its_clients_busy() -> None:
     requests = [Request(99.0, 40, 4) for _ in range(10)]
     found = simulate(requests, WIDE, Method(block=4), "fcfs", SECOND, clients=5, overlap=False)
@@ -84,6 +103,8 @@ def test_no_requests() -> None:
         ({"commits": 1.5}, "whole unless drawn, got 1.5"),
         ({"kept": 0.0}, r"share in \(0, 1\], got 0"),
         ({"causal": True, "refresh_every": 2}, "for bidirectional models"),
+        ({"causal": True, "mixed": -1}, "mixed must be a number of rows, at least 0, got -1"),
+        ({"mixed": 8}, "mixed is for block-causal models"),
     ],
 )
 def test_methods_that_make_no_sense(settings: dict[str, float], message: str) -> None:

@@ -11,6 +11,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.block_causal import BlockCausalState
+from dgraph.runtime.decode_state import OUT
 from dgraph.runtime.rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
 from tests.runtime.fake import summary
@@ -20,7 +21,9 @@ MASK, STOP, NONE = 99, 50, -torch.inf
 ONE = ConfidenceThreshold(1.0)
 
 
-def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | None = None) -> BlockCausalState:
+def begin(
+    prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | None = None, mixed: int = 0
+) -> BlockCausalState:
     width = -(-(max(map(len, prompts)) + new) // block) * block
     canvas = torch.full((len(prompts), width), MASK)
     for row, prompt in zip(canvas, prompts, strict=True):
@@ -28,9 +31,8 @@ def begin(prompts: list[list[int]], new: int, block: int = 4, plan: RowPlan | No
     lengths = torch.tensor([len(p) for p in prompts])
     stops = torch.tensor([STOP])
     index = torch.arange(len(prompts))
-    return BlockCausalState.begin(
-        canvas, index, lengths, max_new_tokens=new, block=block, mask_id=MASK, stop_ids=stops, plan=plan
-    )
+    facts = {"max_new_tokens": new, "block": block, "mask_id": MASK, "stop_ids": stops}
+    return BlockCausalState.begin(canvas, index, lengths, **facts, plan=plan, most_mixed=mixed)
 
 
 def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options) -> Tensor:
@@ -73,6 +75,34 @@ def test_the_remainder_of_a_prompt_begins_the_first_block() -> None:
     full = prefill_rows(state.canvas, torch.zeros_like(state.start), state.start, 4, 4)
     assert (full.positions.tolist(), full.input_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
     assert (full.limit.tolist(), full.cu_rows.tolist()) == ([4] * 4, [0, 4, 4])
+
+
+def test_a_prompt_is_encoded_with_the_first_step() -> None:
+    """Rows of it are those before the block, each sees its own block, and none counts as one of the response."""
+    state = begin([[*range(1, 11)], [7]], 6, mixed=9)
+    assert state.capacity == 9 + 2 * 2 * 4
+    state.mixed[0] = 8
+    rows = state.rows(20)
+    assert rows.cu_rows.tolist() == [0, 12, 16]
+    assert rows.positions[:16].tolist() == [*range(12), 0, 1, 2, 3]
+    assert rows.input_ids[:16].tolist() == [*range(1, 11), MASK, MASK, 7, MASK, MASK, MASK]
+    assert rows.limit[:16].tolist() == [4] * 4 + [8] * 4 + [12] * 4 + [4] * 4
+    assert rows.candidate[:16].tolist() == [False] * 10 + [True, True, False, True, True, True]
+    assert (rows.column[:8] < 0).all()
+    assert (rows.column[8:12] - 4).tolist() == [0, 1, 2, 3]
+    for padding in (rows.positions[16:], rows.input_ids[16:], rows.limit[16:], rows.column[16:]):
+        assert not padding.any()
+    state.place[0] = OUT
+    state.grant()
+    step(state, {(1, 1): 10})
+    state.place[0] = 0
+    state.grant()
+    assert pending(state) == [*range(12)], "it sat that step out"
+    step(state, {(0, 10): 20, (0, 11): 21, (1, 2): 11})
+    assert pending(state) == [*range(8, 16)], "the block is encoded with the next one, and nothing else"
+    assert (state.commit_rows.tolist(), state.kept_rows.tolist()) == ([0, 0], [4, 8])
+    step(state, {(0, 12): 22, (1, 3): 12})
+    assert (state.commit_rows.tolist(), state.kept_rows.tolist()) == ([4, 0], [12, 12])
 
 
 def test_a_token_is_forwarded_once_more_before_it_is_cached() -> None:

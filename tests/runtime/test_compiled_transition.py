@@ -66,6 +66,7 @@ CAUSAL = {name: rule for name, rule in RULES.items() if getattr(rule, "autoregre
 RENOISING = {name: rule for name, rule in RULES.items() if renoises(rule)}
 PLANS = {
     "step": None,
+    "mixed": None,
     "encode": None,
     "causal": None,
     "kept": None,
@@ -89,7 +90,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     elif kind == "random":
         state = RenoisedState.begin(canvas, *which, **facts, vocab=90)
     elif plan is None:
-        state = BlockCausalState.begin(canvas, *which, **facts)
+        state = BlockCausalState.begin(canvas, *which, **facts, most_mixed=9 if kind == "mixed" else 0)
     else:
         state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
@@ -100,7 +101,11 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     say(state, mixture, [Request([1], decoding, index) for index in range(2)])
-    return Advance(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
+    advance = Advance(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
+    if kind == "mixed":
+        advance.mix([1], [4])
+        advance.pack()
+    return advance
 
 
 def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
@@ -155,6 +160,10 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
 @every_value(("kind", ["step", "canvas", "encode"]), ("name", sorted(RULES.keys() - CAUSAL.keys() - RENOISING.keys())))
 def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     check_rule(kind, name)
+
+
+def test_a_prompt_among_the_rows_of_a_step() -> None:
+    check_rule("mixed", "confidence_threshold")
 
 
 def test_keys_that_are_chosen_when_a_block_is_denoised() -> None:

@@ -83,6 +83,7 @@ def test_sigterm_before_there_is_a_server_ends_the_command_with_a_message(monkey
         (["-r", "focus", "-r", "dense", "--device", "cuda"], "say with --kv how much each has"),
         (["--policy", "fifo"], "unknown scheduling policy 'fifo'"),
         (["--max-sequences", "0"], "max_sequences must be a whole number, at least 1, got 0"),
+        (["--max-mixed-rows", "-1"], "max_mixed_rows must be a whole number, at least 0"),
         (["--max-body", "much"], "--max-body is a size such as 500M or 4G"),
         (["--keep-alive", "0"], "keep_alive must be a positive number of seconds"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be at least 0 seconds"),

@@ -1,0 +1,279 @@
+"""Prompts that steps encode, in one forward with the blocks of others: which do, what that costs, and what holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgraph.engine.build import MIXED, EngineSettings
+from dgraph.errors import InputError
+from dgraph.runtime import BlockSession
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.requests import Request
+from dgraph.runtime.sampling import Sampler
+from dgraph.shapes import InputSpec
+from dgraph.testing import models
+from tests.engine.alone import check_as_alone
+from tests.engine.driven import Asked, Turns, alone
+from tests.runtime.fake import FakeProgram, fake_spec, make_session
+
+BLOCK = 4
+LONG = Decoding(max_new_tokens=12, steps=4, ignore_eos=True)
+SHORT = Decoding(max_new_tokens=4, steps=2, ignore_eos=True)
+THREE = tuple(range(1, 13))
+"""A prompt of three blocks."""
+
+
+def engine(asked: list[Asked], session: BlockSession | None = None, **changes: Any) -> Turns:
+    """An engine that is about to serve them."""
+    return Turns(session or make_session(BLOCK), asked, **{"max_sequences": 4, "max_tokens": 64, **changes})
+
+
+def check_alone(turns: Turns) -> None:
+    """Serve all requests; each gets what it gets alone, with a forward of its own for its prompt."""
+    for told, asked in zip(turns.run(), turns.asked, strict=True):
+        wanted = alone("mixed", make_session(BLOCK), asked, max_mixed_rows=0)
+        if asked.cancel is None:
+            told.check_as(wanted)
+        else:
+            assert told.token_ids == wanted.token_ids[: len(told.token_ids)]
+
+
+def calls(turns: Turns, name: str) -> list[int]:
+    """Rows of every forward of a program."""
+    return [len(call["input_ids"]) for call in turns.driver.session.programs[name].calls]  # type: ignore[attr-defined]
+
+
+def test_a_prompt_rides_in_the_step_of_the_others() -> None:
+    """It is encoded with the first step of its response, so it ends as soon as it would without a prompt."""
+    asked = [Asked((1,), LONG), Asked(THREE, SHORT, turn=3)]
+    turns = engine(asked)
+    check_alone(turns)
+    assert calls(turns, "prefill") == []
+    # The first request commits a block in the fourth step; the second one takes two.
+    assert calls(turns, "step")[:6] == [4, 4, 4, 8 + 16, 4 + 4, 4]
+    assert turns.driver.totals.mixed_rows == 12
+    without = engine([asked[0], Asked((1,), SHORT, turn=3)])
+    check_alone(without)
+    assert len(calls(turns, "step")) == len(calls(without, "step"))
+    apart = engine(asked, max_mixed_rows=0)
+    check_alone(apart)
+    assert calls(apart, "prefill") == [12]
+    assert sum(calls(apart, "step")) + 12 == sum(calls(turns, "step"))
+
+
+def test_what_is_counted_of_a_request_does_not_depend_on_how_its_prompt_went() -> None:
+    """Rows of its response, and rows of prompts; what is told of a first step counts as a step."""
+    asked = [Asked((*range(n, n + 9),), LONG, turn=n) for n in range(4)]
+    found = []
+    for mixed in (0, None):
+        turns = engine(asked, max_mixed_rows=mixed)
+        check_alone(turns)
+        counters = turns.driver.scheduler.counters
+        assert turns.driver.totals.mixed_rows == (0 if mixed == 0 else 4 * 8)
+        found.append(([one.events[-1].usage.rows for one in turns.told], counters.refresh_rows))
+    assert found[0] == found[1]
+    assert found[1][1] == 4 * 8
+    assert counters.committed == 4 * LONG.max_new_tokens
+    assert counters.rows == 4 * 8 + sum(found[1][0])
+
+
+@pytest.mark.parametrize(("mixed", "alone_rows"), [(24, []), (23, [24]), (0, [24]), (None, [])])
+def test_prompts_that_are_too_many_rows_together_have_a_forward_of_their_own(
+    mixed: int | None, alone_rows: list[int]
+) -> None:
+    asked = [Asked(THREE, LONG), Asked(tuple(reversed(THREE)), LONG)]
+    turns = engine(asked, max_mixed_rows=mixed)
+    check_alone(turns)
+    assert calls(turns, "prefill") == alone_rows
+
+
+def test_a_prompt_for_which_steps_have_no_room_has_a_forward_of_its_own() -> None:
+    asked = [Asked((1,), LONG), Asked((2,), LONG), Asked(THREE, LONG, turn=2)]
+    turns = engine(asked, max_batched_rows=5 * BLOCK)
+    check_alone(turns)
+    assert calls(turns, "prefill") == [12]
+
+
+TWO = THREE[:8]
+WAITS: dict[str, Any] = {"max_batched_rows": 5 * BLOCK, "max_sequences": 5, "policy": "fcfs"}
+"""An engine in which a prompt of two blocks that comes in turn 3 waits: the two before it then commit a block each."""
+
+
+def waiting(*others: Asked, **asked: Any) -> list[Asked]:
+    """Requests of which the third one waits for rows in its first turn."""
+    return [Asked((1,), LONG), Asked((2,), LONG), Asked(TWO, LONG, turn=3, **asked), *others]
+
+
+def test_a_prompt_that_waits_for_rows_is_encoded_once() -> None:
+    turns = engine(waiting(), **WAITS)
+    check_alone(turns)
+    assert calls(turns, "step")[:6] == [8, 8, 8, 16, 8 + 12, 12]
+    assert (calls(turns, "prefill"), turns.driver.totals.mixed_rows) == ([], 8)
+
+
+def test_nobody_finds_a_prompt_before_it_is_encoded() -> None:
+    """One who comes while it waits has a prompt of its own, and one who comes then shares it."""
+    turns = engine(waiting(*(Asked(TWO, LONG, turn=turn) for turn in (4, 8))), **WAITS)
+    check_alone(turns)
+    assert [told.events[-1].usage.cached_tokens for told in turns.told] == [0, 0, 0, 0, 8]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_request_is_cancelled_while_its_prompt_rides(after: int) -> None:
+    """While it waits, while its step runs, and after it: pages come back, and the others do not notice."""
+    follows = Asked(TWO[::-1], LONG, turn=3 + after)
+    for changes in ({}, WAITS, {**WAITS, "max_sequences": 3}):
+        check_alone(engine(waiting(follows, cancel=after), **changes))
+
+
+def test_first_steps_share_the_room_for_prompts_until_they_are_launched() -> None:
+    session = make_session(BLOCK)
+    shape = replace(session.shape(3, 24, BLOCK, fixed=False), most_rows=100, mixed=12)
+    batch = session.batch([LONG], shape)
+    batch.admit([0, 1, 2], [Request(prompt, LONG) for prompt in (TWO, TWO[::-1], (1,))])
+    assert batch.prefilling == [0, 1]
+    assert batch.mix([0])
+    assert not batch.mix([1])
+    assert batch.prefilling == [1]
+    batch.order([2, 0])
+    assert batch.turn().rows.tolist() == [12, 0, 4]
+    assert batch.mix([1])
+    assert not batch.prefilling
+    batch.order([1, 2, 0])
+    assert batch.turn().rows.tolist() == [4, 12, 4]
+    batch.clear()
+    assert session.kv.free_pages == session.kv.pages
+
+
+@pytest.mark.parametrize("kind", ["step", "evict", "sample", "logits"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_room_for_prompts_gives_the_same_tokens(kind: str, data: st.DataObject) -> None:
+    """Rows that wait are neither lost nor written twice, whatever the budgets, and pages may be smaller than blocks."""
+    one = st.builds(
+        Asked,
+        ids=st.lists(st.integers(0, 20), min_size=1, max_size=22).map(tuple),
+        decoding=st.builds(Decoding, max_new_tokens=st.integers(1, 9), threshold=st.sampled_from([0.3, 0.9])),
+        turn=st.integers(0, 9),
+        cancel=st.none() | st.none() | st.integers(0, 6),
+    )
+    asked = data.draw(st.lists(one, min_size=1, max_size=7))
+    page = data.draw(st.sampled_from([2, 4, 8]))
+    turns = Turns(
+        make_session(BLOCK, kind, page_size=page),
+        asked,
+        max_sequences=data.draw(st.integers(1, 5)),
+        max_tokens=32,
+        max_batched_rows=data.draw(st.sampled_from([8, 12, 13, 24, 200])),
+        max_mixed_rows=data.draw(st.sampled_from([0, 3, 4, 9, 16, 200])),
+        prefix_cache=data.draw(st.booleans()),
+    )
+    for told, each in zip(turns.run(), asked, strict=True):
+        wanted = alone(("mixed", kind), make_session(BLOCK, kind), each, max_mixed_rows=0)
+        if told.finish == "cancelled":
+            assert told.token_ids == wanted.token_ids[: len(told.token_ids)]
+        else:
+            told.check_as(wanted)
+
+
+def test_under_guidance_the_twin_rides_too() -> None:
+    decoding = Decoding(max_new_tokens=6, threshold=0.6, sampler=Sampler(cfg_scale=1.5))
+    asked = [Asked(THREE, decoding), Asked(THREE[3:], decoding, index=1, turn=2)]
+    turns = engine(asked, make_session(BLOCK, "logits"))
+    for told, each in zip(turns.run(), asked, strict=True):
+        told.check_as(alone("guided", make_session(BLOCK, "logits"), each, max_mixed_rows=0))
+    assert calls(turns, "prefill") == []
+
+
+# -- which sessions do so ----------------------------------------------------------------------------------------------
+
+RIDES = [("sdar", "dense"), ("sdar", "focus"), ("sdar", "dyllm"), ("llada2", "dense"), ("sdar_moe", "focus")]
+APART: list[tuple[str, str, dict[str, Any]]] = [
+    ("sdar", "dllm_serve", {}),  # keys of the prompt are packed
+    ("sdar", "maskkv", {"pairs": 6}),
+    ("fast_dllm_v2", "dense", {}),  # two modes
+    ("nemotron", "dense", {}),
+]
+
+
+def requests(tiny: Any, count: int = 4) -> tuple[list[list[int]], list[Decoding]]:
+    block = tiny.model.spec.block_length
+    ids = [[4 + (7 * n + at) % 40 for at in range(2 * block + 3 * n)] for n in range(count)]
+    return ids, [Decoding(max_new_tokens=block + 3, threshold=0.3, ignore_eos=True)] * count
+
+
+@pytest.mark.parametrize(("family", "recipe"), RIDES)
+def test_models_whose_steps_encode_prompts(family: str, recipe: str) -> None:
+    (tiny,) = models(None, family)
+    run = tiny.optimized(recipe)
+    assert run._session.mixes
+    ids, decodings = requests(tiny)
+    with run.engine(max_sequences=3) as engine:
+        alike = [one.token_ids for one in engine.generate(ids, decodings)]
+        assert engine.stats.mixed_rows == sum(len(p) // tiny.model.spec.block_length for p in ids) * (
+            tiny.model.spec.block_length
+        )
+        assert "prefill" not in engine.stats.rows
+    check_as_alone(run, ids, decodings, max_sequences=3, max_mixed_rows=0)
+    assert alike == [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(ids, decodings, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "recipe", "options"), APART)
+def test_models_whose_prompts_have_a_forward_of_their_own(family: str, recipe: str, options: dict[str, Any]) -> None:
+    (tiny,) = models(None, family)
+    run = tiny.optimized(recipe, **options)
+    assert not run._session.mixes
+    ids, decodings = requests(tiny)
+    with run.engine(max_sequences=3, max_mixed_rows=64) as engine:
+        engine.generate(ids, decodings)
+        assert (engine.stats.mixed_rows, engine.stats.rows["prefill"] > 0) == (0, True)
+    check_as_alone(run, ids, decodings, max_sequences=3, max_mixed_rows=64)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        InputSpec("sums", torch.float32, ("pages", "page"), reset="response"),
+        InputSpec("seen", torch.float32, ("pages_6", "page")),
+    ],
+    ids=["a response", "a window"],
+)
+def test_what_lasts_or_is_let_go_keeps_prompts_apart(kept: InputSpec) -> None:
+    """What a step keeps of a response, and a ring of pages, know no rows of a prompt among those of a step."""
+    programs = {"prefill": FakeProgram("prefill"), "step": FakeProgram("step")}
+    programs["step"].inputs |= {kept.name: kept}
+    session = BlockSession(fake_spec(BLOCK), programs)
+    assert not session.mixes
+    turns = engine([Asked(THREE, SHORT)], session)
+    check_alone(turns)
+    assert calls(turns, "prefill") == [12]
+
+
+def test_a_bidirectional_model_forwards_a_prompt_with_its_response() -> None:
+    """Its first step is part of the forward that all share, whatever the setting."""
+    (tiny,) = models(None, "llada")
+    run = tiny.optimized("fast_dllm")
+    assert not run._session.mixes
+    ids, decodings = requests(tiny)
+    with run.engine(max_sequences=4) as engine:
+        engine.generate(ids, decodings)
+        assert (engine.stats.mixed_rows, list(engine.stats.rows)) == (0, ["step"])
+    check_as_alone(run, ids, decodings, max_sequences=4)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, True, "many"])
+def test_wrong_values(wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"max_mixed_rows must be a whole number, at least 0 \(every prompt .*\), got"):
+        EngineSettings(max_mixed_rows=wrong)
+
+
+def test_there_is_no_more_room_for_prompts_than_steps_leave() -> None:
+    rooms = {rows: engine([], max_batched_rows=rows).driver.shape.mixed for rows in (8, 12, 100, 5000)}
+    assert rooms == {8: 0, 12: 4, 100: 92, 5000: MIXED}
+    assert engine([], max_mixed_rows=7).driver.shape.mixed == 7
