@@ -146,21 +146,31 @@ def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> 
     return found
 
 
-def concurrency(run: Run, test: LoadTest, policy: str, clients: Sequence[int], each: int) -> None:
-    """Closed loops, in which every client has so many requests, one after the other."""
+def concurrency(
+    run: Run, test: LoadTest, policy: str, clients: Sequence[int], each: int, mixed: Sequence[int | None]
+) -> None:
+    """Closed loops, in which every client has so many requests, one after the other; of each number of clients one for
+    each bound of the prompts' rows in a step.
+    """
     rows: list[list[Cell]] = []
     base: Summary | None = None
     device = Device(test.optimized.captured.device)
-    for count in clients:
-        if run.late(f"{count} clients"):
+    arms = [(count, rows) for count in clients for rows in mixed]
+    for count, mixed_rows in arms:
+        name = f"{count} clients" if len(mixed) == 1 else f"{count} clients, {mixed_rows} mixed rows"
+        if run.late(name):
             continue
-        found = test.run(policy, clients=count, count=max(8, each * count))
+        arm = replace(test, settings=replace(test.settings, max_mixed_rows=mixed_rows))
+        found = arm.run(policy, clients=count, count=max(8, each * count))
         base = base or found.summary
         share = products_seconds(test.optimized, found.stats, device) / found.summary.seconds
-        rows.append([count, *cells(found.summary, base), *inside(found), 100 * share])
-        run.report.data[f"{count} clients"] = {**found.to_json(), "products_share": share}
-        note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to {rows[0][0]} clients."
-        run.arm("Concurrency", ["clients", *COLUMNS, *INSIDE, "floor %"], rows, note)
+        rows.append(
+            [count, *([mixed_rows] if len(mixed) > 1 else []), *cells(found.summary, base), *inside(found), 100 * share]
+        )
+        run.report.data[name] = {**found.to_json(), "products_share": share}
+        note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to the first line."
+        columns = ["clients", *(["mixed rows"] if len(mixed) > 1 else []), *COLUMNS, *INSIDE, "floor %"]
+        run.arm("Concurrency", columns, rows, note)
 
 
 def offline(run: Run, test: LoadTest, policy: str, generate: bool) -> None:
@@ -206,6 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--each", type=int, default=4, help="requests of a client")
+    parser.add_argument(
+        "--mixed-rows", type=int, nargs="+", default=[None], help="of prompts in a step; several: an arm for each"
+    )
     args = parser.parse_args(arguments)
     policy, streams = args.policies[0], args.server_clients or args.sequences
     if "server" in args.parts:
@@ -217,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "steps": lambda: steps(run, test, args.step_tokens),
             "server": lambda: server(run, some, streams, args.rounds, 1e-3 * args.think),
             "policies": lambda: side_by_side(run, some, args.policies, args.load),
-            "clients": lambda: concurrency(run, test, policy, args.clients, args.each),
+            "clients": lambda: concurrency(run, test, policy, args.clients, args.each, args.mixed_rows),
             "offline": lambda: offline(run, test, policy, not args.no_generate),
         }
         for part in args.parts:

@@ -66,6 +66,7 @@ def ready(args: argparse.Namespace, run: Run, policy: str, clients: int) -> Load
         kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
         policy=policy,
         decoding=decoding,
+        record=args.buckets != "exact",
     )
     running = {"backend": args.backend, "buckets": args.buckets}
     with run.stage("optimize"):

@@ -155,6 +155,7 @@ def serve(
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
         pages=pages,
         prefix_cache=False if no_prefix_cache else None,
+        record=buckets != "exact",
     )
     done: list[Row] = []
     with ranks(tp, str(where)) as mesh, status("loading") as tell:
