@@ -6,7 +6,7 @@ Nothing is kept beside the graph: each function reads it as it is, after whateve
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -208,3 +208,45 @@ def embedding_of(graph: Graph) -> Node | str:
     tokens, targets = graph.input("input_ids"), (aten.embedding.default, OPS["embedding_part"].overload)
     found = [n for n in graph.calls if n.target in targets and viewed(args_of(n)[1]) is tokens]
     return found[0] if len(found) == 1 else f"{len(found)} embeddings read input_ids; expected one"
+
+
+def unit_of(linear: Node) -> Node | str | None:
+    """The product silu(gate) * up after a linear layer; why it cannot be told or replaced; None if it is no gate."""
+    if _calls(linear.users, aten.silu.default):
+        return "its result is a gate alone; run FuseProjections before it, which makes one product of gate and up"
+    for split in _calls(linear.users, aten.split_with_sizes.default):
+        silus = [silu for part in split.users for silu in _calls(part.users, aten.silu.default)]
+        if silus:
+            return _product_of_unit(linear, split, silus)
+    return None
+
+
+def _product_of_unit(linear: Node, split: Node, silus: Sequence[Node]) -> Node | str:
+    """The product of silu of the gate, one of those given, and up; or why there is none."""
+    _, sizes, *rest = args_of(split)
+    dim = rest[0] if rest else 0
+    if len(sizes) != 2 or sizes[0] != sizes[1] or dim not in (1, -1):
+        return f"it is split into {list(sizes)} along dimension {dim}, not into gate columns and as many up columns"
+    if any(args_of(args_of(silu)[0])[1] != 0 for silu in silus):
+        return "silu is of the second half; the columns of the gate must be the first"
+    silu, gate = silus[0], args_of(silus[0])[0]
+    second = [part for part in split.users if args_of(part)[1] == 1]
+    products = [(n, up) for up in second for n in _calls(silu.users, aten.mul.Tensor) if {*args_of(n)} == {silu, up}]
+    if not products:
+        return "silu of the first half is not multiplied by the second half"
+    product, up = products[0]
+    for what, value, readers in (
+        ("its result", linear, {split}),
+        ("the split", split, {gate, up}),
+        ("the gate", gate, {silu}),
+        ("silu of the gate", silu, {product}),
+        ("the second half", up, {product}),
+    ):
+        others = [user for user in value.users if user not in readers]
+        if others:
+            return f"{op_name(others[0].target)} reads {what} too, so it must stay"
+    return product
+
+
+def _calls(nodes: Iterable[Node], target: object) -> list[Node]:
+    return [node for node in nodes if node.target is target]

@@ -55,7 +55,7 @@ class LoweredProgram:
         chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
             stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
             of another number of rows.
-        fused: see `schedule`.
+        fused: see `schedule`, and `as_taken`, where it says whether units are gated.
         graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
             any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
             there are many.
@@ -83,7 +83,8 @@ class LoweredProgram:
         for what, rows in (("chunk_rows", chunk_rows), ("graph_rows", graph_rows)):
             if rows is not None and (type(rows) is not int or rows < 1):
                 raise InputError(f"{what} must be a number of rows of at least 1, or None, got {rows!r}.")
-        graph = as_taken(graph)
+        fused = graph.device.type == "cuda" if fused is None else fused
+        graph = as_taken(graph, gated=fused)
         self.graph, self.buckets, self.tuning = graph, buckets, tuning
         self.backend = compiler.backend
         if tuning is not None:

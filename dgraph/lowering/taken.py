@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
+from dgraph.linears import unit_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.stored import stored_of
@@ -48,9 +49,12 @@ def _takes(user: Node, value: Node) -> bool:
     return sum(arg is value for arg in op.values(names, args)) == sum(arg is value for arg in args) > 0
 
 
-def as_taken(graph: Graph) -> Graph:
+def as_taken(graph: Graph, gated: bool = False) -> Graph:
     """A graph whose products take rounded rows as they are rounded, and whose lookups read quantised weights as stored;
     the graph itself if there are none of either.
+
+    gated: such a product of gate and up over the packed rows of a step becomes `dgraph::rows_glu`, whose result is all
+    that is left to be rounded for the next one. Of 16 bits a library multiplies, and what follows is one kernel more.
 
         before  %6 = dgraph.round_rows(%5, 'int8')                                       f32[N, 64]
                 %7 = linear(%6, %4)                                                      f32[N, 32]
@@ -77,6 +81,12 @@ def as_taken(graph: Graph) -> Graph:
             made = graph.call(OPS["quantise_rows"], args_of(node), before=node, by=by)
             args = (*graph.parts(made, 2, by), node.meta["val"].dtype)
             graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
+    if gated and "cu_rows" in graph.inputs:
+        for node in [call for call in graph.calls if call.target is LINEAR]:
+            unit = unit_of(node) if _takes_both(graph, node) else None
+            if isinstance(unit, Node):
+                args = (*(*args_of(node), None)[:3], graph.input("cu_rows"))
+                graph.replace(unit, graph.call(OPS["rows_glu"], args, before=node, by=node.meta["by"]))
     graph.sweep()
     return graph
 
@@ -112,6 +122,12 @@ def _can_be_taken(rounded: Node) -> bool:
             if not is_taken(weight) or stored is None or stored.row_kind != kind:
                 return False
     return bool(rounded.users)
+
+
+def _takes_both(graph: Graph, node: Node) -> bool:
+    """Whether a linear layer takes rounded rows of all sequences, and a weight as it is stored."""
+    x, weight = args_of(node)[:2]
+    return x.target is _ROWS and is_taken(x) and is_taken(weight) and graph.row_set(x) == "N"
 
 
 def run_by(node: Node) -> Op | None:

@@ -212,3 +212,46 @@ def test_rounding_is_a_part_of_the_norm_or_the_activation_that_makes_the_rows() 
                 made = viewed(node.all_input_nodes[0])
                 found[op_name(made.target) if made in step.nodes else "a call"] += 1
     assert found == {"dgraph.rms_norm": 2 * last, "mul": last, "a call": last}
+
+
+def gated_unit(read: str) -> Graph:
+    """silu(gate) * up of rounded rows, gate and up by one weight in int8; or something near it."""
+    hand = Hand()
+    x, counts = hand.input("x", "N", 8), hand.input("cu_rows", "b+1", dtype=torch.int32)
+    weight = hand.weight("w", 12, 8) if read == "a weight as it is" else stored(hand, 12, 8)
+    rows = x if read == "rows as they are" else hand.call(OPS["round_rows"].overload, x, "int8")
+    both = hand.call(aten.linear.default, rows, weight)
+    gate, up = hand.graph.parts(hand.call(aten.split_with_sizes.default, both, [6, 6], 1), 2, "")
+    made = hand.call(aten.mul.Tensor, hand.call(aten.silu.default, gate), up)
+    results = {"logits": made, "counts": counts} | ({"gate": gate} if read == "the gate" else {})
+    return hand.returns(**results)
+
+
+@pytest.mark.parametrize("read", ["alone", "the gate", "a weight as it is", "rows as they are"])
+def test_gate_and_up_of_rounded_rows_are_one_call(read: str) -> None:
+    graph = gated_unit(read)
+    assert as_taken(graph).find("rows_glu") == []
+    made = as_taken(graph, gated=True)
+    assert len(made.find("rows_glu")) == (read == "alone")
+    given = {
+        "x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)),
+        "cu_rows": torch.tensor([0, 2, 4], dtype=torch.int32),
+    }
+    want, got = interpret(graph, given)["logits"], interpret(made, given)["logits"]
+    torch.testing.assert_close(got[:4], want[:4])
+    assert got[4].isnan().all() == (read == "alone"), "a row that belongs to no sequence"
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llada", "fast_dllm"), ("llada", "dense"), ("sdar", "dense")])
+def test_a_gpu_multiplies_gate_and_up_in_one_call(family: str, recipe: str) -> None:
+    """Each layer's that the recipe does not count itself; tokens are the same."""
+    (tiny,) = models(None, family)
+    made = tiny.quantised(QuantizeWeights("int8", activations=True)).optimized(recipe)
+    graph = made.phases["step"].graph
+    counted = len(graph.find("rows_glu"))
+    program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), fused=True)
+    assert len(program.graph.find("rows_glu")) == tiny.model.spec.layers
+    assert counted < tiny.model.spec.layers
+    want = made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16)
+    made._session.programs["step"] = program
+    assert made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16).token_ids == want.token_ids
