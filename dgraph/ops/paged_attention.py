@@ -145,7 +145,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     if device.type == "cuda":
         from dgraph.ops.triton.attention_tiling import share_bytes
 
-        return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, q.element_size(), device)
+        sizes = q.element_size(), k_cache.element_size()
+        return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
     values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
     if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries, and results of a sequence, too

@@ -21,7 +21,7 @@ from dgraph.ops.rows import check_heads, check_window
 from dgraph.ops.triton import attention_roles
 from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
-from dgraph.ops.triton.scales import LARGEST, check_scales, load_scales
+from dgraph.ops.triton.scales import above, check_scales, halved, load_scales
 from dgraph.ops.tuning import attention_shape, chosen
 
 
@@ -80,7 +80,8 @@ def kernel(
     keys = page_table.shape[1] * page
     tiling = tiling or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
     if tiling is None:
-        tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
+        cores, stored = multiprocessors(q.device), k_cache.element_size()
+        tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), cores, stored=stored)
     group, width, splits, parts = heads // kv_heads, power_of_two(d, 16), tiling.splits, tiling.parts
     rows = tiling.block_m // group
     q, page_table = dense_rows(q), dense_rows(page_table)
@@ -215,6 +216,10 @@ def _attend(
     if k_scale_ptr is not None:
         k_scale_ptr += head
         v_scale_ptr += head
+        q, q_by = halved(q)
+        by = scale * q_by
+    else:
+        by = tl.full([BLOCK_M], scale, tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUES], tl.float32)
@@ -229,25 +234,25 @@ def _attend(
                 part, PARTS,
             )  # fmt: skip
         if k_scale_ptr is not None:
-            k, v = k.to(q.dtype), v.to(q.dtype)
             k_by, v_by = load_scales(
                 k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, HEADS // GROUP, BLOCK_N, False
             )
-            score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+            score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
+            higher = tl.maximum(top, above(score, by, v_by))
         else:
             score = tl.dot(q, k, input_precision=PRECISION)
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
-        p = tl.exp2(score * scale - higher[:, None])
+            higher = tl.maximum(top, tl.max(score, 1) * by)
+        p = tl.exp2(score * by[:, None] - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
         if k_scale_ptr is not None:
-            p = p * v_by[None, :]
+            p, v = p * v_by[None, :], v.to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     # The others: after the plain keys, and first those before them.
     for at in tl.range(plain - (lead - first), last, BLOCK_N, num_stages=1):
         key = tl.where(at < plain, at - plain + lead, at) if origin_ptr is not None else at
-        if BULK and WIDTH > 128:  # a pointer for each number of such a tile takes more registers than there are
+        if BULK and (WIDTH > 128 or k_scale_ptr is not None):  # pointers for such a tile take too many registers
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
             v = v_blocks.load([slot, head * D + part * VALUES])
@@ -259,11 +264,10 @@ def _attend(
                 part, PARTS,
             )  # fmt: skip
         if k_scale_ptr is not None:
-            k, v = k.to(q.dtype), v.to(q.dtype)
             k_by, v_by = load_scales(
                 k_scale_ptr, v_scale_ptr, table_ptr, key, longest, PAGE, HEADS // GROUP, BLOCK_N, True
             )
-            score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+            score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
         else:
             score = tl.dot(q, k, input_precision=PRECISION)
         position = key + tl.arange(0, BLOCK_N)
@@ -271,18 +275,19 @@ def _attend(
         if origin_ptr is not None:
             seen = seen & (position[None, :] >= since[:, None])
         score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        if k_scale_ptr is not None:
+            higher = tl.maximum(top, above(score, by, v_by))
+        else:
+            higher = tl.maximum(top, tl.max(score, 1) * by)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
-        p = tl.exp2(score * scale - base[:, None])
+        p = tl.exp2(score * by[:, None] - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         if k_scale_ptr is not None:
-            p = p * v_by[None, :]
+            p, v = p * v_by[None, :], v.to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if k_scale_ptr is not None:
-        found = found / LARGEST
     e = part * VALUES + tl.arange(0, VALUES)
     inside = live[:, None] & (e < D)[None, :]
     if SPLITS == 1:

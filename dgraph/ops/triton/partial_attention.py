@@ -239,14 +239,15 @@ def _mixed(
                 )  # fmt: skip
     elif start + (tile - 1) * ROWS < end:
         first = start + (tile - 1) * ROWS
-        q, row, live, limit = queries(
-            q_ptr, order_ptr + n, limit_ptr, first, end, head, q_row, GROUP, D, WIDTH, ROWS, BLOCK_M
-        )
+        q, by, row, live, limit = queries(
+            q_ptr, order_ptr + n, limit_ptr, first, end, head, q_row, scale, GROUP, D, WIDTH, ROWS, BLOCK_M,
+            k_scale_ptr is not None,
+        )  # fmt: skip
         begin, last = tl.load(cu_changed_ptr + s), tl.load(cu_changed_ptr + s + 1)
         keys = tl.where(begin < last, keys, 0)  # without a change there is nothing to weigh
         top, total, acc = scan(
             q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, head * D,
-            k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+            k_page, k_slot, v_page, v_slot, by, k_scale_ptr, v_scale_ptr,
             PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, False,
         )  # fmt: skip
         if SPLITS > 1:
@@ -255,7 +256,7 @@ def _mixed(
             last = tl.minimum(begin + share, last)
         top, total, acc = changes(
             q, limit, top, total, k_ptr, dv_ptr + head * D, changed_ptr, room, begin, last,
-            tl.minimum(tl.max(limit), keys), dv_row, k_page, k_slot, scale, k_scale_ptr,
+            tl.minimum(tl.max(limit), keys), dv_row, k_page, k_slot, by, k_scale_ptr,
             PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, CHANGES, SPLITS, PRECISION,
         )  # fmt: skip
         leave(

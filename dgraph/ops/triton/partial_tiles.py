@@ -7,15 +7,18 @@ import triton
 import triton.language as tl
 
 from dgraph.ops.triton.paged_attention import load_keys
-from dgraph.ops.triton.scales import LARGEST, load_scales
+from dgraph.ops.triton.scales import above, halved, load_scales
 
 
 @triton.jit
 def queries(
-    q_ptr, order_ptr, limit_ptr, first, end, head, q_row,
+    q_ptr, order_ptr, limit_ptr, first, end, head, q_row, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Queries [BLOCK_M, WIDTH] of the rows in the list from `first` on, and which rows, live, limit."""
+    """Queries [BLOCK_M, WIDTH] of the rows in the list from `first` on, what their scores are multiplied by, and which
+    rows, live, limit. SCALED: keys are in float8.
+    """
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     at = first + m // GROUP
     live = (m // GROUP < ROWS) & (at < end)
@@ -23,20 +26,25 @@ def queries(
     limit = tl.load(limit_ptr + row, mask=live, other=0)
     q_at = row.to(tl.int64)[:, None] * q_row + ((head * GROUP + m % GROUP) * D)[:, None] + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    return q, row, live, limit
+    if SCALED:
+        q, q_by = halved(q)
+        by = scale * q_by
+    else:
+        by = tl.full([BLOCK_M], scale, tl.float32)
+    return q, by, row, live, limit
 
 
 @triton.jit
 def scan(
     q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, column,
-    k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+    k_page, k_slot, v_page, v_slot, by, k_scale_ptr, v_scale_ptr,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
     """Largest score and sum of the weights of each row over one share of its keys; with VALUES the sum of these.
 
-    k_scale_ptr, v_scale_ptr: scales from the KV head on, or None; the sum of values is LARGEST times as large then.
+    by: of each row, what its scores are multiplied by. k_scale_ptr, v_scale_ptr: scales from the KV head on, or None.
     """
     longest = tl.minimum(tl.max(limit), keys)
     share = tl.cdiv(tl.cdiv(longest, BLOCK_N), SPLITS) * BLOCK_N
@@ -62,8 +70,11 @@ def scan(
             score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
         else:
             score = tl.dot(q, k, input_precision=PRECISION)
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
-        p = tl.exp2(score * scale - higher[:, None])
+        if VALUES and k_scale_ptr is not None:
+            higher = tl.maximum(top, above(score, by, v_by))
+        else:
+            higher = tl.maximum(top, tl.max(score, 1) * by)
+        p = tl.exp2(score * by[:, None] - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
         if VALUES:
@@ -82,9 +93,12 @@ def scan(
             score = tl.dot(q, k, input_precision=PRECISION)
         position = key + tl.arange(0, BLOCK_N)
         score = tl.where(position[None, :] < limit[:, None], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        if VALUES and k_scale_ptr is not None:
+            higher = tl.maximum(top, above(score, by, v_by))
+        else:
+            higher = tl.maximum(top, tl.max(score, 1) * by)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
-        p = tl.exp2(score * scale - base[:, None])
+        p = tl.exp2(score * by[:, None] - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         if VALUES:
@@ -97,7 +111,7 @@ def scan(
 
 @triton.jit
 def changes(
-    q, limit, top, total, k_ptr, dv_ptr, changed_ptr, room, first, last, longest, dv_row, k_page, k_slot, scale,
+    q, limit, top, total, k_ptr, dv_ptr, changed_ptr, room, first, last, longest, dv_row, k_page, k_slot, by,
     k_scale_ptr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, CHANGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +135,7 @@ def changes(
             score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
         else:
             score = tl.dot(q, k, input_precision=PRECISION)
-        score = tl.where(position[None, :] < limit[:, None], score * scale, float("-inf"))
+        score = tl.where(position[None, :] < limit[:, None], score * by[:, None], float("-inf"))
         if SPLITS > 1:  # these keys may lie in another share
             higher = tl.maximum(top, tl.max(score, 1))
             fade = tl.exp2(top - tl.where(higher == float("-inf"), 0.0, higher))
@@ -193,14 +207,15 @@ def exactly(
     PRECISION: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """Exact attention of a tile of rows in the list."""
-    q, row, live, limit = queries(q_ptr, order_ptr, limit_ptr, first, end, head, q_row, GROUP, D, WIDTH, ROWS, BLOCK_M)
+    q, by, row, live, limit = queries(
+        q_ptr, order_ptr, limit_ptr, first, end, head, q_row, scale, GROUP, D, WIDTH, ROWS, BLOCK_M,
+        k_scale_ptr is not None,
+    )  # fmt: skip
     top, total, acc = scan(
         q, live, limit, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, keys, split, head * D,
-        k_page, k_slot, v_page, v_slot, scale, k_scale_ptr, v_scale_ptr,
+        k_page, k_slot, v_page, v_slot, by, k_scale_ptr, v_scale_ptr,
         PAGE, HEADS // GROUP, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, SPLITS, PRECISION, BULK, True,
     )  # fmt: skip
-    if k_scale_ptr is not None:
-        acc = acc / LARGEST
     leave(
         acc, top, total, row, live, head, split, slots_ptr, c_ptr, out_ptr, sums_ptr, part_ptr, mass_ptr, n,
         c_page, c_slot, False, PAGE, GROUP, HEADS, D, WIDTH, BLOCK_M, SPLITS,

@@ -88,6 +88,37 @@ def load_scaled(
 
 
 @triton.jit
+def halved(q):
+    """Queries [M, D] in bf16 as float16 over a power of two for each row, and these f32[M]; others as they are, and 1.
+
+    Keys in float8 become what queries are, and GPUs convert float8 to float16 alone: bf16 takes a second conversion of
+    each number, by the unit that also computes exp2. A row's largest magnitude becomes 2**14 or more (if it was at
+    least 2**-87), so that numbers down to its 2**-21th part keep all bits.
+    """
+    if q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.maximum(exponent, 40 << 23) - (14 << 23)
+        found = (wide * ((254 << 23) - power).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+        by = power.to(tl.float32, bitcast=True)
+    else:
+        found, by = q, tl.full([q.shape[0]], 1.0, tl.float32)
+    return found, by
+
+
+@triton.jit
+def above(score, by, v_by):
+    """A bound f32[M] of log2 of the weights times the scales of values, for scores [M, N] times `by`.
+
+    With weights relative to it what is multiplied by values is at most 1, and near that where it counts: it fits into
+    float16, whatever the scales are.
+    """
+    # By each row, in the layout of the scores: a maximum of v_by alone would make all warps meet.
+    largest = tl.max(tl.broadcast_to(v_by[None, :], score.shape), 1).to(tl.int32, bitcast=True)
+    return tl.max(score, 1) * by + ((largest >> 23) - 126).to(tl.float32)
+
+
+@triton.jit
 def load_scales(
     k_ptr, v_ptr, table_ptr, key, longest,
     PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
@@ -104,9 +135,6 @@ def load_scales(
 
 @triton.jit
 def scales_of(k_ptr, v_ptr, at, seen):
-    """f32 each: the scales of keys at places `at`, and those of values times LARGEST; zeros unless `seen`.
-
-    A weight times a scale alone may be smaller than float16 can say. What is summed up so is divided by LARGEST.
-    """
+    """f32 each: the scales of keys and values at places `at`; zeros unless `seen`."""
     k, v = tl.load(k_ptr + at, mask=seen, other=0.0), tl.load(v_ptr + at, mask=seen, other=0.0)
-    return k.to(tl.float32), v.to(tl.float32) * LARGEST
+    return k.to(tl.float32), v.to(tl.float32)

@@ -25,7 +25,7 @@ from dgraph.ops.triton import attention_tiling
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
-from dgraph.ops.triton.scales import LARGEST, check_scales, load_scales, scales_of
+from dgraph.ops.triton.scales import check_scales, halved, load_scales, scales_of
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
@@ -218,6 +218,10 @@ def _attend_kept(
         v_scale_ptr += head
         kp_scale_ptr += begin
         vp_scale_ptr += begin
+        q, q_by = halved(q)
+        by = scale * q_by
+    else:
+        by = tl.full([BLOCK_M], scale, tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -232,7 +236,7 @@ def _attend_kept(
             k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
+        top, total, acc = fold(q, k, v, True, top, total, acc, by, k_by, v_by, PRECISION, False)
 
     # Of the window, what every row of the tile sees needs no mask.
     from_block, to_block = tl.maximum(first - packed, 0) + base, tl.maximum(last - packed, 0) + base
@@ -254,7 +258,7 @@ def _attend_kept(
             )
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
+        top, total, acc = fold(q, k, v, True, top, total, acc, by, k_by, v_by, PRECISION, False)
 
     if (first <= full) & (full < last) & (full < packed):
         k, v = load_rows(kp_ptr, vp_ptr, full * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, True)
@@ -264,7 +268,7 @@ def _attend_kept(
             k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
+        top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)
     for i in tl.range(0, plain - from_block + to_block - after, num_stages=1):
         block = from_block + i
         block += tl.where(block < plain, 0, after - plain)
@@ -280,11 +284,9 @@ def _attend_kept(
             k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, slot * (HEADS // GROUP), within)
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
+        top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)
 
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if k_scale_ptr is not None:
-        found = found / LARGEST
     inside = live[:, None] & (d < D)[None, :]
     if SPLITS == 1:
         tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)

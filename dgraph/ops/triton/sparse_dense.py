@@ -17,7 +17,7 @@ from torch import Tensor
 from dgraph.ops.sparse import REPACK, REUSE
 from dgraph.ops.triton.attention_tiling import Tiling
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
-from dgraph.ops.triton.scales import LARGEST, scales_of
+from dgraph.ops.triton.scales import halved, scales_of
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
 _REUSE, _REPACK = tl.constexpr(REUSE), tl.constexpr(REPACK)
@@ -103,6 +103,11 @@ def _attend_rows(
     column = head // GROUP * D
     k_ptr += begin.to(tl.int64) * k_row + column
     v_ptr += begin.to(tl.int64) * v_row + column
+    if k_scale_ptr is not None:
+        q, q_by = halved(q)
+        by = scale * q_by
+    else:
+        by = tl.full([BLOCK_M], scale, tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -119,7 +124,7 @@ def _attend_rows(
             )
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, True, top, total, acc, scale, k_by, v_by, PRECISION, False)
+        top, total, acc = fold(q, k, v, True, top, total, acc, by, k_by, v_by, PRECISION, False)
     for block in tl.range(plain, last, num_stages=1):
         k, v = load_rows(k_ptr, v_ptr, block * BLOCK_N, count, k_row, v_row, D, WIDTH, BLOCK_N, True)
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,9 +135,7 @@ def _attend_rows(
             k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, of, key < count)
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION, True)
+        top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if k_scale_ptr is not None:
-        found = found / LARGEST
     at = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
     tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])

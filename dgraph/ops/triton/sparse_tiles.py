@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.triton.rows import power_of_two
+from dgraph.ops.triton.scales import above
 
 
 def matrices_of(k: Tensor, v: Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
@@ -55,25 +56,28 @@ def load_rows(
 
 @triton.jit
 def fold(
-    q, k, v, seen, top, total, acc, scale, k_by, v_by, PRECISION: tl.constexpr, MASKED: tl.constexpr
+    q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """One block of keys added to the largest score, the sum of the weights and the weighted values of each row.
 
-    With MASKED a row need not see all of them, or any. k_by, v_by: scales as `scales_of` gives them, or None.
+    With MASKED a row need not see all of them, or any. by: of each row, what its scores are multiplied by. k_by, v_by:
+    scales as `scales_of` gives them, or None.
     """
     if k_by is not None:
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        score = tl.dot(q, k, input_precision=PRECISION) * k_by[None, :]
+        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
     else:
         score = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         score = tl.where(seen, score, float("-inf"))
-    top, old = tl.maximum(top, tl.max(score, 1) * scale), top
+    if v_by is not None:
+        top, old = tl.maximum(top, above(score, by, v_by)), top
+    else:
+        top, old = tl.maximum(top, tl.max(score, 1) * by), top
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-    p = tl.exp2(score * scale - base[:, None])
+    p = tl.exp2(score * by[:, None] - base[:, None])
     fade = tl.exp2(old - base)
     total = total * fade + tl.sum(p, 1)
     if v_by is not None:
-        p = p * v_by[None, :]
+        p, v = p * v_by[None, :], v.to(q.dtype)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return top, total, acc

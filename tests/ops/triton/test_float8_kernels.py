@@ -22,6 +22,26 @@ def test_they_compile_for_a_gpu_that_need_not_be_there() -> None:
     assert all(lines > 100 for lines in found.values())
 
 
+@pytest.mark.parametrize(
+    ("n", "b", "heads", "page", "tile"),
+    [
+        pytest.param(32, 1, (32, 32), 128, (32, 64), id="few rows of one sequence"),
+        pytest.param(2, 1, (32, 32), 128, (16, 32), id="hardly a row"),
+        pytest.param(33, 1, (32, 32), 128, (64, 64), id="more rows of one sequence"),
+        pytest.param(576, 64, (32, 8), 128, (64, 64), id="many sequences"),
+        pytest.param(256, 64, (32, 8), 128, (64, 64), id="many sequences of few rows"),
+        pytest.param(2560, 2, (32, 8), 128, (64, 64), id="a thousand rows"),
+        pytest.param(2560, 2, (32, 8), 16, (64, 64), id="small pages"),
+    ],
+)
+def test_tiles_of_attention(n: int, b: int, heads: tuple[int, int], page: int, tile: tuple[int, int]) -> None:
+    pytest.importorskip("triton")
+    from dgraph.ops.triton.attention_tiling import tiling_for
+
+    found = tiling_for(n, b, heads, 128, page, 1280, 2, 132, stored=1)
+    assert (found.block_m, found.block_n, found.warps) == (*tile, 4)
+
+
 def test_every_number_is_rounded_to_the_nearest_ties_to_even(interpreted: Interpreter) -> None:
     """Between any two numbers of the format: their middle, and what is next to it on either side."""
     numbers = torch.arange(127, dtype=torch.uint8).view(FLOAT8).float()

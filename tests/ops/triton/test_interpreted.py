@@ -126,6 +126,17 @@ def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: in
         compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
 
 
+@pytest.mark.parametrize(("queries", "values"), [(1.0, 1.0), (1e5, 1.0), (1e-20, 1.0), (1.0, 1e-12), (1.0, 1e9)])
+def test_queries_in_bfloat16_over_keys_in_float8(interpreted: Interpreter, queries: float, values: float) -> None:
+    """Products are of float16, which has neither such queries nor such values. Scores are as large as ever."""
+    q, k_cache, v_cache, *rest = attention((9, 0, 5, 2), (70, 0, 12, 33))
+    q[0], q[1:4] = 0.0, q[1:4] * 2.0**-20  # rows of one tile, each over its own power of two
+    args = in_float8(((q * queries).bfloat16(), k_cache / queries, v_cache * values, *rest))
+    (got,) = results(interpreted, "paged_attention", args)
+    (want,) = expected("paged_attention", (args[0].float(), *args[1:]))
+    compare([got.float() / values], [want / values], 1e-2)
+
+
 @pytest.mark.parametrize(("d", "window"), [(40, 0), (64, 20)])
 @pytest.mark.parametrize(("page", "splits"), [(8, 1), (32, 3)])
 def test_parts_of_values_that_pointers_read(
