@@ -35,7 +35,9 @@ def shapes() -> dict[str, list[Shape]]:
     middle = sorted(BUCKETS, key=lambda rows: abs(rows.bit_length() - 10))
     return {
         "paged_attention": [
-            AttentionShape(rows, b, HEADS, KV_HEADS, D, PAGE, KEYS, "bfloat16") for rows in middle for b in (64, 128)
+            AttentionShape(rows, b, HEADS, KV_HEADS, D, PAGE, KEYS, "bfloat16", "bfloat16")
+            for rows in middle
+            for b in (64, 128)
         ],
         "rows_linear": [
             LinearShape(rows, d_in, d_out, "bfloat16") for rows in (512, 2048, 64, 4096) for d_in, d_out in SHAPES

@@ -35,7 +35,7 @@ class AttentionShape:
         heads, kv_heads, head_dim: of the queries and the caches.
         page: positions per page.
         keys: that a page table addresses per sequence, rounded up to a power of two.
-        dtype: of the queries, as torch names it.
+        dtype, stored: of the queries, and of keys and values, as torch names them.
     """
 
     rows: int
@@ -46,6 +46,7 @@ class AttentionShape:
     page: int
     keys: int
     dtype: str
+    stored: str
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,13 @@ def chosen(op: str, shape: Shape) -> Any | None:
     return None if choices is None else choices.tiling(op, shape)
 
 
-def attention_shape(q: Sequence[int], cache: Sequence[int], table: Sequence[int], dtype: object) -> AttentionShape:
-    """The shape of an attention, from sizes of q [N, Hq, D], a cache [pages, page, Hkv, D], the page table [b, P]."""
-    keys = 1 << max(0, table[1] * cache[1] - 1).bit_length()
-    return AttentionShape(q[0], table[0], q[1], cache[2], q[2], cache[1], keys, dtype_name(dtype))
+def attention_shape(q: Any, cache: Any, table: Any) -> AttentionShape:
+    """The shape of an attention, from sizes and dtypes of q [N, Hq, D], a cache [pages, page, Hkv, D] and its table of
+    pages [b, P].
+    """
+    (rows, heads, d), (_, page, kv_heads, _), (b, pages) = q.shape, cache.shape, table.shape
+    keys = 1 << max(0, pages * page - 1).bit_length()
+    return AttentionShape(rows, b, heads, kv_heads, d, page, keys, dtype_name(q.dtype), dtype_name(cache.dtype))
 
 
 def dtype_name(dtype: object) -> str:

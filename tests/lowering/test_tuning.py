@@ -33,7 +33,7 @@ from tests.passes.scene import Scene
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(512, 64, 32, 8, 128, 128, 4096, "bfloat16")
+SHAPE = AttentionShape(512, 64, 32, 8, 128, 128, 4096, "bfloat16", "bfloat16")
 OTHER = replace(SHAPE, rows=1024)
 OP = "paged_attention"
 SIZES = {"b+1": 5, "b": 4, "pages": 100, "page": 8, "P": 6}
@@ -272,7 +272,7 @@ def test_shapes_of_a_step(focus: dict[str, Graph]) -> None:
     found = shapes_of(focus["step"], SIZES, 24)
     spec = focus["step"].spec
     heads = spec.heads, spec.kv_heads, spec.head_dim
-    assert found[OP] == [AttentionShape(24, 4, *heads, 8, 64, "float32")], "all layers, both stages: once"
+    assert found[OP] == [AttentionShape(24, 4, *heads, 8, 64, "float32", "float32")], "all layers, both stages: once"
     assert found["lm_head"] == [LogitsShape(4, spec.vocab, "float32"), LogitsShape(5, spec.vocab, "float32")]
 
 

@@ -94,8 +94,11 @@ def test_data_of_another_form_is_refused(where: tuple[str, ...], value: object, 
 
 def test_keys_are_rounded_up_to_a_power_of_two() -> None:
     for columns, keys in ((1, 16), (3, 64), (4, 64), (5, 128)):
-        shape = attention_shape((7, 8, 32), (100, 16, 2, 32), (3, columns), torch.float16)
-        assert shape == AttentionShape(7, 3, 8, 2, 32, 16, keys, "float16")
+        q, table = torch.empty((7, 8, 32), dtype=torch.float16), torch.empty((3, columns))
+        for stored in ("float16", "float8_e4m3fn"):
+            cache = torch.empty((100, 16, 2, 32), dtype=getattr(torch, stored))
+            shape = attention_shape(q, cache, table)
+            assert shape == AttentionShape(7, 3, 8, 2, 32, 16, keys, "float16", stored)
 
 
 def test_text() -> None:

@@ -32,7 +32,8 @@ def itemsize(shape: Shape) -> int:
 def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionTiling]:
     """Tilings of paged_attention."""
     sizes = (shape.heads, shape.kv_heads), shape.head_dim, shape.page, shape.keys, itemsize(shape)
-    default = attention_tiling.tiling_for(shape.rows, shape.sequences, *sizes, multiprocessors)
+    stored = getattr(torch, shape.stored).itemsize
+    default = attention_tiling.tiling_for(shape.rows, shape.sequences, *sizes, multiprocessors, stored=stored)
     splits, n, m = default.splits, default.block_n, default.block_m
     changes: list[dict[str, Any]] = [{"splits": 2 * splits}, {"splits": splits // 2}]
     if itemsize(shape) == 2:
@@ -125,11 +126,11 @@ def _distinct(tilings: Iterable[Any]) -> list[Any]:
 
 
 def _attention_shapes(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *rest: Any) -> list[Shape]:
-    return [attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype)]
+    return [attention_shape(q, k_cache, page_table)]
 
 
 def _partial_shapes(q: Any, k_cache: Any, *rest: Any) -> list[Shape]:
-    return [attention_shape(q.shape, k_cache.shape, rest[7].shape, q.dtype)]
+    return [attention_shape(q, k_cache, rest[7])]
 
 
 def _linear_shapes(x: Any, weight: Any, *rest: Any) -> list[Shape]:

@@ -78,7 +78,7 @@ def kernel(
     if not out.numel():
         return out
     keys = page_table.shape[1] * page
-    tiling = tiling or chosen("paged_attention", attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
+    tiling = tiling or chosen("paged_attention", attention_shape(q, k_cache, page_table))
     if tiling is None:
         cores, stored = multiprocessors(q.device), k_cache.element_size()
         tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), cores, stored=stored)

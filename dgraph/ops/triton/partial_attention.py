@@ -106,7 +106,7 @@ def kernel(
     if not out.numel():
         return out, full.new_zeros(n) if flags else q.new_zeros((n, 3), dtype=torch.float32)
     keys = page_table.shape[1] * page
-    tiling = tiling or chosen(op, attention_shape(q.shape, k_cache.shape, page_table.shape, q.dtype))
+    tiling = tiling or chosen(op, attention_shape(q, k_cache, page_table))
     if tiling is None:
         tiling = tiling_for(n, b, (heads, kv_heads), d, page, keys, q.element_size(), multiprocessors(q.device))
     sizes = tiling.exact

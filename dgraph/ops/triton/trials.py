@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of
+from dgraph.ops.scales import FLOAT8
 from dgraph.ops.triton import attention_tiling, lm_head, paged_attention, partial_attention, rows_linear
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
@@ -75,12 +76,16 @@ class _Caches:
         lengths = self.cu_rows.diff().long().repeat_interleave(self.cu_rows.diff().long())
         self.positions = self.keys - lengths + torch.arange(shape.rows, device=draw.device) - starts
         self.limit = torch.full((shape.rows,), self.keys, dtype=torch.int32, device=draw.device)
-        value = draw.dtype.itemsize * shape.head_dim
+        stored: torch.dtype = getattr(torch, shape.stored)
+        value = stored.itemsize * shape.head_dim
         pool = max(1, ROOM // (2 * shape.page * shape.kv_heads * value))
         needed = b * -(-self.keys // shape.page)
         sets = max(1, min(SETS, pool // needed))
         pool = min(pool, sets * needed)
-        self.k, self.v = (draw(pool, shape.page, shape.kv_heads, shape.head_dim) for _ in range(2))
+        self.k, self.v = (draw(pool, shape.page, shape.kv_heads, shape.head_dim).to(stored) for _ in range(2))
+        self.scales: tuple[Tensor | None, Tensor | None] = None, None
+        if stored == FLOAT8:
+            self.scales = self.k[..., 0].float().abs() + 0.5, self.v[..., 0].float().abs() + 0.5
         # Where the keys do not fit into the pool, sequences share pages; still no cache holds them all.
         order = draw.order(pool).int().repeat(-(-sets * needed // pool))[: sets * needed]
         width = max(1, shape.keys // shape.page)
@@ -104,7 +109,8 @@ def attention(shape: AttentionShape, device: torch.device) -> Trial:
 
     def call(table: Tensor, tiling: attention_tiling.Tiling) -> Tensor:
         scale = shape.head_dim**-0.5
-        return paged_attention.kernel(q, held.k, held.v, table, held.cu_rows, held.limit, scale, tiling=tiling)
+        given = q, held.k, held.v, table, held.cu_rows, held.limit, scale, *held.scales
+        return paged_attention.kernel(*given, tiling=tiling)
 
     return Trial([[bound(call, table) for table in held.tables]])
 
@@ -124,7 +130,7 @@ def partial(shape: AttentionShape, device: torch.device) -> Trial:
     def call(table: Tensor, tiling: partial_attention.Tiling) -> tuple[Tensor, Tensor]:
         return partial_attention.kernel(
             q, held.k, held.v, dv, index, cu_changed, context, full, held.positions, table, held.cu_rows, held.limit,
-            shape.head_dim**-0.5, 0.99, tiling=tiling,
+            shape.head_dim**-0.5, 0.99, *held.scales, tiling=tiling,
         )  # fmt: skip
 
     return Trial([[bound(call, table) for table in held.tables]], lambda: context.copy_(before))

@@ -19,16 +19,16 @@ from tests.ops.triton.problems import attention, compare, expected, flat, headin
 MULTIPROCESSORS = 132
 
 
-def attentions(dtype: str) -> list[Shape]:
+def attentions(dtype: str, stored: str | None = None) -> list[Shape]:
     """A few rows of many sequences, many of few; pages of one block and of several; one head per group and four; heads
     of 512.
     """
     return [
-        AttentionShape(64, 64, 32, 8, 128, 32, 32768, dtype),
-        AttentionShape(512, 4, 32, 32, 128, 128, 4096, dtype),
-        AttentionShape(4096, 128, 32, 8, 128, 128, 2048, dtype),
-        AttentionShape(256, 1, 32, 8, 256, 16, 256, dtype),
-        AttentionShape(2048, 8, 16, 2, 512, 256, 2048, dtype),
+        AttentionShape(64, 64, 32, 8, 128, 32, 32768, dtype, stored or dtype),
+        AttentionShape(512, 4, 32, 32, 128, 128, 4096, dtype, stored or dtype),
+        AttentionShape(4096, 128, 32, 8, 128, 128, 2048, dtype, stored or dtype),
+        AttentionShape(256, 1, 32, 8, 256, 16, 256, dtype, stored or dtype),
+        AttentionShape(2048, 8, 16, 2, 512, 256, 2048, dtype, stored or dtype),
     ]
 
 
@@ -138,10 +138,11 @@ from dgraph.ops import OPS
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 trials.KEYS, trials.ROOM = 48, 1 << 15
-attention = AttentionShape(21, 4, 4, 2, 16, 16, 64, "float32")
+attention = AttentionShape(21, 4, 4, 2, 16, 16, 64, "float32", "float32")
+float8 = replace(attention, stored="float8_e4m3fn")
 shapes = {
-    "paged_attention": [attention, replace(attention, rows=3), replace(attention, keys=16, sequences=1)],
-    "partial_attention": [attention, replace(attention, rows=3)],
+    "paged_attention": [attention, replace(attention, rows=3), replace(attention, keys=16, sequences=1), float8],
+    "partial_attention": [attention, replace(attention, rows=3), float8],
     "partial_context": [attention],
     "rows_linear": [LinearShape(20, 32, 48, "float32"), LinearShape(1, 16, 16, "float32")],
     "lm_head": [LogitsShape(5, 100, "float32")],

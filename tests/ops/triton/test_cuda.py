@@ -303,8 +303,8 @@ def test_equal_calls_give_equal_bits() -> None:
 @pytest.mark.parametrize(
     ("op", "shape"),
     [
-        ("paged_attention", AttentionShape(300, 8, 32, 8, 128, 128, 4096, "bfloat16")),
-        ("partial_attention", AttentionShape(300, 4, 32, 32, 128, 128, 1024, "bfloat16")),
+        ("paged_attention", AttentionShape(300, 8, 32, 8, 128, 128, 4096, "bfloat16", "bfloat16")),
+        ("partial_attention", AttentionShape(300, 4, 32, 32, 128, 128, 1024, "bfloat16", "bfloat16")),
         ("rows_linear", LinearShape(512, 1024, 2048, "bfloat16")),
         ("lm_head", LogitsShape(40, 151_936, "bfloat16")),
     ],
