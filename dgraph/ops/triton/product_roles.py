@@ -28,9 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dgraph.early import starts_early
 from dgraph.ops.counters import zeros
 from dgraph.ops.triton.hopper import in_bulk, layout_of, understood
 from dgraph.ops.triton.product import _division, _live_rows, _piece, _pieces
@@ -46,6 +44,7 @@ from dgraph.ops.triton.product_cases import (
     _stages,
     _units,
 )
+from dgraph.ops.triton.rows import start_of, wait
 
 WARPS = gl.constexpr(8)
 """That multiply."""
@@ -94,14 +93,14 @@ def launch(
         largest = max(case.rows * case.columns for case in shared)
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
         part, ended = x.new_empty((programs, largest), dtype=sums), zeros(programs, x.device)
-    early = x.shape[0] <= EARLY_ROWS and starts_early(x.device)
+    start = start_of(x.device) if x.shape[0] <= EARLY_ROWS else {"EARLY": False}
     sizes = tuple((case.above, case.up_to, case.rows, case.columns, case.splits) for case in choices)
     _multiply_in_roles[(programs,)](
         *boxes, out if bias is None else bias, out, part, ended, *((out, out) if scales is None else scales[:2]),
         out if cu_rows is None else cu_rows, 0 if cu_rows is None else cu_rows.shape[0] - 1,
         x.shape[0], out.shape[1], x.shape[1], sizes, group, programs,
-        cu_rows is not None, 0 if scales is None else scales[2], bias is not None, pair, early,
-        num_warps=WARPS.value, **({"launch_pdl": True} if early else {}),
+        cu_rows is not None, 0 if scales is None else scales[2], bias is not None, pair,
+        num_warps=WARPS.value, **start,
     )  # fmt: skip
 
 
@@ -120,9 +119,7 @@ def _multiply_in_roles(
     COUNTED: gl.constexpr, HIGH: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """HIGH: rows of the weight that share a scale; 0 where there are none."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait(EARLY)
     rows = _live_rows(cu_ptr, b, n) if COUNTED else n
     held = gl.allocate_shared_memory(x_boxes.dtype, [BOXES, BOX, x_boxes.block_shape[1]], x_boxes.layout)
     full = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())

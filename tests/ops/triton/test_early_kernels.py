@@ -137,7 +137,7 @@ def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is placed while what makes its rows still runs."""
-    from dgraph.ops.triton import product_roles
+    from dgraph.ops.triton import rows as starting
     from dgraph.ops.triton.hopper import understood
     from dgraph.ops.triton.linear import kernel as linear
 
@@ -170,7 +170,7 @@ def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: p
     for rows in (1, 16, 17, 32, 64):
         early = captured(rows)
         with monkeypatch.context() as patch:
-            patch.setattr(product_roles, "starts_early", lambda device: False)
+            patch.setattr(starting, "starts_early", lambda device: False)
             late = captured(rows)
         assert late[0].isfinite().all()
         assert late[0].any()
