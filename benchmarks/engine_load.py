@@ -27,6 +27,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from benchmarks import engine_steps, server_load
@@ -154,22 +155,19 @@ def concurrency(
     """
     rows: list[list[Cell]] = []
     base: Summary | None = None
-    device = Device(test.optimized.captured.device)
-    arms = [(count, rows) for count in clients for rows in mixed]
-    for count, mixed_rows in arms:
-        name = f"{count} clients" if len(mixed) == 1 else f"{count} clients, {mixed_rows} mixed rows"
+    device, several = Device(test.optimized.captured.device), len(mixed) > 1
+    columns = ["clients", *["mixed rows"] * several, *COLUMNS, *INSIDE, "floor %"]
+    for count, mixed_rows in product(clients, mixed):
+        name = f"{count} clients, {mixed_rows} mixed rows" if several else f"{count} clients"
         if run.late(name):
             continue
         arm = replace(test, settings=replace(test.settings, max_mixed_rows=mixed_rows))
         found = arm.run(policy, clients=count, count=max(8, each * count))
         base = base or found.summary
         share = products_seconds(test.optimized, found.stats, device) / found.summary.seconds
-        rows.append(
-            [count, *([mixed_rows] if len(mixed) > 1 else []), *cells(found.summary, base), *inside(found), 100 * share]
-        )
+        rows.append([count, *[mixed_rows] * several, *cells(found.summary, base), *inside(found), 100 * share])
         run.report.data[name] = {**found.to_json(), "products_share": share}
         note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to the first line."
-        columns = ["clients", *(["mixed rows"] if len(mixed) > 1 else []), *COLUMNS, *INSIDE, "floor %"]
         run.arm("Concurrency", columns, rows, note)
 
 

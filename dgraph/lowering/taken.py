@@ -53,9 +53,6 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
     """A graph whose products take rounded rows as they are rounded, and whose lookups read quantised weights as stored;
     the graph itself if there are none of either.
 
-    gated: such a product of gate and up over the packed rows of a step becomes `dgraph::rows_glu`, whose result is all
-    that is left to be rounded for the next one. Of 16 bits a library multiplies, and what follows is one kernel more.
-
         before  %6 = dgraph.round_rows(%5, 'int8')                                       f32[N, 64]
                 %7 = linear(%6, %4)                                                      f32[N, 32]
         after   %6, %7 = dgraph.quantise_rows(%5, 'int8')                                (i8[N, 64], f32[N, 1])
@@ -63,6 +60,10 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
                 %9 = linear(%8, %4)                                                      f32[N, 32]
 
     Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
+
+    gated: a product of gate and up that takes the packed rows of a step so becomes `dgraph::rows_glu`, whose result is
+    all that is left to be rounded for the next one. Rows of 16 bits a library multiplies; their activation stays a
+    kernel of its own.
     """
     if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
