@@ -129,7 +129,7 @@ class BlockCausalState(OwnBlockState):
     def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
         live = self.live()
         block, width = self.block, live.shape[1]
-        index, cu_rows = packed(live, capacity)
+        index, cu_rows = packed(live, capacity, self.most_mixed)
         real = index >= 0
         index = index.clamp(min=0)
         sequence, column = index // width * real, (index % width - self.most_mixed) * real

@@ -146,14 +146,20 @@ def choose(sequences: Tensor | bool, value: Tensor, other: Tensor) -> Tensor:
     return torch.where(sequences.view(-1, *(1,) * (value.dim() - 1)), value, other)
 
 
-def packed(live: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def packed(live: Tensor, capacity: int, prompts: int = 0) -> tuple[Tensor, Tensor]:
     """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 after them; i32[b+1]: where those
     of each sequence begin, and where the last one's end. live bool[b, W].
 
-    Where more than `capacity` are set, the others are left out.
+    Where more than `capacity` are set, the others are left out. prompts: so many columns at the left hold rows of
+    prompts, of which those next to the other columns are set. They are counted without a running sum: over as many
+    columns as these can be, Inductor would make it in parts on a GPU, and fails to.
     """
     cu_rows = offsets_of(live.sum(dim=1))
-    row = cu_rows[:-1, None] + live.cumsum(dim=1) - 1
+    place = live[:, prompts:].cumsum(dim=1) - 1
+    if prompts:
+        own = live[:, :prompts].sum(dim=1, keepdim=True)
+        place = torch.cat([torch.arange(-prompts, 0, device=live.device) + own, place + own], dim=1)
+    row = cu_rows[:-1, None] + place
     return inverse(torch.where(live & (row < capacity), row, -1).flatten(), capacity), cu_rows
 
 
