@@ -72,7 +72,7 @@ def serve(
         typer.Option(
             help="Rows of prompts that one step encodes with the blocks of all requests (block-causal models); 0 gives "
             "every prompt a forward of its own.",
-            show_default="512 on a CPU, 0 on a GPU",
+            show_default="512",
             rich_help_panel=ENGINE,
         ),
     ] = None,

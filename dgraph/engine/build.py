@@ -31,11 +31,10 @@ TOKENS = 4096
 """Positions of a sequence at most, if the caller does not say and the model has more."""
 ROWS = 8192
 """Rows of a step at most, if the caller does not say and no request needs more."""
-MIXED = {"cpu": 512}
-"""Rows of prompts of a step at most, by type of device, if the caller does not say; none elsewhere. What they save is
-reading the weights once more: 4 ms of an 8B model on an H200, where a forward of 256 rows takes 6 ms, one of 512 rows
-11 and one of 1,024 rows 21 (see `LLADA_8B_H200`). On a GPU, where steps of more rows need more CUDA graphs, it has not
-been measured yet, so there it is to be asked for.
+MIXED_ROWS = 512
+"""Rows of prompts of a step at most, if the caller does not say. What they save is reading the weights once more: 4 ms
+of an 8B model on an H200, where a forward of 256 rows takes 6 ms, one of 512 rows 11 and one of 1,024 rows 21 (see
+`LLADA_8B_H200`).
 """
 CPU_BYTES = 1 << 30
 """Memory of keys and values on a CPU, if the caller does not say."""
@@ -50,10 +49,10 @@ class EngineSettings:
         max_tokens: positions of a request, prompt and response together; default 4096, or what the model has.
         max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
         max_mixed_rows: rows of prompts in one step, of all requests together, at most what max_batched_rows leaves
-            beside two blocks; 0 for none, which is the default on a GPU; on a CPU it is 512. Prompts of a block-causal
-            model that wait are encoded with their first steps, in the forward that all requests share, if they are no
-            more rows than that, and steps have room for them. Else they get a forward of their own, as all do where
-            steps cannot encode them (see `BlockSession.mixes`). Other models forward a prompt with its response anyway.
+            beside two blocks; 0 for none; default 512. Prompts of a block-causal model that wait are encoded with their
+            first steps, in the forward that all requests share, if they are no more rows than that, and steps have room
+            for them. Else they get a forward of their own, as all do where steps cannot encode them (see
+            `BlockSession.mixes`). Other models forward a prompt with its response anyway.
         max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of the others goes to keys
             and values.
         kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
@@ -182,7 +181,7 @@ def build_driver(
     limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES)
     scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.policy, queue=settings.queue, costs=costs)
     columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
-    mixed = MIXED.get(kind, 0) if settings.max_mixed_rows is None else settings.max_mixed_rows
+    mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed)
     whole = causal and session.packed is None

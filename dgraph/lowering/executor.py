@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class LoweredProgram:
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
-        self._bound = [(n, slot, spec.dtype, spec.per == "row") for n, (slot, spec) in self._inputs.items()]
+        self._given = [(n, slot, spec.dtype, spec.per == "row") for n, (slot, spec) in self._inputs.items()]
         steps: list[list[Step]] = []
         self._cuts: list[Cut | None] = []
         for stage in self.stages:
@@ -143,18 +144,17 @@ class LoweredProgram:
     @torch.no_grad()
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
         """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
-        slots, rowed = Slots(self._template), dict[str, tuple[Slot, Tensor]]()
-        for name, slot, dtype, by_row in self._bound:
+        slots, least = Slots(self._template), ("", math.inf)
+        for name, slot, dtype, by_row in self._given:
             value = inputs.get(name)
             if value is None:
                 raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
             if value.dtype != dtype:
                 raise LoweringError(f"input {name!r} is {value.dtype}, expected {dtype}.")
-            if by_row:
-                rowed[name] = slot, value
-            else:
-                slots[slot] = value
-        return partial(self._on, rowed, slots, self._runners[0](slots))
+            if by_row and len(value) < least[1]:
+                least = name, len(value)
+            slots[slot] = value
+        return partial(self._on, slots, least, self._runners[0](slots))
 
     def calls(self) -> tuple[Step, ...]:
         """The steps that call an op, in order, those within chunks of rows included."""
@@ -197,19 +197,11 @@ class LoweredProgram:
                 slots[cut.index] = slots[cut.index][:rows]
 
     @torch.no_grad()
-    def _on(
-        self, rowed: Mapping[str, tuple[Slot, Tensor]], slots: Slots, first: Callable[[int], None], rows: int
-    ) -> ProgramResult:
-        """Run on so many live rows; rowed: by name, the inputs that have them, and their slots."""
+    def _on(self, slots: Slots, least: tuple[str, float], first: Callable[[int], None], rows: int) -> ProgramResult:
+        """Run on so many live rows; least: the input with the fewest rows, and how many."""
+        if least[1] < rows:
+            raise LoweringError(f"input {least[0]!r} has {least[1]} rows, expected at least {rows}.")
         padded = self.buckets(rows)
-        for name, (slot, value) in rowed.items():
-            if (held := len(value)) != padded:
-                if held < rows:
-                    raise LoweringError(f"input {name!r} has {held} rows, expected at least {rows}.")
-                if held < padded:
-                    value = torch.cat([value, value.new_zeros(padded - held, *value.shape[1:])])
-                value = value[:padded]
-            slots[slot] = value
         if self.tuning is None:
             return self._run(slots, first, rows, padded)
         if self.tuning.is_open:
@@ -236,8 +228,9 @@ class LoweredProgram:
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
 
     def _sizes(self, slots: Slots) -> dict[str, int]:
-        """The symbols in the declared sizes of the inputs, and what they are now."""
-        sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in self._inputs.values())
+        """The symbols in the declared sizes of the inputs, and what they are now; but for those of rows."""
+        others = ((slot, spec) for slot, spec in self._inputs.values() if spec.per != "row")
+        sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in others)
         return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
 
     def _number(self, node: Node | None) -> Slot:
@@ -279,6 +272,7 @@ class LoweredProgram:
         weights = {slot for slot, value in enumerate(self._template) if value is not None}
         caches = {slot for slot, spec in self._inputs.values() if spec.in_place}
         given = {slot for slot, _ in self._inputs.values()} - caches
+        rowed = frozenset(slot for slot, spec in self._inputs.values() if spec.per == "row")
         lowered: list[LoweredStage] = []
         for i, (stage, mine, cut) in enumerate(zip(self.stages, steps, self._cuts, strict=True)):
             later = {slot for part in steps[i + 1 :] for slot in read_by(part)}
@@ -305,6 +299,7 @@ class LoweredProgram:
                     bridge=bridge,
                     steps=body,
                     inputs=tuple(sorted(inputs)),
+                    rowed=frozenset() if before else rowed,
                     in_place=frozenset(inputs & caches),
                     sources=frozenset((gathered & inputs) - read_by(body) - numbers - caches),
                     index=before.index if before else None,

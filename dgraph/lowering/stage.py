@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from dgraph.lowering.steps import AnyStep, Slots, Step
 from dgraph.ops.per_stage import one_stage
@@ -19,6 +21,8 @@ class LoweredStage:
         bridge: steps at its head that gather, from values over the rows of an earlier stage, what lives on.
         steps: the others. All sizes that they make, and those that the bridge makes, depend on the stage's bucket only.
         inputs: slots that bridge or steps read and neither writes, weights left out, ascending.
+        rowed: inputs of the program with a value for each row, all of them, for the first stage; none for the others.
+            They are whole when a runner is called, and cut to the rows of the bucket when the stage has run.
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         sources: those of `inputs` that are only gathered from. Rows that no index names may hold anything there, and
             there may be any number of them.
@@ -35,6 +39,7 @@ class LoweredStage:
     bridge: tuple[Step, ...]
     steps: tuple[AnyStep, ...]
     inputs: tuple[int, ...]
+    rowed: frozenset[int]
     in_place: frozenset[int]
     sources: frozenset[int]
     index: int | None
@@ -48,11 +53,21 @@ class Runner(Protocol):
     """Runs one stage, reading and writing slots.
 
     It is called before the host reads how many rows the stage has, so that what does not depend on them is done while
-    the device still runs the stage before. It returns what runs the stage, given its bucket; the slot `index` is cut to
-    that by then.
+    the device still runs what is before it. It returns what runs the stage, given its bucket; the slot `index` is cut
+    to that by then.
     """
 
     def __call__(self, slots: Slots) -> Callable[[int], None]: ...
+
+
+def cut_rows(slots: Slots, rowed: Iterable[int], rows: int) -> None:
+    """Let these slots hold so many rows each: the first ones, and zeros after those that there are."""
+    for slot in rowed:
+        value = slots[slot]
+        if len(value) < rows:
+            slots[slot] = torch.cat([value, value.new_zeros(rows - len(value), *value.shape[1:])])
+        elif len(value) > rows:
+            slots[slot] = value[:rows]
 
 
 def run_steps(stage: LoweredStage) -> Runner:
@@ -60,6 +75,7 @@ def run_steps(stage: LoweredStage) -> Runner:
 
     def ready(slots: Slots) -> Callable[[int], None]:
         def run(rows: int) -> None:
+            cut_rows(slots, stage.rowed, rows)
             with one_stage():
                 for step in (*stage.bridge, *stage.steps):
                     step.run(slots)

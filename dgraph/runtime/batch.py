@@ -271,7 +271,8 @@ class Batch:
         foreseen = self._foreseen()
         if foreseen is not None:
             rows, whole = foreseen
-            self._launch(self._bound(whole), rows, list(self.running))
+            step = self._bound(whole)
+            self._launched(step, step.run(rows), rows, list(self.running))
             found = self._last = self._reports.read()
             self._hear(found)
             return found
@@ -285,11 +286,12 @@ class Batch:
         rows = int(found.rows.sum())
         self._flying = None
         if rows:
-            took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
             if bound is None:
                 actions = found.action.tolist()
                 bound = self._bound([slot for slot in self.running if actions[slot] != REUSE])
-            self._launch(bound, rows, took_part)
+            result = bound.run(rows)
+            took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
+            self._launched(bound, result, rows, took_part)
         self._hear(found)
         return found
 
@@ -326,10 +328,9 @@ class Batch:
         seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
         return key_sizes(seen)[-1] if self._sized else seen
 
-    def _launch(self, bound: _Bound, count: int, slots: Sequence[int]) -> None:
-        """Run the step that is packed: so many rows at most, of these slots."""
-        advance, program, inputs = self.advance, bound.program, bound.inputs
-        result, other = bound.run(count), None
+    def _launched(self, bound: _Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
+        """Take what the program of a step gives, which is launched: on so many rows at most, of these slots."""
+        advance, program, inputs, other = self.advance, bound.program, bound.inputs, None
         if self.rule.guided:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})

@@ -3,7 +3,8 @@
 A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs
 into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
 buckets of a stage use the same buffers, and all graphs of a model the same memory for what lies between: stages run one
-after another, and what a stage leaves in its buffers is read before the next step.
+after another, and what a stage leaves in its buffers is read before the next step. The first stage's inputs are copied
+whole, before the host has read how many of their rows there are: all that is left to do then is the replay.
 
 A cache that has grown lies elsewhere, so nobody will replay the graphs that read the old one: `GraphPool.keep` lets
 them go. So does a pool that is full with a graph that nobody has replayed for long.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import warn
-from dgraph.lowering.stage import LoweredStage, Runner, run_steps
+from dgraph.lowering.stage import LoweredStage, Runner, cut_rows, run_steps
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
@@ -222,17 +223,25 @@ class _Buffers:
         self._pool, self._spare = pool, spare
         self._held: dict[int, Tensor] = {}
 
-    def like(self, slot: int, value: Tensor) -> Tensor:
-        """A buffer with room for the value. One that is too small is replaced; earlier graphs keep theirs.
+    def like(self, slot: int, value: Tensor, rows: int = 0) -> Tensor:
+        """A buffer with room for the value, and for so many rows. One that is too small is replaced; earlier graphs
+        keep theirs.
 
         Where later stages read it (`spare`), the new one has twice the rows: their graphs are recorded again with it.
         """
         held = self._held.get(slot)
-        if held is None or held.shape[1:] != value.shape[1:] or len(held) < len(value):
-            rows = max(len(value), 2 * len(held) if held is not None and self._spare else 0)
+        rows = max(rows, len(value))
+        if held is None or held.shape[1:] != value.shape[1:] or len(held) < rows:
+            rows = max(rows, 2 * len(held) if held is not None and self._spare else 0)
             held = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
             self._pool.bytes += held.numel() * held.element_size()
         return held
+
+    def known(self, slot: int, value: Tensor) -> Tensor | None:
+        """The buffer that there is, if it has room for the value."""
+        held = self._held.get(slot)
+        fits = held is not None and held.shape[1:] == value.shape[1:] and len(held) >= len(value)
+        return held if fits else None
 
 
 class _GraphStage:
@@ -246,15 +255,44 @@ class _GraphStage:
         known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
         read = (*sorted(known), *stage.ahead)
         self._placed, self._given = ([s for s in read if (s in stage.in_place) is there] for there in (True, False))
+        self._whole = [slot for slot in self._given if slot not in stage.rowed]
+        self._rowed = [slot for slot in self._given if slot in stage.rowed]
+        self._unread = stage.rowed.difference(self._given)
         self._alone: dict[Hashable, _Recorded | None] = {}
         self._bridged: dict[Hashable, dict[Hashable, _Recorded | None]] = {}
         self._buffers = _Buffers(pool, spare=not stage.last)
+        self._sent: dict[int, Tensor] = {}
         self._warm = False
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
         """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step."""
         places = [slots[slot].data_ptr() for slot in self._placed]
-        return partial(self._run, slots, places, self._graphs_of_bridge(slots))
+        return partial(self._run, slots, places, self._graphs_of_bridge(slots), self._send_ahead(slots))
+
+    def _send_ahead(self, slots: Slots) -> dict[int, Tensor]:
+        """Copy what is given to the first stage, whole, into the buffers that there are; which, by slot."""
+        sent = self._sent = {}
+        if self.stage.rowed:
+            known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
+            sent = self._sent = {slot: buffer for slot, buffer in known if buffer is not None}
+            copy_all([sent[slot][: len(slots[slot])] for slot in sent], [slots[slot] for slot in sent])
+        return sent
+
+    def _send(self, copied: Mapping[int, Tensor], slots: Slots, rows: int, sent: Mapping[int, Tensor]) -> None:
+        """Copy what is given into the buffers of a bucket, but for what was sent ahead into these; rows that the bucket
+        has and nobody gives are zeros.
+        """
+        targets, sources = list[Tensor](), list[Tensor]()
+        for slot, target in copied.items():
+            if slot not in sent or not _begins(target, sent[slot]):
+                count = min(len(target), len(slots[slot]))
+                targets.append(target[:count])
+                sources.append(slots[slot][:count])
+        if targets:
+            copy_all(targets, sources)
+        for slot in self._rowed:
+            if slot in copied and len(slots[slot]) < rows:
+                copied[slot][len(slots[slot]) :].zero_()
 
     def _graphs_of_bridge(self, slots: Slots) -> dict[Hashable, _Recorded | None] | None:
         """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
@@ -277,22 +315,35 @@ class _GraphStage:
         return self._bridged.setdefault(tuple(key), {})
 
     def _run(
-        self, slots: Slots, places: list[int], bridged_graphs: dict[Hashable, _Recorded | None] | None, rows: int
+        self,
+        slots: Slots,
+        places: list[int],
+        bridged_graphs: dict[Hashable, _Recorded | None] | None,
+        sent: dict[int, Tensor],
+        rows: int,
     ) -> None:
+        if sent is not self._sent:
+            sent = {}  # the buffers have been sent something else since
         stage = self.stage
         if stage.graph_rows is not None and rows > stage.graph_rows:
             self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
             self._plain(slots)(rows)
         elif bridged_graphs is not None:
-            self._replay(bridged_graphs, rows, slots, rows, True)
+            self._replay(bridged_graphs, rows, slots, rows, True, sent)
         else:
             for gather in stage.bridge:
                 gather.run(slots)
-            key = (*places, *(slots[slot].shape for slot in self._given))
-            self._replay(self._alone, key, slots, rows, False)
+            key = (*places, rows, *(slots[slot].shape for slot in self._whole))
+            self._replay(self._alone, key, slots, rows, False, sent)
 
     def _replay(
-        self, graphs: dict[Hashable, _Recorded | None], key: Hashable, slots: Slots, rows: int, bridged: bool
+        self,
+        graphs: dict[Hashable, _Recorded | None],
+        key: Hashable,
+        slots: Slots,
+        rows: int,
+        bridged: bool,
+        sent: dict[int, Tensor],
     ) -> None:
         """Run a graph, with or without the bridge, recording it if it is not among those that there are."""
         fresh = key not in graphs
@@ -300,18 +351,19 @@ class _GraphStage:
             graphs[key] = self._record(slots, rows, bridged, partial(graphs.pop, key))
         found = graphs.get(key)
         if found is None:
+            cut_rows(slots, self.stage.rowed, rows)
             for step in self._everything if bridged else self.stage.steps:
                 step.run(slots)
             return
         self.pool.use(found.held)
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
         if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
-            if found.copied:
-                copy_all(list(found.copied.values()), [slots[slot] for slot in found.copied])
+            self._send(found.copied, slots, rows, sent)
             found.graph.replay()
         for values in (found.copied, found.outputs):
             for slot, value in values.items():
                 slots[slot] = value
+        cut_rows(slots, self._unread, rows)
         slots.fixed.update(found.buffers)
 
     def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
@@ -329,9 +381,10 @@ class _GraphStage:
                     given[slot] = buffers[slot]
             else:
                 for slot in self._given:
-                    buffers[slot] = self._buffers.like(slot, slots[slot])
-                    given[slot] = copied[slot] = buffers[slot][: len(slots[slot])]
-                copy_all(list(copied.values()), [slots[slot] for slot in copied])
+                    count = rows if slot in stage.rowed else len(slots[slot])
+                    buffers[slot] = self._buffers.like(slot, slots[slot], count)
+                    given[slot] = copied[slot] = buffers[slot][:count]
+                self._send(copied, slots, rows, {})
 
             def run() -> None:
                 own = list(given)
@@ -353,3 +406,8 @@ class _GraphStage:
         self._warm = True
         held = self.pool.hold(stage.name, rows, (slots[slot].data_ptr() for slot in stage.in_place), forget)
         return _Recorded(graph, copied, outputs, buffers, ran, held)
+
+
+def _begins(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor lies where another begins."""
+    return part.data_ptr() == whole.data_ptr()

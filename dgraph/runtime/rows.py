@@ -151,16 +151,21 @@ def packed(live: Tensor, capacity: int, prompts: int = 0) -> tuple[Tensor, Tenso
     of each sequence begin, and where the last one's end. live bool[b, W].
 
     Where more than `capacity` are set, the others are left out. prompts: so many columns at the left hold rows of
-    prompts, of which those next to the other columns are set. They are counted without a running sum: over as many
-    columns as these can be, Inductor would make it in parts on a GPU, and fails to.
+    prompts, of which those next to the other columns are set. There are many of them, so they are found by their
+    number, with nothing of their size in memory.
     """
-    cu_rows = offsets_of(live.sum(dim=1))
-    place = live[:, prompts:].cumsum(dim=1) - 1
-    if prompts:
-        own = live[:, :prompts].sum(dim=1, keepdim=True)
-        place = torch.cat([torch.arange(-prompts, 0, device=live.device) + own, place + own], dim=1)
-    row = cu_rows[:-1, None] + place
-    return inverse(torch.where(live & (row < capacity), row, -1).flatten(), capacity), cu_rows
+    width, cu_rows = live.shape[1], offsets_of(live.sum(dim=1))
+    own, others = live[:, :prompts].sum(dim=1), live[:, prompts:]
+    row = (cu_rows[:-1] + own)[:, None] + others.cumsum(dim=1) - 1
+    index = inverse(torch.where(others & (row < capacity), row, -1).flatten(), capacity)
+    if not prompts:
+        return index, cu_rows
+    index = torch.where(index >= 0, index // others.shape[1] * width + prompts + index % others.shape[1], -1)
+    number = torch.arange(capacity, device=live.device)
+    sequence = (cu_rows[1:-1, None] <= number).sum(dim=0)
+    place = number - cu_rows[sequence]
+    first = sequence * width + prompts - own[sequence] + place
+    return torch.where((place < own[sequence]) & (number < cu_rows[-1]), first, index), cu_rows
 
 
 def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int, causal: bool = False) -> StepRows:

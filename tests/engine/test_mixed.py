@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.build import MIXED, EngineSettings
+from dgraph.engine.build import MIXED_ROWS, EngineSettings
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
@@ -275,5 +275,5 @@ def test_wrong_values(wrong: Any) -> None:
 
 def test_there_is_no_more_room_for_prompts_than_steps_leave() -> None:
     rooms = {rows: engine([], max_batched_rows=rows).driver.shape.mixed for rows in (8, 12, 100, 5000)}
-    assert rooms == {8: 0, 12: 4, 100: 92, 5000: MIXED["cpu"]}
+    assert rooms == {8: 0, 12: 4, 100: 92, 5000: MIXED_ROWS}
     assert engine([], max_mixed_rows=7).driver.shape.mixed == 7

@@ -100,6 +100,7 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
         bridge=(),
         steps=(Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),),
         inputs=(0, 1),
+        rowed=frozenset({1}),
         in_place=frozenset({0}),
         sources=frozenset(),
         index=None,

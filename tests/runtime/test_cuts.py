@@ -137,6 +137,32 @@ def test_one_replay_follows_each_read(graph: Graph) -> None:
         assert ahead.count("_foreach_copy_") == len({value.dtype for value in given.values()})
 
 
+def test_nothing_but_a_replay_follows_the_number_of_rows(graph: Graph) -> None:
+    log = Log()
+    program = lower(graph, GraphPool(recorder=log.capture).runner)
+    for seed in range(3):
+        given = inputs(graph, (9, 12, 11), 5, seed)
+        run = program.bound(given)
+        log.events.clear()
+        with log:
+            run(32)
+    assert log.events[0] == "replay"
+
+
+def test_what_was_bound_before_something_else_gives_its_own(graph: Graph) -> None:
+    program, plain = lower(graph, GraphPool(recorder=Recorder).runner), lower(graph, run_steps)
+    for seed in range(3):
+        first, second = inputs(graph, (30, 25), 4, seed), inputs(graph, (9, 12), 5, 10 + seed)
+        longer = {name: torch.cat([value, value]) if len(value) == 21 else value for name, value in second.items()}
+        runs = [program.bound(given) for given in (first, longer)]
+        for run, given, rows in reversed(list(zip(runs, (first, second), (55, 21), strict=True))):
+            result, expected = run(rows), plain(given, rows)
+            assert result.rows == expected.rows
+            for name, value in expected.outputs.items():
+                live = len(value) if name == "cu_rows" else result.rows[-1]
+                assert torch.equal(result.outputs[name][:live], value[:live]), name
+
+
 # -- buffers -----------------------------------------------------------------------------------------------------
 
 

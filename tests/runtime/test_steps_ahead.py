@@ -12,6 +12,7 @@ import dgraph
 from dgraph.errors import DgraphError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.advance import Advance
@@ -91,15 +92,15 @@ def test_rows_are_foreseen_exactly(
 ) -> None:
     """A row too few would be lost, one too many is another bucket."""
     foreseen: list[int] = []
-    launch = Batch._launch
+    launched = Batch._launched
 
-    def noted(self: Batch, bound: Any, count: int, slots: Sequence[int]) -> None:
+    def noted(self: Batch, bound: Any, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
         if bool(self.advance.state.active[: len(PROMPTS)].all()):  # one that has ended unnoticed has no rows
             assert count == int(self.advance.rows.cu_rows[-1])
             foreseen.append(count)
-        launch(self, bound, count, slots)
+        launched(self, bound, result, count, slots)
 
-    monkeypatch.setattr(Batch, "_launch", noted)
+    monkeypatch.setattr(Batch, "_launched", noted)
     options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}
     session(setup_of(family), recipe, GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
     assert len(foreseen) > 4
