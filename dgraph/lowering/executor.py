@@ -20,7 +20,7 @@ from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Call, Region, Stage, schedule
+from dgraph.lowering.schedule import Call, Region, Stage, prepared
 from dgraph.lowering.stage import Cut, LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import (
     AnyStep,
@@ -37,7 +37,7 @@ from dgraph.lowering.steps import (
     read_by,
     written_by,
 )
-from dgraph.lowering.taken import arguments_of, as_taken, is_taken
+from dgraph.lowering.taken import arguments_of, is_taken
 from dgraph.lowering.tuning import Tuning
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
@@ -56,7 +56,7 @@ class LoweredProgram:
         chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
             stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
             of another number of rows.
-        fused: see `schedule`, and `as_taken`, where it says whether units are gated.
+        fused: see `prepared`.
         graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
             any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
             there are many.
@@ -84,13 +84,11 @@ class LoweredProgram:
         for what, rows in (("chunk_rows", chunk_rows), ("graph_rows", graph_rows)):
             if rows is not None and (type(rows) is not int or rows < 1):
                 raise InputError(f"{what} must be a number of rows of at least 1, or None, got {rows!r}.")
-        fused = graph.device.type == "cuda" if fused is None else fused
-        graph = as_taken(graph, gated=fused)
+        graph, self.stages = prepared(graph, fused, name)
         self.graph, self.buckets, self.tuning = graph, buckets, tuning
         self.backend = compiler.backend
         if tuning is not None:
             tuning.load(graph)
-        self.stages = schedule(graph, fused, name)
         self._numbers: dict[Node, Slot] = {}
         self._count = 0
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]

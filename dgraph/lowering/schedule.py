@@ -24,7 +24,7 @@ from torch.fx import Node
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
 from dgraph.lowering.fused import Fused, fused_of
-from dgraph.lowering.taken import inputs_of, is_taken, readers_of, run_by
+from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
 from dgraph.nodes import args_of, where
 from dgraph.ops import Op, op_of
 
@@ -81,6 +81,20 @@ class Stage:
     cut: Call | None
 
 
+def prepared(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Graph, tuple[Stage, ...]]:
+    """What runs of a graph: the graph whose products take what is stored (`as_taken`), and its stages.
+
+    Args and errors: as of `schedule`; fused says as well whether units are gated.
+    """
+    fuses = _fuses(graph, fused)
+    graph = as_taken(graph, gated=fuses)
+    return graph, schedule(graph, fuses, name)
+
+
+def _fuses(graph: Graph, fused: bool | None) -> bool:
+    return graph.device.type == "cuda" if fused is None else fused
+
+
 def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Stage, ...]:
     """Cut a graph into stages of regions and calls.
 
@@ -97,8 +111,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
         raise LoweringError(
             f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
         )
-    fuses = graph.device.type == "cuda" if fused is None else fused
-    units = _Units(graph, fused_of(graph) if fuses else {})
+    units = _Units(graph, fused_of(graph) if _fuses(graph, fused) else {})
     levels = _levels(units)
     slots = _slots(units, levels)
     stages: list[Stage] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import dgraph
 from dgraph.errors import InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.passes import Effect, Pass, Report
+from dgraph.passes import Effect, Pass, QuantizeWeights, Report
 from dgraph.recipes import RECIPES, Phase, Recipe, build
 from dgraph.text.explain import Explanation, explain
 from dgraph.views import explain as explain_view
+from tests.tiny import rewritten
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +53,19 @@ def test_stages_and_their_row_sets(focus: Explanation) -> None:
     assert suffix.calls["dgraph.paged_attention"] == 3
 
 
-def test_regions_are_those_that_are_compiled(captured: Graph, focus: Explanation) -> None:
-    compiler = RegionCompiler("eager")
-    from dgraph.lowering.executor import LoweredProgram
-
-    for phase in dgraph.rewrite(captured, focus.recipe).values():
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_regions_are_those_that_are_compiled(captured: Graph, focus: Explanation, weights: str | None) -> None:
+    phases = dgraph.rewrite(rewritten(captured, QuantizeWeights(weights, activations=bool(weights))), focus.recipe)
+    found, compiler = explain(phases, focus.recipe), RegionCompiler("eager")
+    for phase in phases.values():
         LoweredProgram(phase.graph, compiler, Buckets())
-    assert len(focus.regions) == len(compiler._functions)
-    assert sum(r.uses for r in focus.regions) == len(compiler._functions) + compiler.reused
-    assert [r.name for r in focus.regions] == list("ABCDE")[: len(focus.regions)]
-    assert {"sub", "lt", "masked_fill"} in [set(r.ops) for r in focus.regions if r.compiled], "of the eviction"
-    used = sum(n for stages in focus.stages.values() for s in stages for n in s.regions.values())
-    assert used == sum(r.uses for r in focus.regions)
+    assert len(found.regions) == len(compiler._functions)
+    assert sum(r.uses for r in found.regions) == len(compiler._functions) + compiler.reused
+    assert [r.name for r in found.regions] == list(ascii_uppercase)[: len(found.regions)]
+    assert {"sub", "lt", "masked_fill"} in [set(r.ops) for r in found.regions if r.compiled], "of the eviction"
+    used = sum(n for stages in found.stages.values() for s in stages for n in s.regions.values())
+    assert used == sum(r.uses for r in found.regions)
+    assert any("quantise_rows" in op for region in found.regions for op in region.ops) == bool(weights)
 
 
 def test_json_of_an_explanation(focus: Explanation) -> None:
