@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def found_by(module: str, **environment: str) -> dict[str, Any]:
+def found_by(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """The JSON object that a module of this folder prints, in a process whose Triton does not interpret."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"tests.ops.triton.{module}"]
+    command = [sys.executable, "-m", f"tests.ops.triton.{module}", *arguments]
     done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
