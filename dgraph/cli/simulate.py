@@ -49,7 +49,10 @@ def simulate(
     by_block: Annotated[bool, typer.Option("--by-block", help="Take pages as blocks are reached.")] = False,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 32,
     causal: Annotated[bool, typer.Option("--causal", help="A block-causal model, not a bidirectional one.")] = False,
-    mixed: Annotated[int, typer.Option(help="Rows of prompts that first steps forward, with --causal.")] = 0,
+    mixed: Annotated[
+        int | None,
+        typer.Option(help="Rows of prompts that first steps forward, with --causal.", show_default="the engine's, 512"),
+    ] = None,
     refresh_every: Annotated[int, typer.Option(help="Also a refresh every so many steps; 0 for none.")] = 0,
     commits: Annotated[
         str, typer.Option(help="Tokens that a step commits: a whole number, or drawn:MEAN.")
@@ -123,8 +126,9 @@ def _costs(path: str | None) -> CostModel:
 
 
 def _method(
-    block: int, causal: bool, mixed: int, refresh_every: int, commits: str, page: int, by_block: bool
+    block: int, causal: bool, mixed: int | None, refresh_every: int, commits: str, page: int, by_block: bool
 ) -> Method:
+    from dgraph.engine.jobs import MIXED_ROWS
     from dgraph.engine.simulate import Method
 
     kind, colon, mean = commits.partition(":")
@@ -134,6 +138,7 @@ def _method(
         per_step = 0.0
     if per_step < 1 or (colon and kind != "drawn"):
         raise InputError(f"--commits takes a whole number of tokens, or drawn:MEAN, at least 1, got {commits!r}.")
+    mixed = MIXED_ROWS * causal if mixed is None else mixed
     return Method(block, causal, refresh_every, per_step, bool(colon), page, by_block, mixed=mixed)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dgraph.engine.costs import CostModel
 from dgraph.engine.driver import Driver
 from dgraph.engine.engine import Engine
-from dgraph.engine.jobs import Budgets
+from dgraph.engine.jobs import MIXED_ROWS, Budgets
 from dgraph.engine.policies import SchedulePolicy, policy_of
 from dgraph.engine.prefix import PrefixCache
 from dgraph.engine.profile import Profile
@@ -31,11 +31,6 @@ TOKENS = 4096
 """Positions of a sequence at most, if the caller does not say and the model has more."""
 ROWS = 8192
 """Rows of a step at most, if the caller does not say and no request needs more."""
-MIXED_ROWS = 512
-"""Rows of prompts of a step at most, if the caller does not say. What they save is reading the weights once more: 4 ms
-of an 8B model on an H200, where a forward of 256 rows takes 6 ms, one of 512 rows 11 and one of 1,024 rows 21 (see
-`LLADA_8B_H200`).
-"""
 CPU_BYTES = 1 << 30
 """Memory of keys and values on a CPU, if the caller does not say."""
 

@@ -35,6 +35,12 @@ def test_json_has_all_that_was_found(run: Run) -> None:
         assert {"p99", "queue_mean", "first_mean", "fill", "tokens_per_second"} <= set(policy)
 
 
+def test_prompts_are_mixed_as_by_the_engine(run: Run) -> None:
+    told = [("--causal",), ("--causal", "--mixed", 512), ("--causal", "--mixed", 0)]
+    default, same, none = (run("simulate", "--rate", 20, *SMALL, *settings, "--json").stdout for settings in told)
+    assert default == same != none
+
+
 def test_a_trace_and_a_cost_model_from_files(run: Run) -> None:
     Path("trace.jsonl").write_text('{"arrival": 0, "prompt": 64, "new": 32}\n{"arrival": 9, "prompt": 64, "new": 32}\n')
     Path("costs.json").write_text('{"rows": [1], "seconds": [0.0], "constant": 1.0}')

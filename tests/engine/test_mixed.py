@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.build import MIXED_ROWS, EngineSettings
+from dgraph.engine.build import EngineSettings
+from dgraph.engine.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
