@@ -271,11 +271,12 @@ class _GraphStage:
 
     def _send_ahead(self, slots: Slots) -> dict[int, Tensor]:
         """Copy what is given to the first stage, whole, into the buffers that there are; which, by slot."""
-        sent = self._sent = {}
+        sent: dict[int, Tensor] = {}
         if self.stage.rowed:
             known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
-            sent = self._sent = {slot: buffer for slot, buffer in known if buffer is not None}
+            sent = {slot: buffer for slot, buffer in known if buffer is not None}
             copy_all([sent[slot][: len(slots[slot])] for slot in sent], [slots[slot] for slot in sent])
+        self._sent = sent
         return sent
 
     def _send(self, copied: Mapping[int, Tensor], slots: Slots, rows: int, sent: Mapping[int, Tensor]) -> None:
