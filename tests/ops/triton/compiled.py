@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
+"""A line of PTX that touches memory other than its arguments."""
 
 
 def found_by(module: str, *arguments: str, **environment: str) -> dict[str, Any]:

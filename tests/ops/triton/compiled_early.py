@@ -19,9 +19,7 @@ from triton.compiler import compile as compiled
 from dgraph.ops.triton.kv_write import _write
 from dgraph.ops.triton.paged_attention import _add_up, _attend
 from dgraph.private.triton import LoadedKernel, compilations, put
-from tests.ops.triton.compiled import source_of
-
-ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
+from tests.ops.triton.compiled import ACCESS, source_of
 
 
 def source(function: Any, early: bool) -> Any:

@@ -31,10 +31,10 @@ from triton.backends.compiler import GPUTarget
 
 from dgraph.lowering.traced import trace
 from dgraph.private.inductor import _for_devices, inductor_settings
+from tests.ops.triton.compiled import ACCESS
 from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
 
 GPU = torch.device("cuda", 0)
-ACCESS = re.compile(r"\b(ld|st|atom|red)\.(?!param)|\bcp\.async")
 
 
 def stand_in() -> None:
