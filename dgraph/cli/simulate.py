@@ -51,7 +51,10 @@ def simulate(
     causal: Annotated[bool, typer.Option("--causal", help="A block-causal model, not a bidirectional one.")] = False,
     mixed: Annotated[
         int | None,
-        typer.Option(help="Rows of prompts that first steps forward, with --causal.", show_default="the engine's, 512"),
+        typer.Option(
+            help="Rows of prompts that first steps forward, with --causal; 0 for none.",
+            show_default="the engine's, 512",
+        ),
     ] = None,
     refresh_every: Annotated[int, typer.Option(help="Also a refresh every so many steps; 0 for none.")] = 0,
     commits: Annotated[

@@ -229,18 +229,18 @@ class _Buffers:
 
         Where later stages read it (`spare`), the new one has twice the rows: their graphs are recorded again with it.
         """
-        held = self._held.get(slot)
-        rows = max(rows, len(value))
-        if held is None or held.shape[1:] != value.shape[1:] or len(held) < rows:
-            rows = max(rows, 2 * len(held) if held is not None and self._spare else 0)
-            held = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
-            self._pool.bytes += held.numel() * held.element_size()
-        return held
+        found = self.known(slot, value, rows)
+        if found is None:
+            held = self._held.get(slot)
+            rows = max(rows, len(value), 2 * len(held) if held is not None and self._spare else 0)
+            found = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
+            self._pool.bytes += found.numel() * found.element_size()
+        return found
 
-    def known(self, slot: int, value: Tensor) -> Tensor | None:
-        """The buffer that there is, if it has room for the value."""
+    def known(self, slot: int, value: Tensor, rows: int = 0) -> Tensor | None:
+        """The buffer that there is, if it has room for the value, and for so many rows."""
         held = self._held.get(slot)
-        fits = held is not None and held.shape[1:] == value.shape[1:] and len(held) >= len(value)
+        fits = held is not None and held.shape[1:] == value.shape[1:] and len(held) >= max(rows, len(value))
         return held if fits else None
 
 
