@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,9 @@ class InputSpec:
         layer: of packed entries, the layer whose number of entries they have.
         budgets: of the numbers of packed entries by head, how many heads' budgets these heads may use, where others
             (on other ranks) share theirs with them; 0: their own.
+        by_head: of a paged cache of one number for each head, whether a page has the numbers of all positions for one
+            head after those for another in memory, so that who reads one head finds neighbours side by side. Its
+            shape says nothing of it.
 
     Raises:
         InputError: a reset that such an input cannot have.
@@ -118,6 +121,7 @@ class InputSpec:
     initial: float = 0
     layer: int | None = None
     budgets: int = 0
+    by_head: bool = False
 
     def __post_init__(self) -> None:
         allowed = _RESETS.get("window" if self.window and self.in_place else self.per, ("step",))
@@ -136,6 +140,13 @@ class InputSpec:
         sequence), or "constant".
         """
         return _PER.get(without_window(str(self.shape[0])), "constant") if self.shape else "constant"
+
+    def empty(self, sizes: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+        """A value of those sizes, laid out as declared; what it holds is arbitrary."""
+        if not self.by_head:
+            return torch.empty(tuple(sizes), dtype=self.dtype, device=device)
+        pages, page, heads = sizes
+        return torch.empty(pages, heads, page, dtype=self.dtype, device=device).transpose(1, 2)
 
     @property
     def window(self) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 KERNELS: dict[str, frozenset[str]] = {
-    "attention": frozenset({"_attend", "_attend_in_roles", "_exact", "_mixed", "_attend_kept", "_attend_rows"}),
+    "attention": frozenset(
+        {"_attend", "_attend_in_eight_bits", "_attend_in_roles", "_exact", "_mixed", "_attend_kept", "_attend_rows"}
+    ),
     "focus": frozenset({"_list_candidates", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
     "salience": frozenset(
         {"_drift", "_update", "_read", "_write_feature", "_merge", "_describe", "_divide", "_decide"}

@@ -105,7 +105,7 @@ class DummyStep:
         shape = [size if isinstance(size, int) else sizes[without_window(size)] for size in spec.shape]
         if spec.per == "row" and spec.dtype == torch.bool:
             return torch.ones(shape, dtype=torch.bool)
-        return torch.full(shape, spec.initial, dtype=spec.dtype)
+        return spec.empty(shape).fill_(spec.initial)
 
     @cached_property
     def _row(self) -> Tensor:

@@ -21,7 +21,7 @@ several ranks hold are counted several times, and all alike, which leaves the co
 new [N, H, D]; cache [pages, page, H, D] of the same dtype, position p of sequence s at
 cache[page_table[s, p // page], p % page]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; only bool[N], the
 rows that take part, or None: all of them -> f32[N, 3] (float64 for float64). Sums in fp32 at least.
-A cache in float8_e4m3fn has `scale` f32[pages, page, H], contiguous, and is read and written with it as by kv_write.
+A cache in float8_e4m3fn has `scale` f32[pages, page, H], by head, and is read and written with it as by kv_write.
 A row that takes no part, one whose position has no page (a negative entry) and a padding row give zeros and write
 nothing. Padding rows may hold anything. A slot that was never written may hold NaN: so does the sum, then. A page that
 the cache does not have is an error in the reference and undefined in a kernel. Deterministic: a row's sums depend on

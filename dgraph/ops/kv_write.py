@@ -11,15 +11,15 @@ from torch import Tensor
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of, without_pages
 from dgraph.ops.registry import Sample, define
 from dgraph.ops.rows import placed_rows
-from dgraph.ops.scales import FLOAT8, store
+from dgraph.ops.scales import FLOAT8, by_head, store
 
 CONTRACT = """\
 Position p of sequence s lives at cache[page_table[s, p // page], p % page].
 Writes k and v [N, Hkv, D] of every live row to k_cache and v_cache [pages, page, Hkv, D], all of one dtype;
 returns nothing.
-Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], contiguous: a vector x of a row and a
-KV head is written as x / s, rounded to the nearest (ties to even), with s = max(max|x| / 448, 2**-100) in its place
-among the scales. Both are computed in fp32, from x alone.
+Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], by head (dgraph.ops.scales): a vector x
+of a row and a KV head is written as x / s, rounded to the nearest (ties to even), with s = max(max|x| / 448, 2**-100)
+in its place among the scales. Both are computed in fp32, from x alone.
 positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1].
 Padding rows write nothing and may hold anything; table entries that no row addresses are not read. The
 rows of a step address distinct slots, so the order of the writes does not matter.
@@ -64,7 +64,7 @@ def in_float8(samples: Iterable[Sample]) -> Iterator[Sample]:
 
 def _in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
     k, v, k_cache, v_cache, *where = args
-    scales = (torch.full(cache.shape[:3], 0.5) for cache in (k_cache, v_cache))
+    scales = (by_head(torch.full(cache.shape[:3], 0.5)) for cache in (k_cache, v_cache))
     return k, v, k_cache.to(FLOAT8), v_cache.to(FLOAT8), *where, *scales
 
 

@@ -21,7 +21,7 @@ what v_cache holds for the row; ties: the lower row first. Rows that adapt: thos
 `adapt` bool[N], if it is given, is True. Then v_cache takes v of every live row that is full or adapts.
 v [N, Hkv, D]; v_cache [pages, page, Hkv, D] of the same dtype, position p of sequence s at
 v_cache[page_table[s, p // page], p % page]; full bool[N]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1];
-v_cache in float8_e4m3fn has v_scale f32[pages, page, Hkv], contiguous, and is read and written with it as by kv_write;
+v_cache in float8_e4m3fn has v_scale f32[pages, page, Hkv], by head, and is read and written with it as by kv_write;
 share a float in [0, 1], share * n taken in double precision -> bool[N]; padding rows: False.
 The cosine is drift's: over all Hkv * D values of a row, in fp32 at least. One that is no number (a slot that was never
 written may hold NaN) is below all others.

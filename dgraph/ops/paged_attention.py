@@ -23,7 +23,7 @@ cache[page_table[s, p // page], p % page].
 q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N];
 origin i32[N], or None with window 0 -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
 Scores q.k * scale and sums in fp32 at least.
-Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], contiguous: a key stands for
+Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], by head: a key stands for
 k_scale times what is stored, a value for v_scale times that, multiplied in fp32 into score and weight.
 A row with limit 0, and a padding row, gives zeros. Padding rows may hold anything. A slot that no row of the
 sequence sees may hold anything, NaN included; table entries past the last page that a row sees are not read.

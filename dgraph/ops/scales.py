@@ -3,6 +3,9 @@
 The scale of a vector is its largest magnitude over the largest number of the format, so that nothing needs calibration,
 and nothing depends on other rows. Ops that take such caches take their scales as last arguments: None for caches in the
 dtype of the model.
+
+Scales [pages, page, Hkv] of a paged cache lie by head: of a page, those of all positions for one head after those for
+another, so that attention, which takes one head of many positions, reads them side by side. The shape does not tell.
 """
 
 from __future__ import annotations
@@ -23,10 +26,17 @@ LEAST = 2.0**-100
 
 
 def scaled(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., D] as float8 [..., D] and scales f32[...]; in fp32, and rounded to the nearest, ties to even."""
+    """Vectors [..., D] as float8 [..., D] and scales f32[...], those of a paged cache [pages, page, Hkv, D] by head; in
+    fp32, and rounded to the nearest, ties to even.
+    """
     wide = vectors.float()
     scale = (wide.abs().amax(-1) / LARGEST).clamp(min=LEAST)
-    return (wide / scale[..., None]).to(FLOAT8), scale
+    return (wide / scale[..., None]).to(FLOAT8), by_head(scale) if vectors.dim() == 4 else scale
+
+
+def by_head(scale: Tensor) -> Tensor:
+    """Scales [pages, page, Hkv], laid out as those of a paged cache are."""
+    return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def unscaled(stored: Tensor, scale: Tensor | None, like: torch.dtype) -> Tensor:

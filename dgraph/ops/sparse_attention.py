@@ -28,10 +28,10 @@ k_pack, v_pack [entries, D]; pack_count i32[b, Hkv]; pack_start i32[L, b]; key_p
 sequence; cu_rows i32[b+1], of the N rows; cu_keys i32[b+1], of the M key rows; limit i32[N]; window i32[b, 2];
 action i32[b] -> [N, Hq, D] in the dtype of q.
 Query head h reads KV head h // (Hq / Hkv). Scores q.k * scale and sums in fp32 at least.
-What is in float8_e4m3fn has scales, one for each vector, contiguous: the caches k_cache_scale and v_cache_scale
-f32[pages, page, Hkv], the packed caches k_pack_scale and v_pack_scale f32[entries], all of these or none; k and v,
-only with them, k_scale and v_scale f32[M, Hkv]. A vector stands for its scale times what is stored, which is
-multiplied in fp32 into score and weight.
+What is in float8_e4m3fn has scales, one for each vector: the caches k_cache_scale and v_cache_scale
+f32[pages, page, Hkv], by head (dgraph.ops.scales), the packed caches k_pack_scale and v_pack_scale f32[entries], all of
+these or none; k and v, only with them, k_scale and v_scale f32[M, Hkv], contiguous. A vector stands for its scale times
+what is stored, which is multiplied in fp32 into score and weight.
 dense=False: no sequence is DENSE or SELECT; k, v and key_positions are not read, and may have no rows.
 A row that sees nothing, and a padding row, gives zeros. Padding rows and key rows may hold anything, NaN included;
 so may entries that no head of the batch keeps, slots that no row sees, and table entries of pages that no row sees.

@@ -93,7 +93,9 @@ class CacheKV(Pass):
             dtype = KV_DTYPES[self.dtype] if self.dtype else k.meta["val"].dtype
             k_cache, v_cache = (graph.add_input(InputSpec(f"{n}_cache_{layer}", dtype, shape)) for n in "kv")
             scales = [
-                graph.add_input(InputSpec(f"{n}_scale_{layer}", torch.float32, shape[:3])) for n in "kv" if self.dtype
+                graph.add_input(InputSpec(f"{n}_scale_{layer}", torch.float32, shape[:3], by_head=True))
+                for n in "kv"
+                if self.dtype
             ]
             write = (k, v, k_cache, v_cache, positions, table, cu_rows, *scales)
             graph.call(OPS["kv_write"], write, before=node, by=report.name)

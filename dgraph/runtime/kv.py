@@ -393,7 +393,7 @@ class KVStore:
         # Zeros, not uninitialised memory: a kernel may load positions past a row's limit and weigh them by 0,
         # and 0 * NaN would reach the result.
         spec = self._specs[name]
-        return torch.zeros(pages, self.page_size, *spec.element, dtype=spec.dtype, device=self.device)
+        return spec.empty((pages, self.page_size, *spec.element), self.device).zero_()
 
 
 class Ring(KVStore):

@@ -85,14 +85,7 @@ def _attend_in_roles(
 ):  # fmt: skip
     head, tile = gl.program_id(0), gl.program_id(1)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    s = gl.to_tensor(-1)  # as `rows.sequence_at` finds it, whose vectors have no layout
-    for first in range(0, b + 1, OFFSETS):
-        i = first + gl.arange(0, OFFSETS, line)
-        start = gl.load(cu_ptr + i, mask=i <= b, other=0)
-        s += gl.sum(((start // ROWS + i <= tile) & (i <= b)).to(gl.int32), 0)
-    start = gl.load(cu_ptr + s)
-    end = gl.load(cu_ptr + s + 1, mask=s < b, other=n)
-    first_row = start + (tile - start // ROWS - s) * ROWS
+    s, first_row, end = tile_at(cu_ptr, n, b, tile, ROWS, OFFSETS)
     if first_row >= end:
         return
     seeing = gl.where(s < b, end, 0)  # padding rows see nothing
@@ -128,6 +121,22 @@ def _attend_in_roles(
         [4, 1],
         [MULTIPLYING, LOADING],
     )
+
+
+@gluon.jit
+def tile_at(cu_ptr, n, b, tile, ROWS: gl.constexpr, OFFSETS: gl.constexpr):
+    """The sequence of a tile of rows, the first of these, which may be beyond its end, and that end. As
+    `rows.sequence_at` finds it, whose vectors have no layout.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    s = gl.to_tensor(-1)
+    for first in range(0, b + 1, OFFSETS):
+        i = first + gl.arange(0, OFFSETS, line)
+        start = gl.load(cu_ptr + i, mask=i <= b, other=0)
+        s += gl.sum(((start // ROWS + i <= tile) & (i <= b)).to(gl.int32), 0)
+    start = gl.load(cu_ptr + s)
+    end = gl.load(cu_ptr + s + 1, mask=s < b, other=n)
+    return s, start + (tile - start // ROWS - s) * ROWS, end
 
 
 @gluon.jit
@@ -234,9 +243,27 @@ def _load_queries(
     """The queries of a half into shared memory, by way of registers, where they are rotated."""
     HIGH: gl.constexpr = queries.shape[0]
     SIDE: gl.constexpr = queries.shape[1] // 2
-    dtype: gl.constexpr = queries.dtype
     moved: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     m = half * HIGH + gl.arange(0, HIGH, gl.SliceLayout(1, moved))
+    left, right = queries_at(
+        m, q_ptr, cos_ptr, sin_ptr, q_row, cos_row, sin_row, head, first_row, end, GROUP, ROWS, 2 * SIDE, ROTATED
+    )
+    queries.slice(0, SIDE, 1).store(left)
+    queries.slice(SIDE, SIDE, 1).store(right)
+    fence_async_shared()
+
+
+@gluon.jit
+def queries_at(
+    m, q_ptr, cos_ptr, sin_ptr, q_row, cos_row, sin_row, head, first_row, end,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, ROTATED: gl.constexpr,
+):  # fmt: skip
+    """The two halves [M, D // 2] of the queries of stacked rows m of a tile, rotated where they are to be; zeros for
+    those that it does not have.
+    """
+    SIDE: gl.constexpr = D // 2
+    moved: gl.constexpr = m.type.layout.parent
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
     d = gl.expand_dims(gl.arange(0, SIDE, gl.SliceLayout(0, moved)), 0)
     row = first_row + m // GROUP
     live = gl.expand_dims((m // GROUP < ROWS) & (row < end), 1)
@@ -253,9 +280,7 @@ def _load_queries(
         x, y = left.to(gl.float32), right.to(gl.float32)
         left = (x * left_cos - y * left_sin).to(dtype)
         right = (y * right_cos + x * right_sin).to(dtype)
-    queries.slice(0, SIDE, 1).store(left)
-    queries.slice(SIDE, SIDE, 1).store(right)
-    fence_async_shared()
+    return left, right
 
 
 @gluon.jit

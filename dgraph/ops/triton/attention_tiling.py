@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dgraph.ops.triton import attention_float8
 from dgraph.ops.triton.attention_roles import HEAD_DIM, KEYS, ROWS
 from dgraph.ops.triton.rows import power_of_two
 
@@ -25,7 +26,7 @@ class Tiling:
         warps, stages: of the attention kernel.
         bulk: load keys with the bulk copy engine where layout and device allow.
         roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
-            allow (`attention_roles`); the sizes are for where they do not.
+            allow (`attention_roles`, `attention_float8`); the sizes are for where they do not, the shares for both.
         parts: programs that a head's values are divided among; each computes all scores.
     """
 
@@ -77,7 +78,8 @@ def tiling_for(
 
     Over keys in float8 a tile has at most 64 stacked rows and 64 keys, and 32 rows where a single sequence has no more.
     Of some 20 tiles with bulk copies that were timed on an H200 with D = 128 (32 rows of one sequence, 9 and 32 of 64
-    and 256), these are the best or within 2 % of it.
+    and 256), these are the best or within 2 % of it. Warps with roles of their own take tiles of 64 rows there, for any
+    number of rows; a block of keys takes them about as long as a share more takes whoever adds up.
 
     block_m: stacked rows of a tile, for kernels whose tiles have no parts; default: as above.
     stored: bytes of a number of keys and values; default: of queries, which is `itemsize`.
@@ -97,6 +99,8 @@ def tiling_for(
         block_m = max(block_m, power_of_two(group))
         tiles = max(b, 1) * (per_sequence * group // ROWS) * kv_heads
         roles = d == HEAD_DIM and page % KEYS == 0 and group <= ROWS and tiles >= multiprocessors
+        if stored == 1:
+            roles = d == HEAD_DIM and page % attention_float8.KEYS == 0 and group <= attention_float8.ROWS
     bulk, stages = True, 5
     if itemsize > 2:  # products of fp32 run outside of the matrix units, and take many registers
         block_m, block_n, warps, stages = max(min(block_m, 32), power_of_two(group)), 32, 4, 1
@@ -114,14 +118,19 @@ def tiling_for(
         block_m, warps, stages = max(min(block_m, 64), power_of_two(group)), 8, 2
     if wide:
         block_m, block_n, warps, stages, parts = 128, min(most, 64), 8, 2, 2 if width > 256 else 1
-    programs = max(b, 1) * -(-per_sequence // max(block_m // group, 1)) * kv_heads * parts
+    eight = roles and stored == 1
+    rows = (attention_float8.ROWS if eight else block_m) // group
+    programs = max(b, 1) * -(-per_sequence // max(rows, 1)) * kv_heads * parts
     if parts > 1:  # beside the queries there is room for 64 keys of one iteration, or 32 of two
         block_n, stages = (64, 1) if block_n == 64 and programs >= multiprocessors else (32, 2)
     room = multiprocessors * (1 if warps == 8 else 2)
 
     def cost(splits: int) -> float:
         """Rounds of programs, and the shares that must be added up."""
-        return -(-programs * splits // room) / splits * (10 + splits)
+        rounds = -(-programs * splits // room)
+        if eight:
+            return rounds * -(-keys // (attention_float8.KEYS * splits)) + (splits if splits > 1 else 0)
+        return rounds / splits * (10 + splits)
 
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)
     return Tiling(block_m, block_n, splits, warps, stages, bulk, roles, parts)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
-from dgraph.ops.triton.scales import check_scales, heads_of, load_scaled, quantised
+from dgraph.ops.triton.scales import check_scales, heads_of, load_scaled, quantised, scales_at
 
 
 def kernel(
@@ -77,7 +77,8 @@ def renew(row_ptr, slot_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def renew_scaled(
-    row_ptr, slot_ptr, scale_ptr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+    row_ptr, slot_ptr, scale_ptr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The same for a slot in float8: what it stands for, and then takes, is rounded and scaled."""
     dot, new_sum, old_sum = 0.0, 0.0, 0.0
@@ -85,14 +86,14 @@ def renew_scaled(
         head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
         at, inside = head[:, None] * D + d[None, :], (head < HEADS)[:, None] & (d < D)[None, :]
         new = tl.load(row_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        old = load_scaled(slot_ptr, scale_ptr, first >= 0, first, HEADS, SOME, D, WIDTH)
+        old = load_scaled(slot_ptr, scale_ptr, first >= 0, first, PAGE, HEADS, SOME, D, WIDTH)
         dot += tl.sum(new * old)
         new_sum += tl.sum(new * new)
         old_sum += tl.sum(old * old)
         stored, scale = quantised(new)
         tl.debug_barrier()  # as in `renew`
         tl.store(slot_ptr + at, stored.to(slot_ptr.dtype.element_ty), mask=inside)
-        tl.store(scale_ptr + head, scale, mask=head < HEADS)
+        tl.store(scale_ptr + head * PAGE, scale, mask=head < HEADS)
     return dot, new_sum, old_sum
 
 
@@ -121,9 +122,9 @@ def _sum_rows(
     if page >= 0:
         slot = page * cache_page + place * cache_slot
         if scale_ptr is not None:
-            scale_ptr += (page * PAGE + place) * HEADS
+            scale_ptr += scales_at(page, place, PAGE, HEADS)
             dot, new_sum, old_sum = renew_scaled(
-                new_ptr + row * new_row, cache_ptr + slot, scale_ptr, HEADS, SOME, D, WIDTH
+                new_ptr + row * new_row, cache_ptr + slot, scale_ptr, PAGE, HEADS, SOME, D, WIDTH
             )
         else:
             dot, new_sum, old_sum = renew(new_ptr + row * new_row, cache_ptr + slot, SIZE, BLOCK)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
-from dgraph.ops.triton.scales import check_scales, heads_of, load_scaled, quantised, store_scaled
+from dgraph.ops.triton.scales import check_scales, heads_of, load_scaled, quantised, scales_at, store_scaled
 
 
 def kernel(
@@ -61,18 +61,18 @@ def _update(
     k_at = page * k_page + position % PAGE * k_slot
     v_at = page * v_page + position % PAGE * v_slot
     if k_scale_ptr is not None:
-        slot = (page * PAGE + position % PAGE) * HEADS
-        store_scaled(k_ptr + row * k_row, k_cache_ptr + k_at, k_scale_ptr + slot, live, HEADS, SOME, D, WIDTH)
+        slot = scales_at(page, position % PAGE, PAGE, HEADS)
+        store_scaled(k_ptr + row * k_row, k_cache_ptr + k_at, k_scale_ptr + slot, live, PAGE, HEADS, SOME, D, WIDTH)
         v_cache_ptr, v_scale_ptr = v_cache_ptr + v_at, v_scale_ptr + slot
         for first in range(0, HEADS, SOME):
             head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
             at, inside = head[:, None] * D + d[None, :], (head < HEADS)[:, None] & (d < D)[None, :]
-            before = load_scaled(v_cache_ptr, v_scale_ptr, live, first, HEADS, SOME, D, WIDTH)
+            before = load_scaled(v_cache_ptr, v_scale_ptr, live, first, PAGE, HEADS, SOME, D, WIDTH)
             value = tl.load(v_ptr + row * v_row + at, mask=live & inside, other=0.0).to(tl.float32)
             stored, scale = quantised(value)
             tl.debug_barrier()  # as below
             tl.store(v_cache_ptr + at, stored.to(v_cache_ptr.dtype.element_ty), mask=live & inside)
-            tl.store(v_scale_ptr + head, scale, mask=live & (head < HEADS))
+            tl.store(v_scale_ptr + head * PAGE, scale, mask=live & (head < HEADS))
             change = stored * scale[:, None] - before
             tl.store(change_ptr + row * SIZE + at, change.to(change_ptr.dtype.element_ty), mask=inside)
         return

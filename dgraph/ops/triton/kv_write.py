@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.triton.rows import dense_rows, offsets_block, owner_of, power_of_two, start_of, wait
-from dgraph.ops.triton.scales import check_scales, heads_of, store_scaled
+from dgraph.ops.triton.scales import check_scales, heads_of, scales_at, store_scaled
 
 
 def kernel(
@@ -62,11 +62,11 @@ def _write(
     k_at = page * k_page + position % PAGE * k_slot
     v_at = page * v_page + position % PAGE * v_slot
     if k_scale_ptr is not None:
-        slot = (page * PAGE + position % PAGE) * HEADS
+        slot = scales_at(page, position % PAGE, PAGE, HEADS)
         k_ptr += row.to(tl.int64) * k_row
         v_ptr += row.to(tl.int64) * v_row
-        store_scaled(k_ptr, k_cache_ptr + k_at, k_scale_ptr + slot, row >= 0, HEADS, SOME, D, WIDTH)
-        store_scaled(v_ptr, v_cache_ptr + v_at, v_scale_ptr + slot, row >= 0, HEADS, SOME, D, WIDTH)
+        store_scaled(k_ptr, k_cache_ptr + k_at, k_scale_ptr + slot, row >= 0, PAGE, HEADS, SOME, D, WIDTH)
+        store_scaled(v_ptr, v_cache_ptr + v_at, v_scale_ptr + slot, row >= 0, PAGE, HEADS, SOME, D, WIDTH)
     else:
         for first in range(0, SIZE, BLOCK):
             at = first + tl.arange(0, BLOCK)

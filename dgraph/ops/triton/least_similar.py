@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgraph.ops.triton.compare_rows import block_of, cosine_of, place_of, renew, renew_scaled
 from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner_of, power_of_two
-from dgraph.ops.triton.scales import check_scales, heads_of
+from dgraph.ops.triton.scales import check_scales, heads_of, scales_at
 
 RANKED = 1024
 """Rows that a program looks at, or a row is compared with, at a time."""
@@ -84,8 +84,9 @@ def _compare(
         return
     slot = page * cache_page + place * cache_slot
     if scale_ptr is not None:
-        scale_ptr += (page * PAGE + place) * HEADS
-        dot, new_sum, old_sum = renew_scaled(v_ptr + row * v_row, cache_ptr + slot, scale_ptr, HEADS, SOME, D, WIDTH)
+        scale_ptr += scales_at(page, place, PAGE, HEADS)
+        row_ptr, slot_ptr = v_ptr + row * v_row, cache_ptr + slot
+        dot, new_sum, old_sum = renew_scaled(row_ptr, slot_ptr, scale_ptr, PAGE, HEADS, SOME, D, WIDTH)
     else:
         dot, new_sum, old_sum = renew(v_ptr + row * v_row, cache_ptr + slot, SIZE, BLOCK)
     tl.store(similar_ptr + row, tl.where(adapts, ranked(dot, new_sum, old_sum), 2.0))

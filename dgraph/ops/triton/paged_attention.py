@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads, check_window
-from dgraph.ops.triton import attention_roles
+from dgraph.ops.triton import attention_float8, attention_roles
 from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
 from dgraph.ops.triton.scales import above, check_scales, halved, load_scales
@@ -93,21 +93,28 @@ def kernel(
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
             return out
-    blocks = blocks_of(k_cache, v_cache, tiling.block_n, parts) if tiling.bulk else None
-    cos, sin = rotation or (q, q)
     part, mass = out, out
     if splits > 1:
         part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
         mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
-    _attend[(kv_heads * parts, splits, b + 1 + n // rows)](
-        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin, out, part, mass,
-        k_scale, v_scale, origin, window, n, b, keys, q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        scale * math.log2(math.e),
-        page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, parts, offsets_block(b),
-        "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
-        num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
-    )  # fmt: skip
+    eight = tiling.roles and origin is None and attention_float8.fits(q, k_cache)
+    wide = blocks_of(k_cache, v_cache, attention_float8.KEYS) if eight else None
+    if wide is not None and k_scale is not None and v_scale is not None:
+        scales, shares = (k_scale, v_scale), (splits, part, mass)
+        attention_float8.launch(q, wide, scales, page_table, cu_rows, limit, scale, rotation, out, shares)
+    else:
+        blocks = blocks_of(k_cache, v_cache, tiling.block_n, parts) if tiling.bulk else None
+        cos, sin = rotation or (q, q)
+        _attend[(kv_heads * parts, splits, b + 1 + n // rows)](
+            q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin,
+            out, part, mass, k_scale, v_scale, origin, window, n, b, keys,
+            q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
+            *k_cache.stride()[:3], *v_cache.stride()[:3],
+            scale * math.log2(math.e),
+            page, group, heads, d, width, rows, tiling.block_m, tiling.block_n, splits, parts, offsets_block(b),
+            "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
+            num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
+        )  # fmt: skip
     if splits > 1:
         some = min(power_of_two(heads), 8)
         grid = (n, triton.cdiv(heads, some))
@@ -214,8 +221,8 @@ def _attend(
     v_ptr += head.to(tl.int64) * v_head
     table_ptr += s.to(tl.int64) * table_row
     if k_scale_ptr is not None:
-        k_scale_ptr += head
-        v_scale_ptr += head
+        k_scale_ptr += head * PAGE
+        v_scale_ptr += head * PAGE
         q, q_by = halved(q)
         by = scale * q_by
     else:

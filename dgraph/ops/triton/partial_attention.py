@@ -180,7 +180,7 @@ def _exact(
         end = tl.sum(tl.where(i == s, start + count, 0))
         k_by_ptr, v_by_ptr = k_scale_ptr, v_scale_ptr
         if k_scale_ptr is not None:
-            k_by_ptr, v_by_ptr = k_scale_ptr + head, v_scale_ptr + head
+            k_by_ptr, v_by_ptr = k_scale_ptr + head * PAGE, v_scale_ptr + head * PAGE
         exactly(
             q_ptr, k_ptr + head.to(tl.int64) * k_head, v_ptr + head.to(tl.int64) * v_head, k_blocks, v_blocks, c_ptr,
             table_ptr + s.to(tl.int64) * table_row, order_ptr, slots_ptr, limit_ptr,
@@ -214,8 +214,8 @@ def _mixed(
     v_ptr += head.to(tl.int64) * v_head
     table_ptr += s.to(tl.int64) * table_row
     if k_scale_ptr is not None:
-        k_scale_ptr += head
-        v_scale_ptr += head
+        k_scale_ptr += head * PAGE
+        v_scale_ptr += head * PAGE
     if tile == 0:
         first, last = tl.load(offsets_ptr + s), tl.load(offsets_ptr + s + 1)
         high = (last - first) * GROUP

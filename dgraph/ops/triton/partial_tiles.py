@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dgraph.ops.triton.paged_attention import load_keys
-from dgraph.ops.triton.scales import above, halved, load_scales
+from dgraph.ops.triton.scales import above, halved, load_scales, scales_at
 
 
 @triton.jit
@@ -131,7 +131,8 @@ def changes(
         dv_at = j.to(tl.int64)[:, None] * dv_row + d[None, :]
         dv = tl.load(dv_ptr + dv_at, mask=some[:, None] & (d < D)[None, :], other=0.0)
         if k_scale_ptr is not None:
-            k_by = tl.load(k_scale_ptr + slot.to(tl.int64) * KV_HEADS, mask=some, other=0.0).to(tl.float32)
+            by_at = scales_at((slot // PAGE).to(tl.int64), slot % PAGE, PAGE, KV_HEADS)
+            k_by = tl.load(k_scale_ptr + by_at, mask=some, other=0.0).to(tl.float32)
             score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]
         else:
             score = tl.dot(q, k, input_precision=PRECISION)

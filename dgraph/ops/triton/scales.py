@@ -15,17 +15,23 @@ LARGEST, LEAST = tl.constexpr(scales.LARGEST), tl.constexpr(scales.LEAST)
 
 
 def check_scales(op: str, **pairs: tuple[Tensor, Tensor | None]) -> None:
-    """What is stored, and its scales: those of float8 must be contiguous, and one for each vector.
+    """What is stored, and its scales: one for each vector, by head in a paged cache, which has four sizes; else
+    contiguous.
 
     Raises:
         InputError: naming the op and the argument.
     """
     for name, (stored, scale) in pairs.items():
         scales.check_scale(op, stored, scale)
-        if scale is not None and (scale.shape != stored.shape[:-1] or not scale.is_contiguous()):
+        if scale is None:
+            continue
+        paged = stored.dim() == 4
+        fits = scale.shape == stored.shape[:-1]
+        if not fits or not (scale.transpose(1, 2) if paged else scale).is_contiguous():
             raise InputError(
-                f"dgraph::{op}: the scales of {name} {list(stored.shape)} must be contiguous "
-                f"{list(stored.shape[:-1])}, got {list(scale.shape)} with strides {scale.stride()}."
+                f"dgraph::{op}: the scales of {name} {list(stored.shape)} must be {list(stored.shape[:-1])} and "
+                f"{'lie by head (see dgraph.ops.scales.by_head)' if paged else 'contiguous'}, got {list(scale.shape)} "
+                f"with strides {scale.stride()}."
             )
 
 
@@ -59,10 +65,17 @@ def nearest(x):
 
 
 @triton.jit
+def scales_at(page, place, PAGE: tl.constexpr, HEADS: tl.constexpr):
+    """Where the scales of a slot begin, of which each head has one every PAGE."""
+    return page * (PAGE * HEADS) + place
+
+
+@triton.jit
 def store_scaled(
-    from_ptr, to_ptr, scale_ptr, inside, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+    from_ptr, to_ptr, scale_ptr, inside,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the HEADS vectors of a row in float8, and their scales, SOME at a time; nothing unless `inside`."""
+    """Write the HEADS vectors of a row to a slot in float8, SOME at a time, and their scales; only if `inside`."""
     d = tl.arange(0, WIDTH)
     for first in range(0, HEADS, SOME):
         head = first + tl.arange(0, SOME)
@@ -71,20 +84,20 @@ def store_scaled(
         there = live[:, None] & (d < D)[None, :]
         stored, scale = quantised(tl.load(from_ptr + at, mask=there, other=0.0).to(tl.float32))
         tl.store(to_ptr + at, stored.to(to_ptr.dtype.element_ty), mask=there)
-        tl.store(scale_ptr + head, scale, mask=live)
+        tl.store(scale_ptr + head * PAGE, scale, mask=live)
 
 
 @triton.jit
 def load_scaled(
     stored_ptr, scale_ptr, inside, first,
-    HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """f32[SOME, WIDTH]: the vectors of a slot from head `first` on, times their scales; zeros unless `inside`."""
     head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
     live = inside & (head < HEADS)
     there = live[:, None] & (d < D)[None, :]
     stored = tl.load(stored_ptr + head[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
-    return stored * tl.load(scale_ptr + head, mask=live, other=0.0).to(tl.float32)[:, None]
+    return stored * tl.load(scale_ptr + head * PAGE, mask=live, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -123,14 +136,18 @@ def load_scales(
     k_ptr, v_ptr, table_ptr, key, longest,
     PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """As `scales_of`, of the positions from `key` on; with MASKED zeros from `longest` on."""
-    position = key + tl.arange(0, BLOCK_N)
+    """As `scales_of`, of the positions from `key` on, with pointers from a KV head on; with MASKED zeros from `longest`
+    on.
+    """
+    n = tl.arange(0, BLOCK_N)
+    position = key + n
     seen = position < longest if MASKED else position >= 0
-    if PAGE % BLOCK_N == 0:
-        page = tl.load(table_ptr + key // PAGE).to(tl.int64)
+    if PAGE % BLOCK_N == 0:  # neighbours, read as such
+        at = scales_at(tl.load(table_ptr + key // PAGE).to(tl.int64), key % PAGE, PAGE, HEADS) + n
     else:
         page = tl.load(table_ptr + position // PAGE, mask=seen, other=0).to(tl.int64)
-    return scales_of(k_ptr, v_ptr, (page * PAGE + position % PAGE) * HEADS, seen)
+        at = scales_at(page, position % PAGE, PAGE, HEADS)
+    return scales_of(k_ptr, v_ptr, at, seen)
 
 
 @triton.jit

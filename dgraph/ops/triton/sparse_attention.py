@@ -25,7 +25,7 @@ from dgraph.ops.triton import attention_tiling
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
-from dgraph.ops.triton.scales import check_scales, halved, load_scales, scales_of
+from dgraph.ops.triton.scales import check_scales, halved, load_scales, scales_at, scales_of
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
 from dgraph.ops.triton.sparse_tiles import fold, load_rows, matrices_of
 
@@ -214,8 +214,8 @@ def _attend_kept(
     vp_ptr += begin.to(tl.int64) * vp_row
     table_ptr += s.to(tl.int64) * table_row
     if k_scale_ptr is not None:
-        k_scale_ptr += head
-        v_scale_ptr += head
+        k_scale_ptr += head * PAGE
+        v_scale_ptr += head * PAGE
         kp_scale_ptr += begin
         vp_scale_ptr += begin
         q, q_by = halved(q)
@@ -280,8 +280,8 @@ def _attend_kept(
         if k_scale_ptr is not None:
             within = (position >= low) & (position < longest)
             page = tl.load(table_ptr + position // PAGE, mask=within, other=0).to(tl.int64)
-            slot = page * PAGE + position % PAGE
-            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, slot * (HEADS // GROUP), within)
+            at = scales_at(page, position % PAGE, PAGE, HEADS // GROUP)
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, at, within)
         else:
             k_by, v_by = None, None
         top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)

@@ -58,6 +58,39 @@ def test_it_compiles_for_the_device_it_is_made_for() -> None:
     assert found["shared"] < 227 << 10
 
 
+@pytest.mark.release
+def test_it_compiles_for_keys_in_float8() -> None:
+    found = found_by("compiled_roles", "float8")
+    # A first block, one with a mask and one without: 4 instructions for each number of the queries; and values of each
+    # block before, and of the last: 4 of 16 keys.
+    assert found["scores"] == 3 * 2 * 4
+    assert found["products"] == found["scores"] + 3 * 4
+    assert found["loads"] == 4, "keys, values and the scales of both"
+    assert found["registers moved between roles"]
+    assert 2 * found["shared"] < 227 << 10, "two programs on a multiprocessor"
+    assert found["stack"] == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "b", "heads", "d", "page", "roles", "splits"),
+    [
+        pytest.param(32, 1, (32, 32), 128, 128, True, 3, id="one sequence"),
+        pytest.param(144, 16, (32, 8), 128, 64, True, 2, id="a few rows that were kept"),
+        pytest.param(576, 64, (32, 8), 128, 128, True, 1, id="many sequences"),
+        pytest.param(32, 1, (32, 32), 128, 32, False, 8, id="small pages"),
+        pytest.param(32, 1, (32, 32), 64, 128, False, 8, id="other heads"),
+        pytest.param(1, 1, (128, 1), 128, 128, False, 8, id="a group larger than a tile"),
+    ],
+)
+def test_when_it_is_planned_for_keys_in_float8(
+    n: int, b: int, heads: tuple[int, int], d: int, page: int, roles: bool, splits: int
+) -> None:
+    from dgraph.ops.triton.attention_tiling import tiling_for
+
+    found = tiling_for(n, b, heads, d, page, 1088, 2, HOPPER, stored=1)
+    assert (found.roles, found.splits) == (roles, splits)
+
+
 @pytest.mark.parametrize(
     ("n", "b", "heads", "d", "page", "itemsize", "sizes"),
     [
@@ -150,3 +183,29 @@ def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     assert blocks_of(there[1], there[2], attention_roles.KEYS) is not None
     got = kernel(*there, tiling=Tiling(64, 64, 1, 4, 5, roles=True), rotation=cos_sin)
     compare([got[:live]], [want[0][:live]], 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_on_a_gpu_with_keys_in_float8(case: str, rotated: bool, splits: int) -> None:
+    from dgraph.ops.paged_attention import in_float8
+    from dgraph.ops.triton import attention_float8, hopper
+    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.triton.paged_attention import blocks_of, kernel
+
+    counts, lengths, heads = CASES[case]
+    q, *rest = in_float8(attention(counts, lengths, page=128, heads=heads, d=128, seed=len(case)))
+    q, live = q.to(torch.bfloat16), int(rest[3][-1])
+    angle = torch.rand(len(q), 1, q.shape[2] // 2).mul(6).repeat(1, 1, 2)
+    rotation = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+    turned = OPS["rope"].reference(q, *rotation) if rotated else q
+    (want,) = expected("paged_attention", (turned.float(), *rest))
+    there, cos_sin = moved((q, *rest), "cuda"), moved(rotation, "cuda") if rotated else None
+    if not hopper.understood(there[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    assert attention_float8.fits(there[0], there[1])
+    assert blocks_of(there[1], there[2], attention_float8.KEYS) is not None
+    got = kernel(*there, tiling=Tiling(64, 64, splits, 4, 5, roles=True), rotation=cos_sin)
+    compare([got[:live]], [want[:live]], 2e-2)
