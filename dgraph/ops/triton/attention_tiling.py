@@ -79,7 +79,8 @@ def tiling_for(
     Over keys in float8 a tile has at most 64 stacked rows and 64 keys, and 32 rows where a single sequence has no more.
     Of some 20 tiles with bulk copies that were timed on an H200 with D = 128 (32 rows of one sequence, 9 and 32 of 64
     and 256), these are the best or within 2 % of it. Warps with roles of their own take tiles of 64 rows there, for any
-    number of rows; a block of keys takes them about as long as a share more takes whoever adds up.
+    number of rows. To add up a share of one sequence takes about as long as they take for half a block of keys, and to
+    write and read its sums, of 128 KB of numbers, for another half.
 
     block_m: stacked rows of a tile, for kernels whose tiles have no parts; default: as above.
     stored: bytes of a number of keys and values; default: of queries, which is `itemsize`.
@@ -118,7 +119,7 @@ def tiling_for(
         block_m, warps, stages = max(min(block_m, 64), power_of_two(group)), 8, 2
     if wide:
         block_m, block_n, warps, stages, parts = 128, min(most, 64), 8, 2, 2 if width > 256 else 1
-    eight = roles and stored == 1
+    eight, adding = roles and stored == 1, (1 + n * heads[0] * d / (1 << 17)) / 2
     rows = (attention_float8.ROWS if eight else block_m) // group
     programs = max(b, 1) * -(-per_sequence // max(rows, 1)) * kv_heads * parts
     if parts > 1:  # beside the queries there is room for 64 keys of one iteration, or 32 of two
@@ -129,7 +130,7 @@ def tiling_for(
         """Rounds of programs, and the shares that must be added up."""
         rounds = -(-programs * splits // room)
         if eight:
-            return rounds * -(-keys // (attention_float8.KEYS * splits)) + (splits if splits > 1 else 0)
+            return rounds * -(-keys // (attention_float8.KEYS * splits)) + (splits > 1) * splits * adding
         return rounds / splits * (10 + splits)
 
     splits = min(range(1, max(1, min(16, keys // 128)) + 1), key=cost)

@@ -17,7 +17,6 @@ from dgraph.ops.triton import attention_float8, attention_roles, hopper
 from tests.ops.triton.compiled import source_of
 from tests.ops.triton.compiled_vocabulary import stack
 
-
 CONSTANTS: dict[str, Any] = {"PAGE": 128, "GROUP": 4, "HEADS": 32, "D": 128, "OFFSETS": 32, "ROTATED": True}
 """Queries that are rotated, four heads on one of K and V."""
 TYPES = {
