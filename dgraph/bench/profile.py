@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -63,11 +63,29 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What the kernels of a name take of a step.
+
+    Attributes:
+        name: theirs.
+        group: theirs; of those in several, the one that took longest.
+        calls: per step.
+        ms: milliseconds per step, of all together.
+    """
+
+    name: str
+    group: str
+    calls: float
+    ms: float
+
+
+@dataclass(frozen=True)
 class Profile:
     """A few steps on a GPU.
 
     Attributes:
         steps: how many.
+        kernels: what each took, the longest first.
         groups: milliseconds per step by group of kernels; "idle" is the rest of the time.
         stages: the same by stage of the program, and "state" between two steps; empty if it cannot be told.
         host_reads: copies from the device to the host per step.
@@ -76,6 +94,7 @@ class Profile:
     """
 
     steps: int
+    kernels: tuple[Spent, ...]
     groups: dict[str, float]
     stages: dict[str, float]
     host_reads: float
@@ -91,6 +110,7 @@ class Profile:
             "host_reads_per_step": self.host_reads,
             "waits_per_step": self.waits,
             "kernels_per_step": self.launches,
+            "kernels": [asdict(spent) for spent in self.kernels],
         }
 
 
@@ -169,15 +189,28 @@ def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], read
     ordered = sorted(kernels, key=lambda k: k.start)
     labels = groups_of([k.name for k in ordered])
     groups: dict[str, float] = {}
+    by_name: dict[str, dict[str, list[float]]] = {}
     for kernel, label in zip(ordered, labels, strict=True):
-        groups[label] = groups.get(label, 0.0) + (kernel.end - kernel.start)
+        took = kernel.end - kernel.start
+        groups[label] = groups.get(label, 0.0) + took
+        by_name.setdefault(kernel.name, {}).setdefault(label, []).append(took)
     groups["idle"] = idle(ordered)
     by_stage: dict[str, float] = {}
     for kernel, stage in zip(ordered, stages_of([k.name for k in ordered], labels, stages), strict=False):
         by_stage[stage] = by_stage.get(stage, 0.0) + (kernel.end - kernel.start)
     scale = 1e-3 / steps
+    spent = [
+        Spent(
+            name,
+            max(found, key=lambda label: sum(found[label])),
+            sum(map(len, found.values())) / steps,
+            scale * sum(map(sum, found.values())),
+        )
+        for name, found in by_name.items()
+    ]
     return Profile(
         steps,
+        tuple(sorted(spent, key=lambda one: -one.ms)),
         {name: scale * us for name, us in sorted(groups.items(), key=lambda item: -item[1])},
         {name: scale * us for name, us in by_stage.items()},
         reads / steps,

@@ -22,6 +22,9 @@ STEPS = (
     "host reads/step", "graphs", "build s",
 )  # fmt: skip
 
+MOST, LEAST, WIDEST = 12, 0.02, 60
+"""Kernels of an arm that a table shows, the least share of the device's time of one of them, letters of its name."""
+
 
 def number(value: float | None, unit: float = 1.0) -> str:
     """Three significant digits; "n/a" without a value."""
@@ -77,6 +80,20 @@ def groups_table(done: Sequence[Measured]) -> Table:
     return ("arm", *groups, "kernels/step", "waits/step"), rows
 
 
+def kernels_table(done: Sequence[Measured]) -> Table:
+    """The kernels that a step of each arm spends most of its time in, on a GPU."""
+    rows = []
+    for m in done:
+        if m.profile is not None:
+            busy = sum(spent.ms for spent in m.profile.kernels)
+            for spent in m.profile.kernels[:MOST]:
+                if spent.ms >= LEAST * busy:
+                    name = spent.name if len(spent.name) <= WIDEST else f"{spent.name[: WIDEST - 3]}..."
+                    each = number(1e3 * spent.ms / spent.calls)
+                    rows.append((m.label, name, spent.group, number(spent.calls), each, number(spent.ms)))
+    return ("arm", "kernel", "group", "calls/step", "us each", "ms/step"), rows
+
+
 def memory_table(done: Sequence[Measured]) -> Table:
     """GB on the device."""
     rows = [
@@ -88,7 +105,7 @@ def memory_table(done: Sequence[Measured]) -> Table:
 
 def tables(done: Sequence[Measured]) -> list[Table]:
     """All that have rows."""
-    found = [steps_table(done), stages_table(done), groups_table(done), memory_table(done)]
+    found = [steps_table(done), stages_table(done), groups_table(done), kernels_table(done), memory_table(done)]
     return [(titles, rows) for titles, rows in found if rows]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import dgraph
 from dgraph.bench import profile
 from dgraph.bench.profile import KERNELS, SUMS, Enough, Kernel, groups_of, idle, profiled, stages_of, summarise
+from dgraph.bench.report import kernels_table
 
 KERNEL_FILES = Path(dgraph.__file__).parent / "ops" / "triton"
 
@@ -111,6 +114,32 @@ def test_a_profile_adds_up() -> None:
     assert found.stages == pytest.approx({"state": 8e-3, "prefix": 64e-3, "suffix": 88e-3})
     assert (found.host_reads, found.waits, found.launches) == (1, 2, len(STEP))
     assert summarise([], 1, ("step",), 0, 0).groups == {"idle": 0.0}
+    assert sum(spent.ms for spent in found.kernels) == pytest.approx(1e-3 * 8 * len(STEP))
+    assert sum(spent.calls for spent in found.kernels) == len(STEP)
+    assert [spent.name for spent in found.kernels if spent.calls != STEP.count(spent.name)] == []
+
+
+def test_what_kernels_take_is_told_by_their_names_the_longest_first() -> None:
+    took = {"gemm": (50, 70), "_attend": (30,), "_add_up": (4, 6), "noise": (1,)}
+    order = ["gemm", "_add_up", "_attend", "_add_up", "gemm", "noise"]
+    left, kernels, now = {name: list(times) for name, times in took.items()}, [], 0.0
+    for name in order:
+        now += left[name][0]
+        kernels.append(Kernel(name, now - left[name].pop(0), now))
+    found = summarise(kernels, 2, (), 0, 0).kernels
+    assert [(s.name, s.group, s.calls, round(1e3 * s.ms, 6)) for s in found] == [
+        ("gemm", "GEMM", 1, 60),
+        ("_attend", "attention", 0.5, 15),
+        ("_add_up", "attention", 1, 5),
+        ("noise", "state", 0.5, 0.5),
+    ]
+    arm: Any = SimpleNamespace(label="arm", profile=SimpleNamespace(kernels=found))
+    _, rows = kernels_table([arm])
+    assert rows == [
+        ("arm", "gemm", "GEMM", "1", "60", "0.06"),
+        ("arm", "_attend", "attention", "0.5", "30", "0.015"),
+        ("arm", "_add_up", "attention", "1", "5", "0.005"),
+    ]
 
 
 def test_kernels_that_overlap_leave_less_idle() -> None:

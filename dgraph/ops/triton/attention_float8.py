@@ -136,7 +136,7 @@ def _attend_in_eight_bits(
     sources = (k_blocks, v_blocks, k_lines, v_lines)
     gl.warp_specialize(
         [
-            (_multiply, (pointers, held, q_held, v_wide, where, rest, GROUP, HEADS, ROWS, SPLITS, ROTATED)),
+            (_multiply_tile, (pointers, held, q_held, v_wide, where, rest, GROUP, HEADS, ROWS, SPLITS, ROTATED)),
             (_load_blocks, (sources, table_ptr, held, head, begin, stop, PAGE, HEADS // GROUP)),
         ],
         [1],
@@ -167,7 +167,7 @@ def _load_blocks(sources, table_ptr, held, head, begin, stop, PAGE: gl.constexpr
 
 
 @gluon.jit
-def _multiply(
+def _multiply_tile(
     pointers, held, q_held, v_wide, where, rest,
     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
@@ -199,10 +199,10 @@ def _multiply(
         # The first block, whose weights are multiplied beside the scores of the next.
         key = (stop - 1) * BLOCK_N
         mbarrier.wait(full.index(0), 0)
-        score = _score(q_held, held[0].index(0))
+        score = _begin_scores(q_held, held[0].index(0))
         _widen(0, key, longest, held, v_wide, True)
         score = warpgroup_mma_wait(0, deps=(score,))
-        weight, top, total, _ = _weigh(0, key, score, limit, longest, by, held, top, total, True)
+        weight, top, total, _ = _weights_of(0, key, score, limit, longest, by, held, top, total, True)
         mbarrier.arrive(empty.index(0))
         for i in range(1, some):
             key = (stop - 1 - i) * BLOCK_N
@@ -271,7 +271,7 @@ def _store_in_two(x, q_held, FIRST: gl.constexpr, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _score(q_held, k):
+def _begin_scores(q_held, k):
     """Begins the products of both numbers of the queries and a block of keys: one sum."""
     BLOCK_M: gl.constexpr = q_held.shape[1]
     BLOCK_N: gl.constexpr = k.shape[0]
@@ -296,7 +296,7 @@ def _widen(i, key, longest, held, v_wide, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(i, key, score, limit, longest, by, held, top, total, MASKED: gl.constexpr):
+def _weights_of(i, key, score, limit, longest, by, held, top, total, MASKED: gl.constexpr):
     """Weights of block i times the scales of its values, as a left factor; the new top and total, and what earlier sums
     fade by. The top is a bound of log2 of weight times scale, as in `scales.above`.
     """
@@ -332,10 +332,10 @@ def _next_block(
     STAGES: gl.constexpr = full.shape[0]
     stage = i % STAGES
     mbarrier.wait(full.index(stage), i // STAGES & 1)
-    score = _score(q_held, held[0].index(stage))
+    score = _begin_scores(q_held, held[0].index(stage))
     acc = warpgroup_mma(weight, v_wide.index(0), acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
-    coming, top, total, fade = _weigh(i, key, score, limit, longest, by, held, top, total, MASKED)
+    coming, top, total, fade = _weights_of(i, key, score, limit, longest, by, held, top, total, MASKED)
     # Named in the wait, so that they are made before it.
     acc, coming, total = warpgroup_mma_wait(0, deps=(acc, coming, total))
     _widen(i, key, longest, held, v_wide, MASKED)
