@@ -82,7 +82,7 @@ def groups_table(done: Sequence[Measured]) -> Table:
 
 def kernels_table(done: Sequence[Measured]) -> Table:
     """The kernels that a step of each arm spends most of its time in, on a GPU."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for m in done:
         if m.profile is not None:
             busy = sum(spent.ms for spent in m.profile.kernels)
