@@ -6,7 +6,8 @@ A kernel on its own runs at the highest clocks that a card has; between the matr
 the power there is, it is slower, and not every tiling equally. So here each call stands between two products, inside of
 a CUDA graph that is replayed for a while, and its time is what the profiler says of the kernel. Rows are equal in all
 sequences, or those that FOCUS keeps under the trace `paper-sharegpt` in steps drawn at random. Where rows are equal and
-no heads share keys, torch's attention stands beside them, as cuDNN does it, on keys and values that lie dense.
+no heads share keys, torch's attention stands beside them, as cuDNN does it, on keys and values that lie dense. Beside
+all stands attention over keys and values in float8, whose floor is that of fewer bytes.
 """
 
 from __future__ import annotations
@@ -60,15 +61,20 @@ TILES = ((16, 32, 4, 5), (16, 64, 4, 5), (32, 64, 4, 4), (64, 64, 4, 4), (64, 64
 
 
 class Inputs:
-    """Queries, a paged cache in random order, and the rest of a call."""
+    """Queries, a paged cache in random order, in float8 or as they are, and the rest of a call."""
 
-    def __init__(self, rows: list[int], keys: int, heads: int, kv_heads: int):
+    def __init__(self, rows: list[int], keys: int, heads: int, kv_heads: int, float8: bool = False):
+        from dgraph.ops.scales import scaled
+
         pages = -(-keys // PAGE)
-        caches = [random(len(rows) * pages, PAGE, kv_heads, D) for _ in range(2)]
+        caches: tuple[Tensor, ...] = tuple(random(len(rows) * pages, PAGE, kv_heads, D) for _ in range(2))
+        scales: tuple[Tensor, ...] = ()
+        if float8:
+            caches, scales = zip(*map(scaled, caches), strict=True)
         table = torch.randperm(len(rows) * pages, device="cuda").int().view(len(rows), pages)
         cu_rows = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
         limit = torch.full((sum(rows),), keys, dtype=torch.int32, device="cuda")
-        self.call = partial(self._run, (random(sum(rows), heads, D), *caches, table, cu_rows, limit, D**-0.5))
+        self.call = partial(self._run, (random(sum(rows), heads, D), *caches, table, cu_rows, limit, D**-0.5, *scales))
 
     @staticmethod
     def _run(args: tuple[Any, ...], tiling: Any) -> Tensor:
@@ -138,6 +144,11 @@ def main() -> None:
             kernel, added = microseconds([partial(inputs.call, tiling) for inputs in sets])
             lines.append([name, label, kernel, added, floor, work / kernel, f"{error:.0e}"])
             print(*lines[-1], sep="\t", flush=True)
+        stored = [Inputs(rows, keys, heads, kv_heads, float8=True) for _ in range(SETS)]
+        kernel, added = microseconds([partial(inputs.call, None) for inputs in stored])
+        read = 2 * (D + 4) * len(rows) * keys * kv_heads + 2 * 2 * D * sum(rows) * heads
+        lines.append([name, "keys in float8", kernel, added, 1e3 * read / bandwidth, work / kernel, ""])
+        print(*lines[-1], sep="\t", flush=True)
         if heads == kv_heads and len(set(rows)) == 1:
             kernel, _ = microseconds([dense(len(rows), rows[0], keys, heads) for _ in range(SETS)])
             lines.append([name, "torch, dense keys", kernel, 0.0, floor, work / kernel, ""])
