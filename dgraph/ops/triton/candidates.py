@@ -49,6 +49,8 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionTili
             {"block_m": m // 2, "warps": 4, "splits": splits // 2},
         ]
     found = [default, *(replace(default, roles=False, **change) for change in ({}, *changes))]
+    if default.roles and stored == 1:  # in tiles of their own, whose only choice is the shares
+        found[1:1] = [replace(default, **change) for change in changes[:2]]
     return _distinct(tiling for tiling in found if tiling is default or _fits(tiling, shape))
 
 

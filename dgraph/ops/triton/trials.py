@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.scales import FLOAT8
+from dgraph.ops.scales import FLOAT8, by_head
 from dgraph.ops.triton import attention_tiling, lm_head, paged_attention, partial_attention, rows_linear
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
@@ -85,7 +85,8 @@ class _Caches:
         self.k, self.v = (draw(pool, shape.page, shape.kv_heads, shape.head_dim).to(stored) for _ in range(2))
         self.scales: tuple[Tensor | None, Tensor | None] = None, None
         if stored == FLOAT8:
-            self.scales = self.k[..., 0].float().abs() + 0.5, self.v[..., 0].float().abs() + 0.5
+            k_scale, v_scale = (by_head(each[..., 0].float().abs() + 0.5) for each in (self.k, self.v))
+            self.scales = k_scale, v_scale
         # Where the keys do not fit into the pool, sequences share pages; still no cache holds them all.
         order = draw.order(pool).int().repeat(-(-sets * needed // pool))[: sets * needed]
         width = max(1, shape.keys // shape.page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None
         assert len(set(found)) == len(found) <= MOST == 12
         if dtype == "bfloat16":
             assert len(found) >= 3, shape
+
+
+def test_over_keys_in_float8_warps_in_roles_have_other_shares() -> None:
+    from dgraph.ops.triton.candidates import attention as of
+
+    one = AttentionShape(32, 1, 32, 32, 128, 128, 1152, "bfloat16", "float8_e4m3fn")
+    default, *others = of(one, MULTIPROCESSORS)
+    assert (default.roles, default.splits) == (True, 3)
+    assert sorted(tiling.splits for tiling in others if tiling.roles) == [1, 6]
+    assert any(not tiling.roles for tiling in others)
+    assert not any(tiling.roles for tiling in of(replace(one, head_dim=64), MULTIPROCESSORS))
 
 
 def test_tilings_of_attention_stay_within_what_they_may_be() -> None:
