@@ -111,7 +111,7 @@ class InputSpec:
             shape says nothing of it.
 
     Raises:
-        InputError: a reset that such an input cannot have.
+        InputError: a reset that such an input cannot have, or `by_head` of what is no such cache.
     """
 
     name: str
@@ -131,6 +131,11 @@ class InputSpec:
             raise InputError(
                 f"input {self.name!r}: an input per {self.per} (shape {self.shape}) resets with "
                 f"{' or '.join(map(repr, allowed))}, got {self.reset!r}."
+            )
+        if self.by_head and (self.per != "position" or len(self.shape) != 3):
+            raise InputError(
+                f"input {self.name!r}: by_head is for a paged cache of one number for each head, "
+                f"('pages', 'page', heads), got the shape {self.shape}. Leave it out."
             )
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
+from dgraph.ops.scales import by_head
 from dgraph.runtime import KVStore
 from dgraph.runtime.kv import check_page_size
 from dgraph.shapes import InputSpec
@@ -231,6 +232,29 @@ def test_what_begins_with_a_response_is_reset_with_its_pages(dtype: torch.dtype)
     assert kv.gather("seen_cache_0", third).float().eq(-1).all()
     assert kv.gather("seen_cache_0", second).float().eq(7).all()
     assert kv.gather("k_cache_0", third, 8).eq(7).all()
+
+
+def test_a_number_for_each_head_lies_beside_those_of_its_neighbours() -> None:
+    spec = InputSpec("k_scale_0", torch.float32, ("pages", "page", 3), by_head=True)
+    kv = KVStore([spec, *caches((3, 5))], page_size=4)
+    first, second = kv.allocate([7, 2])
+    table = kv.page_table([first])[0].long()
+    positions = torch.arange(7)
+    written = torch.randn(7, 3)
+    kv.tensors()["k_scale_0"][table[positions // 4], positions % 4] = written
+    kv.extend(second, 100)  # grows: the caches are others
+    scale = kv.tensors()["k_scale_0"]
+    assert scale.shape[1:] == (4, 3)
+    assert scale.stride() == (12, 1, 4), "pages, positions, heads"
+    assert kv.gather("k_scale_0", first, 7).equal(written)
+    assert kv.tensors()["k_cache_0"].is_contiguous()
+    assert by_head(torch.randn(2, 4, 3)).stride() == (12, 1, 4), "as kernels ask for them"
+
+
+@pytest.mark.parametrize("shape", [("pages", "page", 3, 5), ("N", "page", 3), ("b",)])
+def test_only_such_a_cache_lies_by_head(shape: tuple[int | str, ...]) -> None:
+    with pytest.raises(InputError, match=r"input 'x': by_head is for a paged cache of one number for each head"):
+        InputSpec("x", torch.float32, shape, by_head=True)
 
 
 def test_misuse_is_named() -> None:
