@@ -59,7 +59,7 @@ def store(op: str, vectors: Tensor, at: tuple[Tensor, ...] | slice, cache: Tenso
 
 
 def check_scale(op: str, stored: Tensor, scale: Tensor | None) -> None:
-    """Refuse float8 without scales.
+    """Refuse float8 without scales, and those of a paged cache that do not lie by head.
 
     Raises:
         InputError: naming `op`.
@@ -69,3 +69,11 @@ def check_scale(op: str, stored: Tensor, scale: Tensor | None) -> None:
             f"dgraph::{op}: keys and values in {FLOAT8} have scales f32, one for each vector; got "
             f"{list(stored.shape)} without. Pass the scales that were written with them."
         )
+    if scale is not None and stored.dim() == 4:
+        fits = scale.shape == stored.shape[:-1]
+        if not fits or not scale.transpose(1, 2).is_contiguous():
+            raise InputError(
+                f"dgraph::{op}: the scales of a paged cache {list(stored.shape)} must be {list(stored.shape[:-1])} and "
+                f"lie by head, got {list(scale.shape)} with strides {scale.stride()}. Lay them out by "
+                f"dgraph.ops.scales.by_head, or declare the pool with InputSpec(by_head=True)."
+            )

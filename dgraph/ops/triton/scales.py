@@ -23,15 +23,12 @@ def check_scales(op: str, **pairs: tuple[Tensor, Tensor | None]) -> None:
     """
     for name, (stored, scale) in pairs.items():
         scales.check_scale(op, stored, scale)
-        if scale is None:
+        if scale is None or stored.dim() == 4:
             continue
-        paged = stored.dim() == 4
-        fits = scale.shape == stored.shape[:-1]
-        if not fits or not (scale.transpose(1, 2) if paged else scale).is_contiguous():
+        if scale.shape != stored.shape[:-1] or not scale.is_contiguous():
             raise InputError(
-                f"dgraph::{op}: the scales of {name} {list(stored.shape)} must be {list(stored.shape[:-1])} and "
-                f"{'lie by head (see dgraph.ops.scales.by_head)' if paged else 'contiguous'}, got {list(scale.shape)} "
-                f"with strides {scale.stride()}."
+                f"dgraph::{op}: the scales of {name} {list(stored.shape)} must be contiguous "
+                f"{list(stored.shape[:-1])}, got {list(scale.shape)} with strides {scale.stride()}."
             )
 
 

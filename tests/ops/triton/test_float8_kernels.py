@@ -77,6 +77,16 @@ def test_float8_without_scales_is_named(interpreted: Interpreter) -> None:
             call(*sample.args[:7])
 
 
+def test_scales_that_do_not_lie_by_head_are_named(interpreted: Interpreter) -> None:
+    sample = next(iter(in_float8(placed_samples(torch.Generator().manual_seed(0)))))
+    *args, k_scale, v_scale = sample.args
+    told = r"dgraph::kv_write: the scales of a paged cache \[.*\] must be \[.*\] and lie by head, got"
+    for wrong in (k_scale.contiguous(), k_scale[:, :, :1]):
+        for call in (OPS["kv_write"].reference, lambda *given: interpreted("kv_write", given)):
+            with pytest.raises(InputError, match=told):
+                call(*args, wrong, v_scale)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["kv_write", "kv_update", "kv_pack", "compare_rows", "least_similar"])
 def test_what_is_written_on_a_gpu_is_what_the_reference_writes(name: str) -> None:
