@@ -65,7 +65,7 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
 ) -> None:
-    """Measure what a step costs: time by stage, rows, memory, host reads, and the floor of the same row counts.
+    """Measure what a step costs: time by stage and kernel, rows, memory, host reads, and its floor at the same rows.
 
     The floor are the step's matrix products at the very row counts that were met and the bytes that attention reads,
     measured in the same run; ratio is time over floor. Time starts after the prefill. No token ends a response here,
