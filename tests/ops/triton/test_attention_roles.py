@@ -71,6 +71,19 @@ def test_it_compiles_for_keys_in_float8() -> None:
     assert found["stack"] == 0
 
 
+def test_a_query_in_bf16_is_two_numbers_of_float8() -> None:
+    """Exactly, if it is a 2**-9th of the largest of its row or more; else as far as float8 reaches."""
+    bits = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16)
+    every = bits.view(torch.bfloat16).float()
+    x = every[every < 2**8]  # as scaled: the largest of a row is at least 2**7
+    high = x.to(torch.float8_e4m3fn).float()
+    low = (x - high).to(torch.float8_e4m3fn).float()
+    wide = x >= 2**-2
+    assert wide.sum() == 10 * 128
+    assert high[wide].add(low[wide]).equal(x[wide])
+    assert (high + low - x)[~wide].abs().max() <= 2**-10
+
+
 @pytest.mark.parametrize(
     ("n", "b", "heads", "d", "page", "roles", "splits"),
     [
