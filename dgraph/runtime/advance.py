@@ -23,10 +23,10 @@ from dgraph.errors import LoweringError
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
-from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
+from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
@@ -146,8 +146,8 @@ class Advance:
         self.state.place.copy_(places)
 
     def mix(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Let the first steps of these slots encode so many rows of their prompts, of block-causal models alone."""
-        assert isinstance(self.state, BlockCausalState)
+        """Let the first steps of these slots encode so many rows of their prompts, where the session `mixes`."""
+        assert isinstance(self.state, MixingState)
         at, values = upload(self.state.start.device, torch.tensor(slots), torch.tensor(rows))
         self.state.mixed.index_copy_(0, at, values)
 

@@ -64,7 +64,7 @@ def begin(
         state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
     elif spec.next_token:
         settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
-        state = TwoModeState.begin(*tensors, **settings, kv=kv)
+        state = TwoModeState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
     elif spec.attention == "block_causal":
         state = BlockCausalState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
     else:

@@ -3,10 +3,7 @@
 Columns [0, B) are the previous block, columns [B, 2B) the current one. A row of the previous block is forwarded once
 more to commit it (its keys and values then see the whole decoded block); it rides in the same forward as the next
 block's first step. That is exact for block-causal attention: every layer writes its keys before any row reads them, and
-each row has its own limit.
-
-So is what is left of a prompt: as many of the positions before the current block as the host says ride in the forward
-of the first step. They have columns of their own, before those of the two blocks, since only a first step has any.
+each row has its own limit. So is what is left of a prompt (see `MixingState`).
 """
 
 from __future__ import annotations
@@ -21,30 +18,25 @@ from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.own_block import OwnBlockState
+from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.rows import StepRows, choose, packed
+from dgraph.runtime.rows import StepRows, choose
 
 
 @dataclass
-class BlockCausalState(OwnBlockState):
-    """State of b sequences of a block-causal model; see `DecodeState`. Attributes that the transitions replace, too:
+class BlockCausalState(MixingState):
+    """State of b sequences of a block-causal model; see `MixingState`. Attributes that the transitions replace, too:
 
-    tokens i64[b, 2B]; pending bool[b, 2B]: forwarded in the next step; masked bool[b, B]: not decoded yet (its token is
-    the mask token; programs never answer a mask with a mask, but one that does still ends); changed bool[b, B]: decoded
-    in the step before, None without a plan; mixed i64[b]: rows of the prompt, right before the current block, that the
-    next step encodes.
+    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet (its token is the mask token; programs
+    never answer a mask with a mask, but one that does still ends); changed bool[b, B]: decoded in the step before, None
+    without a plan.
 
     Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
-    most_mixed: rows of prompts that a step may encode, of all sequences together.
     """
 
-    pending: Tensor
     changed: Tensor | None
-    mixed: Tensor
     plan: RowPlan | None
     kv: KVPlan | None
-    most_mixed: int
 
     @classmethod
     def begin(
@@ -116,23 +108,9 @@ class BlockCausalState(OwnBlockState):
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()
 
-    def _columns(self) -> int:
-        return super()._columns() + self.most_mixed
-
-    def wanted(self) -> Tensor:
-        pending = self.pending
-        if self.most_mixed:
-            ahead = torch.arange(self.most_mixed, 0, -1, device=pending.device)
-            pending = torch.cat([ahead <= self.mixed[:, None], pending], dim=1)
-        return pending & self.active[:, None]
-
     def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
-        live = self.live()
-        block, width = self.block, live.shape[1]
-        index, cu_rows = packed(live, capacity, self.most_mixed)
-        real = index >= 0
-        index = index.clamp(min=0)
-        sequence, column = index // width * real, (index % width - self.most_mixed) * real
+        live, block = self._own_live(), self.block
+        sequence, column, real, cu_rows = self._placed(capacity)
         columns = torch.arange(block, device=live.device)
         # Rows of the current block see up to the rightmost row that is forwarded: a cached tail of the
         # block is invisible, as in every public version of FOCUS (L + r(P) + 1 keys).
@@ -165,7 +143,7 @@ class BlockCausalState(OwnBlockState):
         )
 
     def _own_rows(self) -> Tensor:
-        return self.live()[:, self.most_mixed : -self.block].sum(dim=1)
+        return self._own_live()[:, : -self.block].sum(dim=1)
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         block = self.block
@@ -181,8 +159,7 @@ class BlockCausalState(OwnBlockState):
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
         block = self.block
-        if self.most_mixed:
-            self.mixed = torch.zeros_like(self.mixed)
+        self._encoded_prompts()
         # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
         pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
         moved = self._finish(policy, settled)

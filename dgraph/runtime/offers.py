@@ -96,7 +96,7 @@ def _adapt(at: Moment) -> Tensor:
 
 
 def _drafted(at: Moment) -> Tensor:
-    return at.state.drafted(at.rule.policy)[at.rows.sequence] & at.rows.live
+    return at.state.drafted(at.rule.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
 
 
 def _key_positions(at: Moment) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dgraph.ops.sparse import DENSE, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.rows import packed
 
 
 @dataclass
@@ -54,3 +55,47 @@ class OwnBlockState(DecodeState):
         if plan.every:
             selects = selects | (self.forwards > plan.delay) & (self.forwards % plan.every == 0)
         return torch.where(selects, SELECT, dense)
+
+
+@dataclass
+class MixingState(OwnBlockState):
+    """An `OwnBlockState` whose first steps may encode what is left of prompts: as many of the positions right before
+    the current block as the host says ride in the forward of the first step. They have columns of their own, before
+    those of `pending`, since only a first step has any.
+
+    pending bool[b, W]: forwarded in the next step, of the columns that `tokens` has. mixed i64[b]: rows of the prompt
+    that the next step encodes. Fixed: most_mixed: such rows in one step at most, of all sequences together.
+    """
+
+    pending: Tensor
+    mixed: Tensor
+    most_mixed: int
+
+    def _columns(self) -> int:
+        return super()._columns() + self.most_mixed
+
+    def wanted(self) -> Tensor:
+        pending = self.pending
+        if self.most_mixed:
+            ahead = torch.arange(self.most_mixed, 0, -1, device=pending.device)
+            pending = torch.cat([ahead <= self.mixed[:, None], pending], dim=1)
+        return pending & self.active[:, None]
+
+    def _own_live(self) -> Tensor:
+        """bool[b, W]: of `pending`, what the next step forwards."""
+        return self.live()[:, self.most_mixed :]
+
+    def _placed(self, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each row of the next step its sequence i64[N] and column i64[N], 0 for padding and below 0 for rows of a
+        prompt; bool[N], whether it is none of the padding; i32[b+1], where sequences begin.
+        """
+        live = self.live()
+        index, cu_rows = packed(live, capacity, self.most_mixed)
+        real, width = index >= 0, live.shape[1]
+        index = index.clamp(min=0)
+        return index // width * real, (index % width - self.most_mixed) * real, real, cu_rows
+
+    def _encoded_prompts(self) -> None:
+        """The step is over: its sequences have encoded what it forwarded of their prompts."""
+        if self.most_mixed:
+            self.mixed = torch.zeros_like(self.mixed)

@@ -141,11 +141,11 @@ class BlockSession:
     def mixes(self) -> bool:
         """Whether steps can encode rows of prompts (see `Batch.mix`), or each prompt needs a forward of its own.
 
-        A step forwards a prompt as it does a finished block. So its rows must be those of a model that encodes whole
-        blocks without predicting from them, and find what they would in a forward of their own: all keys, in pages that
-        hold every position, and nothing that goes on from forward to forward.
+        A step forwards a prompt as it does a finished block. So its rows must be those of a model that encodes blocks,
+        or rows, beside others that it denoises, and find what they would in a forward of their own: all keys, in pages
+        that hold every position, and nothing that goes on from forward to forward.
         """
-        blocks = self.spec.attention == "block_causal" and not self.spec.two_modes
+        blocks = self.spec.attention == "block_causal" and self.spec.noise != "uniform"
         return blocks and self.packed is None and not self.kv.rings and not self.lasting
 
     @torch.no_grad()

@@ -28,14 +28,14 @@ from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.own_block import OwnBlockState
+from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
-from dgraph.runtime.rows import StepRows, choose, packed
+from dgraph.runtime.rows import StepRows, choose
 
 
 @dataclass
-class TwoModeState(OwnBlockState):
-    """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
+class TwoModeState(MixingState):
+    """State of b sequences of such a model; see `MixingState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the current block, with drafts where there are some; masked bool[b, B]: not decoded yet (a draft
     is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; partly bool[b]:
@@ -48,7 +48,6 @@ class TwoModeState(OwnBlockState):
     encoded sees only what comes before it.
     """
 
-    pending: Tensor
     encodes: Tensor
     final: Tensor
     partly: Tensor
@@ -76,10 +75,11 @@ class TwoModeState(OwnBlockState):
         plan: RowPlan | None = None,
         kv: KVPlan | None = None,
         most_rows: int | None = None,
+        most_mixed: int = 0,
     ) -> TwoModeState:
-        """Before the first step. All that is known is prefilled but for what the first step encodes, to predict the
-        token that follows: the last row, or, where whole blocks are encoded, the last block. There, what is known of a
-        block that has masks begins that block, and nothing is encoded.
+        """Before the first step. All that is known is prefilled but for what the first step itself encodes, to predict
+        the token that follows: the last row, or, where whole blocks are encoded, the last block. There, what is known
+        of a block that has masks begins that block, and nothing is encoded. What is prefilled may be `mixed` instead.
 
         prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
         canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's last
@@ -102,6 +102,8 @@ class TwoModeState(OwnBlockState):
             pending=leading(tokens != mask_id) | ~encodes[:, None],
             masked=masked,
             encodes=encodes,
+            mixed=torch.zeros_like(start),
+            most_mixed=most_mixed,
             final=torch.zeros_like(start),
             partly=torch.zeros_like(encodes),
             changed=None if plan is None else torch.zeros_like(masked),
@@ -139,20 +141,16 @@ class TwoModeState(OwnBlockState):
             found = torch.where(self.selected, REUSE, torch.where(self.encodes, DENSE, SELECT))
         return torch.where(self.active & self.granted, found, REUSE).int()
 
-    def wanted(self) -> Tensor:
-        return self.pending & self.active[:, None]
-
     def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
-        live, block = self.live(), self.block
-        index, cu_rows = packed(live, capacity)
-        real = index >= 0
-        index = index.clamp(min=0)
-        sequence, column = index // block * real, index % block * real
-        encoded = self.encodes[sequence] & real
-        position = (self.start[sequence] + column) * real
+        live, block = self._own_live(), self.block
+        sequence, place, real, cu_rows = self._placed(capacity)
+        of_prompt, column = place < 0, place.clamp(min=0)
+        encoded = (self.encodes[sequence] | of_prompt) & real
+        position = (self.start[sequence] + place) * real
         # A cached tail of the block is out of sight, see `BlockCausalState.rows`.
         reach = torch.where(live, torch.arange(block, device=live.device), -1).amax(dim=1) + 1 + self.start
-        limit = torch.where(self.partly, self.visible, reach)[sequence] * real
+        limit = torch.where(self.partly, self.visible, reach)[sequence]
+        limit = torch.where(of_prompt, (position // block + 1) * block, limit) * real
         if self.causal:
             limit = torch.where(encoded, position + 1, limit)
         predicted = column + torch.where(encoded, 1, self.shift)
@@ -165,16 +163,16 @@ class TwoModeState(OwnBlockState):
         if self.plan is not None and self.changed is not None:
             # Keys that are written for good come from every row.
             every = self.encodes | self.plan.schedule.full(View(**self.known, shift=self.shift))
-            full = every[sequence] & real
+            full = (every[sequence] | of_prompt) & real
             changed = (full | self.changed[sequence, column]) & real
         return StepRows(
             sequence=sequence,
-            column=(predicted + block) * real,
-            input_ids=self.tokens[sequence, column] * real,
+            column=torch.where(of_prompt, place, predicted + block) * real,
+            input_ids=torch.where(of_prompt, self.canvas[sequence, position], self.tokens[sequence, column]) * real,
             positions=position,
             limit=limit.int(),
             masked=self.masked[sequence, column] & ~encoded & real,
-            candidate=free[sequence, predicted] & real,
+            candidate=free[sequence, predicted] & real & ~of_prompt,
             cu_rows=cu_rows,
             full=full,
             changed=changed,
@@ -191,7 +189,7 @@ class TwoModeState(OwnBlockState):
         return self.encodes & ~given
 
     def _own_rows(self) -> Tensor:
-        return (self.live() & self.encodes[:, None]).sum(dim=1)
+        return (self._own_live() & self.encodes[:, None]).sum(dim=1)
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         # A row that is encoded is right if its token is what the row before it predicts; the first that is not still
@@ -243,6 +241,7 @@ class TwoModeState(OwnBlockState):
     def _advance(
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
+        self._encoded_prompts()
         moved = self.encodes
         if self.selected is not None:
             self.selected = self.selected | ~moved

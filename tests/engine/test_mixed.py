@@ -15,7 +15,7 @@ from dgraph.engine.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.requests import Request
+from dgraph.runtime.requests import Request, prefilled_positions
 from dgraph.runtime.sampling import Sampler
 from dgraph.shapes import InputSpec
 from dgraph.testing import models
@@ -194,12 +194,14 @@ def test_under_guidance_the_twin_rides_too() -> None:
 
 # -- which sessions do so ----------------------------------------------------------------------------------------------
 
-RIDES = [("sdar", "dense"), ("sdar", "focus"), ("sdar", "dyllm"), ("llada2", "dense"), ("sdar_moe", "focus")]
+RIDES = [
+    *(("sdar", "dense"), ("sdar", "focus"), ("sdar", "dyllm"), ("llada2", "dense"), ("sdar_moe", "focus")),
+    *(("fast_dllm_v2", "dense"), ("fast_dllm_v2", "focus"), ("nemotron", "dense"), ("nemotron", "focus")),  # two modes
+]
 APART: list[tuple[str, str, dict[str, Any]]] = [
     ("sdar", "dllm_serve", {}),  # keys of the prompt are packed
     ("sdar", "maskkv", {"pairs": 6}),
-    ("fast_dllm_v2", "dense", {}),  # two modes
-    ("nemotron", "dense", {}),
+    ("fast_dllm_v2", "dllm_serve", {}),
 ]
 
 
@@ -217,12 +219,31 @@ def test_models_whose_steps_encode_prompts(family: str, recipe: str) -> None:
     ids, decodings = requests(tiny)
     with run.engine(max_sequences=3) as engine:
         alike = [one.token_ids for one in engine.generate(ids, decodings)]
-        assert engine.stats.mixed_rows == sum(len(p) // tiny.model.spec.block_length for p in ids) * (
-            tiny.model.spec.block_length
+        spec = tiny.model.spec
+        prompts = (
+            prefilled_positions(Request(p, d), spec.block_length, spec) for p, d in zip(ids, decodings, strict=True)
         )
+        assert engine.stats.mixed_rows == sum(prompts)
         assert "prefill" not in engine.stats.rows
     check_as_alone(run, ids, decodings, max_sequences=3, max_mixed_rows=0)
     assert alike == [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(ids, decodings, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("nemotron", "autoregressive"), ("nemotron", "self_speculation"), ("fast_dllm_v2", "fast_dllm_v2")],
+)
+def test_of_two_modes_prompts_ride_under_their_own_rules(family: str, policy: str) -> None:
+    """Rows of prompts are encoded, whatever the steps of others do beside them: each gets what it gets alone."""
+    (tiny,) = models(None, family)
+    run, block = tiny.optimized("dense"), tiny.model.spec.block_length
+    ids, _ = requests(tiny, 5)
+    decodings = [Decoding(max_new_tokens=2 * block + n, policy=policy, ignore_eos=True) for n in range(len(ids))]
+    check_as_alone(run, ids, decodings, max_sequences=2)
+    with run.engine(max_sequences=2) as engine:
+        engine.generate(ids, decodings)
+        assert engine.stats.mixed_rows > 0
+        assert "prefill" not in engine.stats.rows
 
 
 @pytest.mark.parametrize(("family", "recipe", "options"), APART)

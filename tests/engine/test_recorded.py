@@ -56,6 +56,7 @@ def asked_of(tiny: TinyModel) -> list[Asked]:
         ("sdar", "focus", None),
         ("sdar", "dllm_serve", None),
         ("sdar", "dyllm", 16),
+        ("fast_dllm_v2", "dense", 0),
         ("fast_dllm_v2", "dense", None),
         ("fast_dllm_v2", "maskkv", None),
         ("llada", "fast_dllm", None),
@@ -77,8 +78,9 @@ def test_serving_records_no_further_stage(
     assert {name for name, _ in pool.recorded[ahead:]} == {"transition"}
     assert not pool.refused
     alone, together = turns.driver.stages.rows.get("prefill", 0), turns.driver.totals.mixed_rows
-    assert (alone > 0) == (family != "llada" and (recipe, mixed) != ("focus", None))
-    assert (together > 0) == (recipe in ("focus", "dyllm") and mixed != 0)
+    rides = recipe in ("focus", "dyllm", "dense") and mixed != 0
+    assert (alone > 0) == (family != "llada" and not (rides and mixed is None))
+    assert (together > 0) == rides
 
 
 def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

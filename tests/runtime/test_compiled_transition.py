@@ -69,6 +69,7 @@ PLANS = {
     "mixed": None,
     "encode": None,
     "causal": None,
+    "causal mixed": None,
     "kept": None,
     "random": None,
     "canvas": RowPlan(Block()),
@@ -83,14 +84,16 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 2, 9, *[MASK] * 9, 9, *[MASK] * 22]])
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
-    plan = PLANS[kind]
-    if kind in ("encode", "causal", "kept"):
+    plan, mixed = PLANS[kind], 9 if "mixed" in kind else 0
+    if kind in ("encode", "causal", "causal mixed", "kept"):
         kv = KVPlan("response", pairs=(3,)) if kind == "kept" else None
-        state: Any = TwoModeState.begin(canvas, *which, **facts, shift=1, causal=kind == "causal", kv=kv)
+        state: Any = TwoModeState.begin(
+            canvas, *which, **facts, shift=1, causal="causal" in kind, kv=kv, most_mixed=mixed
+        )
     elif kind == "random":
         state = RenoisedState.begin(canvas, *which, **facts, vocab=90)
     elif plan is None:
-        state = BlockCausalState.begin(canvas, *which, **facts, most_mixed=9 if kind == "mixed" else 0)
+        state = BlockCausalState.begin(canvas, *which, **facts, most_mixed=mixed)
     else:
         state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
@@ -102,7 +105,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     say(state, mixture, [Request([1], decoding, index) for index in range(2)])
     advance = Advance(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
-    if kind == "mixed":
+    if mixed:
         advance.mix([1], [4])
         advance.pack()
     return advance
@@ -162,8 +165,9 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
     check_rule(kind, name)
 
 
-def test_a_prompt_among_the_rows_of_a_step() -> None:
-    check_rule("mixed", "confidence_threshold")
+@pytest.mark.parametrize("kind", ["mixed", "causal mixed"])
+def test_a_prompt_among_the_rows_of_a_step(kind: str) -> None:
+    check_rule(kind, "confidence_threshold")
 
 
 def test_keys_that_are_chosen_when_a_block_is_denoised() -> None:
