@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as Blocks
 
+from dgraph.ops.scales import FLOAT8
 from dgraph.ops.triton.attention_roles import HEAD_DIM, queries_at, tile_at
 from dgraph.ops.triton.hopper import layout_of, understood
 from dgraph.ops.triton.rows import offsets_block
@@ -47,7 +48,7 @@ def fits(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the kernel takes such queries [N, H, D] and a cache of such keys; if that can be read in blocks."""
     return (
         q.dtype == torch.bfloat16
-        and k_cache.dtype == torch.float8_e4m3fn
+        and k_cache.dtype == FLOAT8
         and q.shape[2] == HEAD_DIM
         and q.shape[1] // k_cache.shape[2] <= ROWS
         and understood(q.device)
