@@ -216,7 +216,8 @@ class QuantisedRows:
 def quantised_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Rows [..., columns] rounded to the nearest 8-bit numbers, the largest absolute value of each to the kind's reach.
 
-    A row of zeros, or whose scale would be one, has the scale 1; one that is not finite has the scale NaN, and zeros.
+    A row whose scale would lie below the least normal number (1.2e-38 of fp32), as one of zeros, has the scale 1; one
+    that is not finite has the scale NaN, and zeros.
 
     Args:
         x: floating.
@@ -231,13 +232,24 @@ def quantised_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind not in ROW_KINDS:
         raise UnknownName("format of rows", kind, ROW_KINDS)
     of, wide = KINDS[kind], x.to(torch.promote_types(x.dtype, torch.float32))
-    most = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.new_zeros((*x.shape[:-1], 1))
+    most = _most(wide) if x.shape[-1] else wide.new_zeros((*x.shape[:-1], 1))
     scales = most / of.reach
-    scales = torch.where(scales == 0, 1.0, torch.where(most.isfinite(), scales, torch.nan))
-    numbers = torch.where(scales.isnan(), 0.0, wide / scales)
+    scales = torch.where(scales < torch.finfo(wide.dtype).tiny, 1.0, torch.where(most.isfinite(), scales, torch.nan))
+    # At most the reach and a few times 2**-24 of it, which is nearer to the reach than to what comes next.
+    numbers = torch.where(scales.isnan(), 0.0, wide * scales.reciprocal())
     if not of.dtype.is_floating_point:
         numbers = numbers.round()
-    return numbers.clamp(-of.reach, of.reach).to(of.dtype), scales
+    return numbers.to(of.dtype), scales
+
+
+def _most(wide: Tensor) -> Tensor:
+    """The largest absolute value of each row [..., 1]; NaN if there is one.
+
+    Bits of what is not negative are in the order of the values, and those of NaN above all: a maximum of integers is
+    one instruction of a GPU, where one of numbers that may be none takes four.
+    """
+    bits = wide.abs().view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
+    return bits.amax(-1, keepdim=True).view(wide.dtype)
 
 
 @torch.no_grad()

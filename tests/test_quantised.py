@@ -155,6 +155,22 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(kind: str) -> None:
     assert torch.equal(found[4], x[4])
 
 
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_number_of_a_row_is_the_reach_and_none_lies_beyond(kind: str, dtype: torch.dtype) -> None:
+    """Whatever the scale and its reciprocal are rounded to; below the least scale numbers are small."""
+    draw, reach = torch.Generator().manual_seed(1), KINDS[kind].reach
+    sizes = torch.rand((4000, 1), generator=draw, dtype=torch.float64) * 154 - 77
+    x = (torch.rand((4000, 3), generator=draw, dtype=torch.float64) * 10.0**sizes).clamp(max=3e38).to(dtype)
+    x[0], x[1] = 3.4e38, 1.1754944e-38 * reach
+    values, scales = quantised_rows(x, kind)
+    least = x.abs().amax(-1) / reach < torch.finfo(dtype).tiny
+    assert 0 < int(least.sum()) < 4000 if dtype == torch.float32 else not least.any()
+    assert (values[~least].float().abs().amax(-1) == reach).all()
+    assert (scales[least] == 1).all()
+    assert (values[least].float() == 0).all()
+
+
 def test_rows_in_a_format_that_is_none_of_theirs() -> None:
     with pytest.raises(UnknownName, match="unknown format of rows 'int4'"):
         quantised_rows(torch.ones(2, 4), "int4")

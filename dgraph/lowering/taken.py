@@ -61,9 +61,9 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
 
     Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
 
-    gated: a product of gate and up that takes the packed rows of a step so becomes `dgraph::rows_glu`, whose result is
-    all that is left to be rounded for the next one. Rows of 16 bits a library multiplies; their activation stays a
-    kernel of its own.
+    gated: a product of gate and up that takes packed rows so, all of a step's or those that an eviction kept, becomes
+    `dgraph::rows_glu`, whose result is all that is left to be rounded for the next one. Rows of 16 bits a library
+    multiplies; their activation stays a kernel of its own.
     """
     if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
@@ -84,9 +84,11 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
             graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
     if gated and "cu_rows" in graph.inputs:
         for node in [call for call in graph.calls if call.target is LINEAR]:
-            unit = unit_of(node) if _takes_both(graph, node) else None
-            if isinstance(unit, Node):
-                args = (*(*args_of(node), None)[:3], graph.input("cu_rows"))
+            rows = graph.row_set(args_of(node)[0])
+            if rows is None or not _takes_both(node):
+                continue
+            if isinstance(unit := unit_of(node), Node):
+                args = (*(*args_of(node), None)[:3], graph.offsets_of(rows))
                 graph.replace(unit, graph.call(OPS["rows_glu"], args, before=node, by=node.meta["by"]))
     graph.sweep()
     return graph
@@ -125,10 +127,10 @@ def _can_be_taken(rounded: Node) -> bool:
     return bool(rounded.users)
 
 
-def _takes_both(graph: Graph, node: Node) -> bool:
-    """Whether a linear layer takes rounded rows of all sequences, and a weight as it is stored."""
+def _takes_both(node: Node) -> bool:
+    """Whether a linear layer takes rows as they are rounded, and a weight as it is stored."""
     x, weight = args_of(node)[:2]
-    return x.target is _ROWS and is_taken(x) and is_taken(weight) and graph.row_set(x) == "N"
+    return x.target is _ROWS and is_taken(x) and is_taken(weight)
 
 
 def run_by(node: Node) -> Op | None:

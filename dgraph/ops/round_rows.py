@@ -14,11 +14,12 @@ from dgraph.quantised import QuantisedRows, quantised_rows
 CONTRACT = """\
 x [..., d], floating; kind "fp8" (e4m3) or "int8" -> the shape and dtype of x: each row in the numbers of the kind that
 are nearest to it, times its scale.
-The scale of a row is its largest absolute value / the kind's largest number (448, 127), in fp32 (float64 of float64); 1
-for a row of zeros. Numbers are rounded half to even; their products with the scale are rounded once, to the dtype of x.
-A row that is not finite becomes NaN, all of it. A row that lies on the grid of its scale stays as it is.
+The scale of a row is its largest absolute value / the kind's largest number (448, 127), in fp32 (float64 of float64);
+1 where that would be below the least normal number, as of zeros. Numbers are rounded half to even; their products with
+the scale are rounded once, to the dtype of x. A row that is not finite becomes NaN, all of it. A row that lies on the
+grid of its scale stays as it is.
 Row by row: a padding row influences no other row. Deterministic. Inline: the compiler fuses it. A product by a weight
-that is stored in numbers of the kind takes them and the scales in its place (`dgraph.lowering.rounded`)."""
+that is stored in numbers of the kind takes them and the scales in its place (`dgraph.lowering.taken`)."""
 
 
 def reference(x: Tensor, kind: str) -> Tensor:

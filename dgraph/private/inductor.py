@@ -76,6 +76,8 @@ def compile_region(
 
 WHOLE_ROWS = 16384
 """Up to so many values of a row a kernel reduces what it holds of it in registers, on a GPU."""
+WHOLE_HEADS = 512
+"""The same where Inductor does not see how neighbours lie, as of heads that are part of a wider row."""
 
 
 def _choices() -> Any:
@@ -88,20 +90,21 @@ def _choices() -> Any:
     from torch._inductor.virtualized import V
 
     class WholeRows(InductorChoices):
-        """Rows of up to WHOLE_ROWS values lie in registers."""
+        """Rows of up to WHOLE_ROWS values, and heads of up to WHOLE_HEADS, lie in registers."""
 
         def uuid(self) -> str:
             """For torch's own caches."""
-            return f"dgraph whole rows {WHOLE_ROWS}"
+            return f"dgraph whole rows {WHOLE_ROWS} heads {WHOLE_HEADS}"
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
             """Whether a kernel holds what it reduces."""
             import torch._inductor.config as config
 
-            inner = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
-            if inner and config.triton.persistent_reductions:
-                return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROWS))
+            whole = {ReductionHint.INNER: WHOLE_ROWS, ReductionHint.DEFAULT: WHOLE_HEADS}
+            most = 0 if cooperative_reduction else whole.get(features.get_reduction_hint(), 0)
+            if most and config.triton.persistent_reductions:
+                return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, most))
             return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
     return WholeRows()

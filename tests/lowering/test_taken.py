@@ -242,7 +242,9 @@ def test_gate_and_up_of_rounded_rows_are_one_call(read: str) -> None:
     assert got[4].isnan().all() == (read == "alone"), "a row that belongs to no sequence"
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("llada", "fast_dllm"), ("llada", "dense"), ("sdar", "dense")])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("llada", "fast_dllm"), ("llada", "dense"), ("sdar", "dense"), ("sdar", "focus")]
+)
 def test_a_gpu_multiplies_gate_and_up_in_one_call(family: str, recipe: str) -> None:
     """Each layer's that the recipe does not count itself; tokens are the same."""
     (tiny,) = models(None, family)

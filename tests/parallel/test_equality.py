@@ -45,7 +45,7 @@ DEFAULT = {
     ("llada", "sparse_dllm+focus", 2),
     ("dream", "sparse_dllm+fast_dllm", 2),
 }
-"""Every recipe once, every family, two ranks and four; the others are for a release."""
+"""Every recipe once, every family, two ranks and four; every recipe on every family, over as many, is for a release."""
 
 
 def takes(tiny: TinyModel, recipe: str) -> bool:
@@ -57,11 +57,17 @@ def takes(tiny: TinyModel, recipe: str) -> bool:
 
 
 def cases() -> list[Any]:
-    found = [(tiny, recipe, world) for tiny in models() for recipe in RECIPES for world in (2, 4)]
+    """All of `DEFAULT`, and of every other recipe and family one, over two ranks and four in turns."""
+    given = {case[:2]: case[2] for case in DEFAULT}
+    found = [
+        (tiny, recipe, given.get((str(tiny), recipe), 2 if (i + j) % 2 else 4))
+        for i, tiny in enumerate(models())
+        for j, recipe in enumerate(RECIPES)
+        if takes(tiny, recipe)
+    ]
     return [
         pytest.param(*case, marks=[] if (str(case[0]), *case[1:]) in DEFAULT else [pytest.mark.release])
         for case in found
-        if takes(*case[:2])
     ]
 
 

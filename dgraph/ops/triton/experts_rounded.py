@@ -21,6 +21,8 @@ from dgraph.ops.triton.scales import nearest
 from dgraph.ops.triton.stored import tile_for
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
+LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
+"""Scales below it are not used."""
 TOGETHER = 2048
 """Values of gate that one program takes, where a row has no more."""
 
@@ -109,12 +111,12 @@ def _gate_and_round_rows(
     row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     mask = (row < end)[:, None] & (column < SIZE)[None, :]
     found = gated_rows(both_ptr, row, column, mask, both_row, SIZE, SILU).to(both_ptr.dtype.element_ty).to(tl.float32)
-    size = tl.abs(found)
-    broken = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1) > 0  # a maximum may pass over what is no number
-    scale = tl.div_rn(tl.max(size, 1), tl.full([ROWS], REACH, tl.float32))
-    scale = tl.where(scale == 0, 1.0, scale)
-    number = tl.div_rn(tl.where(broken[:, None], 0.0, found), tl.broadcast_to(scale[:, None], [ROWS, BLOCK]))
-    number = tl.minimum(tl.maximum(number, -REACH), REACH)
+    bits = tl.max(tl.abs(found).to(tl.int32, bitcast=True), 1)  # those of NaN are above all others
+    broken = bits >= 0x7F800000
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([ROWS], REACH, tl.float32))
+    scale = tl.where(scale < LEAST, 1.0, scale)
+    by = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
+    number = tl.where(broken[:, None], 0.0, found * by[:, None])
     # 1.5 * 2 ** 23, whose last bit is worth 1: ties to even.
     number = number + 12582912.0 - 12582912.0 if INTEGERS else nearest(number)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]

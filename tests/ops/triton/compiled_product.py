@@ -30,7 +30,7 @@ def source(dtype: str, pair: bool) -> Any:
     cases = product_cases.cases(pair, itemsize)
     constants = {"CASES": tuple((c.above, c.up_to, c.rows, c.columns, c.splits) for c in cases), "GROUP": 8}
     constants |= {"PROGRAMS": 132, "COUNTED": itemsize == 2, "HIGH": 2 - itemsize, "BIAS": True, "PAIR": pair}
-    constants |= {"EARLY": True}
+    constants |= {"APART": product_roles.IMPRECISE if dtype == "fp8e4nv" else 0, "EARLY": True}
     made = source_of(GluonASTSource, product_roles._multiply_in_roles, constants, types)
     names = product_roles._multiply_in_roles.arg_names
     made.attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in ("out_ptr", "part_ptr", "d_out", "d_in")}

@@ -30,7 +30,9 @@ from torch.fx.node import map_aggregate
 from triton.backends.compiler import GPUTarget
 
 from dgraph.lowering.traced import trace
+from dgraph.ops import OPS
 from dgraph.private.inductor import _for_devices, inductor_settings
+from dgraph.quantised import quantised_rows
 from tests.ops.triton.compiled import ACCESS
 from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
 
@@ -113,15 +115,23 @@ def norm(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     stream = stream + x
     wide = stream.float()
     rows = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
-    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
-    return stream, (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+    return stream, *quantised_rows(rows, "fp8")
+
+
+def heads(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads of queries and keys, side by side in a row with those of values, normed and rotated."""
+    q, k, _ = x.split([4096, 1024, 1024], 1)
+    norm, rope, angles = OPS["rms_norm"].reference, OPS["rope"].reference, (cos.unsqueeze(1), sin.unsqueeze(1))
+    q, k = (rope(norm(part.reshape(len(x), -1, 128), weight, 1e-6), *angles) for part in (q, k))
+    return q, k
 
 
 def region_of(name: str) -> tuple[Callable[..., Any], Sequence[Tensor], Mapping[str, Any]]:
-    """A region by name: "norm", or the kind of a transition between steps."""
-    if name == "norm":
-        rows, weight = torch.zeros(32, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
-        return norm, (rows, rows.clone(), weight), {}
+    """A region by name: "norm", "heads", or the kind of a transition between steps."""
+    if name in ("norm", "heads"):
+        wide, row, head = (torch.zeros(32, size, dtype=torch.bfloat16) for size in (6144, 4096, 128))
+        inputs = (wide, head[0].clone(), head, head.clone()) if name == "heads" else (row, row.clone(), row[0].clone())
+        return heads if name == "heads" else norm, inputs, {}
     advance = advance_of(name, RULES["renoise" if name == "random" else "confidence_threshold"])
     advance.take(outputs(advance, torch.Generator().manual_seed(3), name == "step"))
     held = advance._held()

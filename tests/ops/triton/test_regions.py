@@ -15,10 +15,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on t
 
 
 def test_a_norm_that_is_rounded_is_one_kernel_which_holds_its_rows(tmp_path: Path) -> None:
-    found = found_by("compiled_regions", "norm", TRITON_CACHE_DIR=str(tmp_path))
-    (kernel,) = found["norm"]
-    assert kernel["how"] == "persistent_reduction", "a row is read once"
-    assert kernel["lets_start"], "the next kernel, before its first access to memory"
+    """So are norms of heads that are part of a wider row."""
+    found = found_by("compiled_regions", "norm", "heads", TRITON_CACHE_DIR=str(tmp_path))
+    assert {name: len(kernels) for name, kernels in found.items()} == {"norm": 1, "heads": 2}
+    for kernel in (*found["norm"], *found["heads"]):
+        assert kernel["how"] == "persistent_reduction", "a row is read once"
+        assert kernel["lets_start"], "the next kernel, before its first access to memory"
 
 
 @pytest.mark.release
