@@ -6,7 +6,7 @@
 Milliseconds per step come from two lengths of response in turn, so that prefill and start cancel out; run it once with
 each version to compare. On a GPU a trace of the engine says for how long kernels ran, and where none did in the middle
 half of the run. A profiler's own work makes the device wait: the share of time in which no kernel runs is therefore
-also given of the same run without one, whose kernels take as long.
+also given of the same run without one, whose kernels take as long, from its first CUDA graph to the end of its last.
 Weights are random and every step commits as many tokens. A run that is cut leaves what it has (see `benchmarks.runs`).
 `benchmarks.engine_load --parts steps` measures the same of an engine beside its loads.
 """
@@ -14,6 +14,7 @@ Weights are random and every step commits as many tokens. A run that is cut leav
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,6 +80,32 @@ def waits_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decodin
     )
 
 
+def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> float:
+    """Seconds on the device from the first CUDA graph of a run to the end of the last: without what the host does
+    before it has anything to launch, and after everything is launched.
+    """
+    marks: list[torch.cuda.Event] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def marked(graph: torch.cuda.CUDAGraph) -> None:
+        first = marks[0] if marks else mark()
+        replay(graph)
+        marks[:] = first, mark()
+
+    torch.cuda.CUDAGraph.replay = marked  # type: ignore[method-assign]
+    try:
+        engine.generate(prompts, decoding)
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    return 1e-3 * marks[0].elapsed_time(marks[1])
+
+
 def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
     """The same of kernels that ran from some microsecond to another, in any order."""
     spans = sorted(kernels)
@@ -104,18 +131,20 @@ class EngineSteps:
 
     Attributes:
         seconds, steps, tokens: in all, prefill included; block-causal models find prompts in the prefix cache.
-        waits: of the same once more; None where it was not traced.
+        span: seconds from the first CUDA graph to the end of the last, of the same once more; waits: and once more,
+            traced. None where it was not traced.
     """
 
     seconds: float
     steps: int
     tokens: int
-    waits: Waits | None
+    span: float | None = None
+    waits: Waits | None = None
 
     @property
     def idle(self) -> float | None:
         """The share of the time without a profiler in which no kernel runs."""
-        return None if self.waits is None else 1 - self.waits.busy / self.seconds
+        return None if self.waits is None or self.span is None else 1 - self.waits.busy / self.span
 
     def cells(self) -> list[Cell]:
         """What `COLUMNS` say."""
@@ -137,12 +166,15 @@ def steps_of(
 ) -> Iterator[EngineSteps]:
     """Let an engine answer, which records what its steps need, and again; then once more with a trace, if wanted."""
     engine.generate(prompts, decoding)
+    gc.collect()
+    gc.freeze()  # as `dgraph serve` does: to look through a model and its compiler takes longer than a step
     done, begin = engine.stats.steps, time.perf_counter()
     answers = engine.generate(prompts, decoding)
     seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
-    found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers), None)
+    found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers))
     yield found
     if traced:
+        found = replace(found, span=span_of(engine, prompts, decoding))
         yield replace(found, waits=waits_of(engine, prompts, decoding))
 
 

@@ -84,10 +84,10 @@ class Stage:
 def prepared(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Graph, tuple[Stage, ...]]:
     """What runs of a graph: the graph whose products take what is stored (`as_taken`), and its stages.
 
-    Args and errors: as of `schedule`; fused says as well whether units are gated.
+    Args and errors: as of `schedule`; fused says as well whether it runs on a GPU.
     """
     fuses = _fuses(graph, fused)
-    graph = as_taken(graph, gated=fuses)
+    graph = as_taken(graph, on_gpu=fuses)
     return graph, schedule(graph, fuses, name)
 
 

@@ -10,11 +10,13 @@ A lookup of ids in such a weight is `dgraph::embedding_stored`, which dequantise
 Rows that a product reads rounded (`dgraph::round_rows`) it takes as numbers and scales, as one
 `dgraph.quantised.QuantisedRows`, where its weight is stored in numbers of the same kind with a scale for each of its
 rows (`Op.rounded`). `as_taken` writes so: rounding makes numbers and scales, which fuse into what makes the
-rows, and what they stand for never lies in memory.
+rows, and what they stand for never lies in memory. Where rows are listed, and only the device knows how many they are,
+what fuses would run on as many as there is room for; on a GPU a kernel rounds those that there are.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,6 +32,7 @@ aten = torch.ops.aten
 
 LINEAR = aten.linear.default
 _WEIGHTS, _ROWS = OPS["dequantise"].overload, OPS["dequantise_rows"].overload
+_LIST = OPS["list_kept"].overload
 
 
 def is_taken(node: object) -> bool:
@@ -49,7 +52,7 @@ def _takes(user: Node, value: Node) -> bool:
     return sum(arg is value for arg in op.values(names, args)) == sum(arg is value for arg in args) > 0
 
 
-def as_taken(graph: Graph, gated: bool = False) -> Graph:
+def as_taken(graph: Graph, on_gpu: bool = False) -> Graph:
     """A graph whose products take rounded rows as they are rounded, and whose lookups read quantised weights as stored;
     the graph itself if there are none of either.
 
@@ -61,9 +64,10 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
 
     Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
 
-    gated: a product of gate and up that takes packed rows so, all of a step's or those that an eviction kept, becomes
-    `dgraph::rows_glu`, whose result is all that is left to be rounded for the next one. Rows of 16 bits a library
-    multiplies; their activation stays a kernel of its own.
+    on_gpu: rows that products count by a list are normed and rounded by a kernel that stops after them. A product of
+    gate and up that takes packed rows so, all of a step's or those that an eviction kept, becomes `dgraph::rows_glu`,
+    whose result is all that is left to be rounded for the next one. Rows of 16 bits a library multiplies; their
+    activation stays a kernel of its own.
     """
     if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
@@ -79,10 +83,14 @@ def as_taken(graph: Graph, gated: bool = False) -> Graph:
     for node in graph.find("round_rows"):
         if _can_be_taken(node):
             by = node.meta["by"]
-            made = graph.call(OPS["quantise_rows"], args_of(node), before=node, by=by)
+            if (count := _count_of(node) if on_gpu else None) is None:
+                made = graph.call(OPS["quantise_rows"], args_of(node), before=node, by=by)
+            else:
+                _stop_norm_after(graph, node, count)
+                made = graph.call(OPS["rows_quantise"], (*args_of(node), count), before=node, by=by)
             args = (*graph.parts(made, 2, by), node.meta["val"].dtype)
             graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
-    if gated and "cu_rows" in graph.inputs:
+    if on_gpu and "cu_rows" in graph.inputs:
         for node in [call for call in graph.calls if call.target is LINEAR]:
             rows = graph.row_set(args_of(node)[0])
             if rows is None or not _takes_both(node):
@@ -125,6 +133,24 @@ def _can_be_taken(rounded: Node) -> bool:
             if not is_taken(weight) or stored is None or stored.row_kind != kind:
                 return False
     return bool(rounded.users)
+
+
+def _count_of(rounded: Node) -> Node | None:
+    """What counts rounded rows [N, d] for all that read them, if they are listed on the device."""
+    ops = [(op_of(user.target), args_of(user)) for user in rounded.users]
+    counts = {None if op is None else op.counter(args) for op, args in ops}
+    count = counts.pop() if len(counts) == 1 and rounded.meta["val"].dim() == 2 else None
+    if count is None or count.target is not operator.getitem or args_of(count)[0].target is not _LIST:
+        return None
+    return count
+
+
+def _stop_norm_after(graph: Graph, rounded: Node, count: Node) -> None:
+    """Let a norm of rows that nobody else reads stop after so many of them."""
+    norm = args_of(rounded)[0]
+    if norm.target is OPS["rms_norm"].overload and len(norm.users) == 1:
+        counted = graph.call(OPS["rows_norm"], (*args_of(norm), count), before=norm, by=norm.meta["by"])
+        graph.replace(norm, counted)
 
 
 def _takes_both(node: Node) -> bool:

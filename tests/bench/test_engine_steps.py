@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import engine_steps
-from benchmarks.engine_steps import waits_between
+from benchmarks.engine_steps import EngineSteps, Waits, waits_between
 from dgraph.testing import models
 
 
@@ -20,6 +21,15 @@ def test_waits_are_what_no_kernel_covers() -> None:
     waits = waits_between(apart)  # the middle half is of kernels 2 to 5
     assert waits.share == pytest.approx(3 * 40 / 360)
     assert waits.between == [("a", "b", 2, 80.0), ("b", "a", 1, 40.0)]
+
+
+def test_the_device_is_idle_where_no_kernel_ran_between_the_first_graph_and_the_last() -> None:
+    found = EngineSteps(seconds=3.0, steps=10, tokens=40)
+    assert found.idle is None
+    assert found.cells() == [300, pytest.approx(40 / 3), "-", "-"]
+    traced = replace(found, span=2.0, waits=Waits(busy=1.9, share=0.2, between=[]))
+    assert traced.idle == pytest.approx(0.05)
+    assert traced.cells()[2:] == [pytest.approx(5), 20]
 
 
 def test_batches_are_written_until_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

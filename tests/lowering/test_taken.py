@@ -17,7 +17,7 @@ from dgraph.lowering.footprint import footprint
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
-from dgraph.nodes import op_name, viewed
+from dgraph.nodes import args_of, op_name, viewed
 from dgraph.ops import OPS
 from dgraph.passes import QuantizeWeights
 from dgraph.quantised import Format, QuantisedRows, QuantisedWeight, quantise
@@ -231,7 +231,7 @@ def gated_unit(read: str) -> Graph:
 def test_gate_and_up_of_rounded_rows_are_one_call(read: str) -> None:
     graph = gated_unit(read)
     assert as_taken(graph).find("rows_glu") == []
-    made = as_taken(graph, gated=True)
+    made = as_taken(graph, on_gpu=True)
     assert len(made.find("rows_glu")) == (read == "alone")
     given = {
         "x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)),
@@ -254,6 +254,35 @@ def test_a_gpu_multiplies_gate_and_up_in_one_call(family: str, recipe: str) -> N
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), fused=True)
     assert len(program.graph.find("rows_glu")) == tiny.model.spec.layers
     assert counted < tiny.model.spec.layers
+    want = made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16)
+    made._session.programs["step"] = program
+    assert made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16).token_ids == want.token_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "linear", "gated"),
+    [("dream", "dyllm", 8, 4), ("llada", "dense", 3, 1), ("sdar", "focus", 0, 0)],
+)
+def test_a_gpu_rounds_no_more_rows_than_are_listed(family: str, recipe: str, linear: int, gated: int) -> None:
+    """Where products count the rows that they take by a list; and so does a norm before that. Tokens are the same.
+
+    Of four layers: salient rows of each (keys and values, feed-forward network); masked rows of the last; of an
+    eviction that the host counts none.
+    """
+    (tiny,) = models(None, family)
+    made = tiny.quantised(QuantizeWeights("fp8", activations=True)).optimized(recipe)
+    graph = made.phases["step"].graph
+    program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), fused=True)
+    found = Counter[tuple[str, bool]]()
+    for taken in program.graph.find("dequantise_rows"):
+        rounded = args_of(args_of(taken)[0])[0]
+        for reader in taken.users if op_name(rounded.target) == "dgraph.rows_quantise" else ():
+            x, _, count = args_of(rounded)
+            normed = op_name(x.target) == "dgraph.rows_norm"
+            assert args_of(reader)[3] is count
+            assert not normed or args_of(x)[3] is count
+            found[op_name(reader.target), normed] += 1
+    assert found == Counter({("dgraph.rows_linear", False): linear, ("dgraph.rows_glu", True): gated})
     want = made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16)
     made._session.programs["step"] = program
     assert made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16).token_ids == want.token_ids

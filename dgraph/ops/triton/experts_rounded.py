@@ -17,12 +17,10 @@ from dgraph.ops.triton import grouped
 from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
 from dgraph.ops.triton.product import _rows_of_tile, _store
 from dgraph.ops.triton.rows import power_of_two
-from dgraph.ops.triton.scales import nearest
+from dgraph.ops.triton.rows_quantise import ROUNDING, rounded
 from dgraph.ops.triton.stored import tile_for
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
-LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""Scales below it are not used."""
 TOGETHER = 2048
 """Values of gate that one program takes, where a row has no more."""
 
@@ -58,7 +56,7 @@ def gate(both: Tensor, ends: Tensor, kind: str, silu: bool) -> QuantisedRows:
     some = max(1, TOGETHER // block)
     _gate_and_round_rows[(triton.cdiv(n, some),)](
         both, values, scales, ends, len(ends) - 1, both.stride(0), f, some, block, silu,
-        values.dtype == torch.int8, KINDS[kind].reach, num_warps=4 if block <= 2048 else 8,
+        values.dtype == torch.int8, KINDS[kind].reach, num_warps=4 if block <= 2048 else 8, **ROUNDING,
     )  # fmt: skip
     return QuantisedRows(values, scales, both.dtype)
 
@@ -104,21 +102,14 @@ def _gate_and_round_rows(
     both_ptr, values_ptr, scales_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SILU: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows before the last bound; rounded as `dgraph.quantised.quantised_rows` has it."""
+    """Whole rows before the last bound."""
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return
     row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     mask = (row < end)[:, None] & (column < SIZE)[None, :]
     found = gated_rows(both_ptr, row, column, mask, both_row, SIZE, SILU).to(both_ptr.dtype.element_ty).to(tl.float32)
-    bits = tl.max(tl.abs(found).to(tl.int32, bitcast=True), 1)  # those of NaN are above all others
-    broken = bits >= 0x7F800000
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([ROWS], REACH, tl.float32))
-    scale = tl.where(scale < LEAST, 1.0, scale)
-    by = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
-    number = tl.where(broken[:, None], 0.0, found * by[:, None])
-    # 1.5 * 2 ** 23, whose last bit is worth 1: ties to even.
-    number = number + 12582912.0 - 12582912.0 if INTEGERS else nearest(number)
+    numbers, scale = rounded(found, ROWS, INTEGERS, REACH)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(values_ptr + at, number.to(values_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + row, tl.where(broken, float("nan"), scale), mask=row < end)
+    tl.store(values_ptr + at, numbers.to(values_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + row, scale, mask=row < end)

@@ -15,6 +15,7 @@ from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.rows import sequence_of, slots_of
 from dgraph.ops.scales import FLOAT8
 from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, kept_rows
+from dgraph.quantised import ROW_KINDS
 
 Call = tuple[Any, ...]
 
@@ -52,7 +53,7 @@ def compare(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 2e
         assert_close(one.cpu(), other.to(one.dtype).cpu(), rtol=near, atol=near, equal_nan=True)
 
 
-UNWRITTEN = {"rows_glu": 3, "rows_linear": 3, "rows_norm": 3, "rows_rope": 3}
+UNWRITTEN = {"rows_glu": 3, "rows_linear": 3, "rows_norm": 3, "rows_quantise": 2, "rows_rope": 3}
 """Ops that write live rows only, and the place of the argument that counts them."""
 
 
@@ -62,8 +63,11 @@ def settled(name: str, args: Call, found: Sequence[Tensor]) -> list[Tensor]:
         return [nan_where(args[1].to(out.device) < 0, out) if out.is_floating_point() else out for out in found]
     if name not in UNWRITTEN:
         return list(found)
-    (out,), cu_rows = found, args[UNWRITTEN[name]]
-    return [nan_where(torch.arange(len(out), device=out.device) >= cu_rows[-1].to(out.device), out)]
+    rows = torch.arange(len(found[0]), device=found[0].device)
+    padding = rows >= args[UNWRITTEN[name]][-1].to(rows.device)
+    # What numbers of 8 bits are where nobody wrote them is as good as anything.
+    eight = [out.float().masked_fill(padding[:, None], 0) if out.element_size() == 1 else out for out in found]
+    return [nan_where(padding, out) if out is same else out for out, same in zip(eight, found, strict=True)]
 
 
 def nan_where(rows: Tensor, out: Tensor) -> Tensor:
@@ -315,6 +319,12 @@ def norming(rows: int, capacity: int, d: int, *, index: torch.dtype = torch.int3
     return x, torch.randn(d, generator=torch.Generator().manual_seed(d)), 1e-6, count
 
 
+def rounding(rows: int, capacity: int, d: int, kind: str, *, index: torch.dtype = torch.int32) -> Call:
+    """The same columns, to be rounded."""
+    x, _, _, count = norming(rows, capacity, d, index=index)
+    return x, kind, count
+
+
 def rotating(rows: int, capacity: int, heads: int, d: int, *, normed: bool = False) -> Call:
     """Keys of a projection of keys and values; rows that are not live are NaN."""
     generator = torch.Generator().manual_seed(rows)
@@ -390,6 +400,13 @@ LARGER: list[tuple[str, str, Call]] = [
     ("rows_norm", "no weight", (norming(17, 30, 96)[0], None, *norming(17, 30, 96)[2:])),
     ("rows_norm", "odd size, offsets of 64 bits", norming(5, 9, 1300, index=torch.int64)),
     ("rows_norm", "more rows than programs", norming(2100, 2200, 16)),
+    *(
+        ("rows_quantise", f"{n} of 90 rows as {kind}", rounding(n, 90, 96, kind))
+        for n in (0, 17, 90)
+        for kind in ROW_KINDS
+    ),
+    ("rows_quantise", "odd size, offsets of 64 bits", rounding(5, 9, 1300, "fp8", index=torch.int64)),
+    ("rows_quantise", "more rows than programs", rounding(2100, 2200, 16, "int8")),
     *(("rows_rope", f"{n} of 90 rows", rotating(n, 90, 4, 32, normed=n % 2 == 0)) for n in (0, 1, 16, 17, 90)),
     ("rows_rope", "odd sizes", rotating(5, 9, 3, 70, normed=True)),
     ("rows_rope", "more rows than programs", rotating(2100, 2200, 1, 8)),
