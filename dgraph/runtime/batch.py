@@ -2,8 +2,9 @@
 
 Between any two steps requests may be admitted to free slots and others retired; no shape changes, and nothing is
 captured or compiled anew. The host reads one small report per step (see `dgraph.runtime.report`), without which it
-would not know how many rows the next step has; where the row plan says that, it launches the step first. Everything
-else stays on the device. A program may read more, and so does decoding logits (see `dgraph.runtime.decide`).
+would not know how many rows the next step has; where it does, by the row plan or because every step has those of the
+sequences' blocks, it launches the step first. Everything else stays on the device. A program may read more, and so does
+decoding logits (see `dgraph.runtime.decide`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ class Batch:
             forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
         sized: programs are recorded as CUDA graphs, so that few numbers of rows of keys may be met.
-        foresee: launch a step before the report of the last one is read, where the plan says how many rows it has at
+        foresee: launch a step before the report of the last one is read, where the host knows how many rows it has at
             most. A sequence that ends, or goes wrong, is then noticed one step later.
         stats: counts what runs; observer: gets every step, at the price of copies to the host.
 
@@ -107,8 +109,8 @@ class Batch:
         self._reports = Reports(self.advance.report)
         self._last: Report | None = None
         self._counts: RowCounts | None = None
-        ahead = foresee and not kv.renews  # a block is begun by the host, which must hear of it first
-        if ahead and plan is not None and not self.causal and rule.block_cache == "off" and observer is None:
+        self._ahead = foresee and rule.block_cache == "off" and observer is None
+        if self._ahead and plan is not None and not self.causal:
             self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
         self._decide = Decide(spec, shape.block)
         self._flying: _Flight | None = None
@@ -377,27 +379,41 @@ class Batch:
         """Rows of the next step at most, and which slots see everything in it, where the host knows; None where it must
         read the report, or should: a step in vain costs more than a wait.
         """
-        last, counts = self._last, self._counts
-        if counts is None or last is None or self._flying is None or not self.running:
+        last, slots = self._last, list(self.running)
+        if not self._ahead or last is None or self._flying is None or not slots:
             return None
-        slots = list(self.running)
-        if not self._ordered.issuperset(slots):
+        if not self._ordered.issuperset(slots) or not bool(last.active[slots].all()) or self._ends_soon(last, slots):
             return None
-        found = counts.of(slots)
-        rows = 0 if found is None else int(found.sum())
+        if self.kv.renews and bool(last.closes[slots].any()):
+            return None  # the host begins a block, so it must hear of it first
+        rows = self._rows_of(slots)
         if not rows or rows > (self.shape.most_rows or rows):
-            return None
-        left = max(one.request.free - int(last.total[slot]) for slot, one in self.running.items())
-        pace = max(1.0, float((last.total[slots] / last.counter[slots].clip(min=1)).max()))
-        if not bool(last.active[slots].all()) or left <= FEW_STEPS * pace:
             return None
         if self.programs.select is None:
             return rows, []
         # Of the plans that say their rows, whole steps are those in which a sequence does not reuse.
-        whole = counts.whole(slots)
+        whole = None if self._counts is None else self._counts.whole(slots)
         if whole is None:
             return None
         return rows, [slot for slot, all_rows in zip(slots, whole.tolist(), strict=True) if all_rows]
+
+    def _rows_of(self, slots: Sequence[int]) -> int:
+        """Rows that these slots have in the next step at most; 0 if only the device knows."""
+        if self._counts is not None:
+            found = self._counts.of(slots)
+            return 0 if found is None else int(found.sum())
+        begun = all(self.running[slot].steps for slot in slots)  # a first step may encode prompts as well
+        return len(slots) * self.shape.block if begun and self.advance.state.steady(self.rule.policy) else 0
+
+    def _ends_soon(self, last: Report, slots: Sequence[int]) -> bool:
+        """Whether one of these may end within a few steps, at the pace at which its tokens came so far."""
+        free = np.array([self.running[slot].request.free for slot in slots])
+        steps, total = last.counter[slots], last.total[slots]
+        # Where the tokens of a block are committed all at once, those of the current one have not been counted yet.
+        began = np.array([self.running[slot].began for slot in slots])
+        counted = began if self.spec.noise == "uniform" else steps
+        pace = np.maximum(total / np.maximum(counted, 1), 1.0)
+        return bool((free - total - pace * (steps - counted) <= FEW_STEPS * pace).any())
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from dgraph.runtime.rows import RowResults, StepRows, choose, inverse, read
 from dgraph.runtime.seeds import policy_order
 
 REPORT = (
-    *("rows", "wanted", "action", "active", "broken", "shown_start", "start", "counter"),
+    *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),
     *("total", "kept_rows", "commit_rows"),
 )
 """The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
@@ -195,6 +195,15 @@ class DecodeState(ABC):
         decoded rows that may be replaced get a candidate like masked ones.
         """
 
+    def steady(self, policy: Policy) -> bool:
+        """Whether every step of a sequence but its first forwards as many rows as its block has, at most."""
+        return False
+
+    @property
+    def closes(self) -> Tensor:
+        """bool[b]: the next step may be the last of its block."""
+        return torch.ones_like(self.active)
+
     def drafted(self, policy: Policy) -> Tensor:
         """bool[b]: what the next step predicts of the sequence is a draft, which a later step verifies."""
         return torch.zeros_like(self.active)
@@ -308,7 +317,8 @@ class DecodeState(ABC):
         """i64[b, len(REPORT) + 3 B]: what the host reads of each sequence after a step, by `REPORT`, then by `SHOWN`.
 
         rows: of its next step, 0 if it waits; wanted: the same if it does not; action: as in `action`, of that step,
-        that of reusing where all keys are kept; the others as in the attributes, and of a confidence its bits.
+        that of reusing where all keys are kept; the others as in the attributes and properties, and of a confidence its
+        bits.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
         found = {"rows": wanted * self.granted, "wanted": wanted}

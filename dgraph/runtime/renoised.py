@@ -85,6 +85,13 @@ class RenoisedState(OwnBlockState):
         first = random_ids(self.keys.T, self.columns, torch.full_like(self.start, WORD), self.vocab)
         return torch.where((self.forwards == 0)[:, None] & self.masked, first, self.tokens)
 
+    @property
+    def closes(self) -> Tensor:
+        return self.encodes
+
+    def steady(self, policy: Policy) -> bool:
+        return True
+
     def wanted(self) -> Tensor:
         return self.active[:, None].expand_as(self.masked)
 

@@ -121,6 +121,16 @@ class TwoModeState(MixingState):
         )
 
     @property
+    def closes(self) -> Tensor:
+        return self.encodes
+
+    def steady(self, policy: Policy) -> bool:
+        if sub_blocks(policy, self.kind) is not None:
+            return False
+        autoregressive, drafts = (per_sequence(name, policy, self.kind) for name in ("autoregressive", "drafts"))
+        return autoregressive is False or drafts is True  # a token at a time, unless what was drafted is encoded
+
+    @property
     def average(self) -> Tensor:
         """f32[b]: as in `DecodeState`; inf before a block is encoded, of which every row is needed."""
         return torch.where(self.encodes, math.inf, super().average)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,15 +12,17 @@ import torch
 
 import dgraph
 from dgraph.errors import DgraphError
+from dgraph.families import families
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.plans.block_cache import BlockCache
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.advance import Advance
-from dgraph.runtime.batch import Batch
+from dgraph.runtime.batch import FEW_STEPS, Batch
 from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps
+from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Renoise, SubBlocks
 from dgraph.runtime.session import BlockSession
 from tests.recipes.bidirectional import Setup, setup_of
 from tests.runtime.recorder import Recorder
@@ -48,13 +52,41 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool] | None]:
     return seen
 
 
-def session(setup: Setup, recipe: str, pool: GraphPool | None) -> BlockSession:
+def session(setup: Setup | Modes, recipe: str, pool: GraphPool | None, block_cache: BlockCache = "off") -> BlockSession:
     chosen = build(RECIPES, recipe, setup.model.spec, {})
     compiler, buckets = RegionCompiler("eager"), Buckets.of("hybrid")
     graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, chosen).items()}
     runner = run_steps if pool is None else pool.runner
     programs = {name: LoweredProgram(graph, compiler, buckets, runner) for name, graph in graphs.items()}
-    return BlockSession(setup.model.spec, programs, plan=chosen.plan, pool=pool)
+    return BlockSession(setup.model.spec, programs, plan=chosen.plan, pool=pool, block_cache=block_cache)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """A random tiny model that denoises a block and then encodes it, and what was captured of it."""
+
+    model: dgraph.Model
+    graph: dgraph.Graph
+
+
+@functools.cache
+def modes_of(family: str) -> Modes:
+    model = families()[family].random(0)
+    return Modes(replace(model, spec=replace(model.spec, eos_ids=())), dgraph.capture(model))
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Grows with every step: rows it was launched with, rows it has, and sequences that go on in it."""
+    seen: list[tuple[int, int, int]] = []
+    launched = Batch._launched
+
+    def noted(self: Batch, bound: Any, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
+        seen.append((count, int(self.advance.rows.cu_rows[-1]), int(self.advance.state.active.sum())))
+        launched(self, bound, result, count, slots)
+
+    monkeypatch.setattr(Batch, "_launched", noted)
+    return seen
 
 
 @pytest.mark.parametrize(("recipe", "foresees"), [("dense", True), ("dyllm", True), ("fast_dllm", False)])
@@ -88,23 +120,75 @@ def test_at_a_steady_pace_no_step_is_in_vain(setup: Setup, ahead: list[Any], rec
 @pytest.mark.parametrize("recipe", ["dense", "dyllm", "dllm_cache"])
 @pytest.mark.parametrize("new", [16, 21])
 def test_rows_are_foreseen_exactly(
-    monkeypatch: pytest.MonkeyPatch, ahead: list[Any], family: str, recipe: str, new: int
+    ahead: list[Any], counts: list[tuple[int, int, int]], family: str, recipe: str, new: int
 ) -> None:
     """A row too few would be lost, one too many is another bucket."""
-    foreseen: list[int] = []
-    launched = Batch._launched
-
-    def noted(self: Batch, bound: Any, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
-        if bool(self.advance.state.active[: len(PROMPTS)].all()):  # one that has ended unnoticed has no rows
-            assert count == int(self.advance.rows.cu_rows[-1])
-            foreseen.append(count)
-        launched(self, bound, result, count, slots)
-
-    monkeypatch.setattr(Batch, "_launched", noted)
     options: dict[str, Any] = {"max_new_tokens": new, "block_length": 8, "policy": FixedSteps(8)}
     session(setup_of(family), recipe, GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
-    assert len(foreseen) > 4
+    whole = [pair for *pair, active in counts if active == len(PROMPTS)]  # one that has ended unnoticed has no rows
+    assert len(whole) > 4
+    assert all(given == there for given, there in whole)
     assert any(one is not None for one in ahead)
+
+
+@pytest.mark.parametrize(
+    ("family", "decoding"),
+    [
+        ("diffusion_gemma", {"policy": Renoise(confidence=0.0, steps=6)}),
+        ("diffusion_gemma", {"policy": Renoise(confidence=9.0, stability=0, steps=9)}),
+        ("nemotron", {"policy": FixedSteps(6)}),
+        ("nemotron", {"threshold": 0.02}),
+        ("nemotron", {"policy": "self_speculation"}),
+        ("fast_dllm_v2", {"policy": FixedSteps(4)}),
+    ],
+)
+def test_blocks_of_two_modes_are_foreseen(
+    ahead: list[Any], counts: list[tuple[int, int, int]], family: str, decoding: dict[str, Any]
+) -> None:
+    setup = modes_of(family)
+    block = setup.model.spec.block_length
+    options: dict[str, Any] = {"max_new_tokens": 6 * block, **decoding}
+    plain = session(setup, "dense", None).generate(PROMPTS, **options)
+    assert set(ahead) == {None}, "without a pool, every report is read first"
+    ahead.clear()
+    counts.clear()
+    found = session(setup, "dense", GraphPool(recorder=Recorder)).generate(PROMPTS, **options)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.sequence_steps == plain.stats.sequence_steps
+    known = [one for one in ahead if one is not None]
+    assert len(known) > found.stats.steps / 3
+    assert all(given >= there for given, there, _ in counts)
+    assert all(rows == block * len(PROMPTS) for rows, _ in known)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_cache", "decoding"),
+    [
+        ("nemotron", "off", {"policy": "autoregressive"}),
+        ("fast_dllm_v2", "off", {"policy": SubBlocks(size=4, cached=True)}),
+        ("fast_dllm_v2", "dc", {"policy": FixedSteps(4)}),
+    ],
+)
+def test_steps_of_fewer_rows_than_a_block_are_not(
+    ahead: list[Any], family: str, block_cache: BlockCache, decoding: dict[str, Any]
+) -> None:
+    setup = modes_of(family)
+    made = session(setup, "dense", GraphPool(recorder=Recorder), block_cache)
+    made.generate(PROMPTS, max_new_tokens=4 * setup.model.spec.block_length, **decoding)
+    assert all(one is None for one in ahead)
+
+
+def test_a_canvas_of_known_steps_ends_where_it_was_expected(ahead: list[Any]) -> None:
+    """The last canvas is committed all at once, so its tokens say nothing of how far it is."""
+    setup = modes_of("diffusion_gemma")
+    options: dict[str, Any] = {"max_new_tokens": 4 * setup.model.spec.block_length}
+    found = session(setup, "dense", GraphPool(recorder=Recorder)).generate(
+        [PROMPTS[1]], policy=Renoise(confidence=0.0, steps=8), **options
+    )
+    assert found.stats.steps == 4 * 8 + 3, "none in vain"
+    encoded = 3
+    first, last = 1, FEW_STEPS
+    assert sum(one is not None for one in ahead) >= found.stats.steps - encoded - first - last - 1
 
 
 def test_a_short_generation_reads_every_report_first(setup: Setup, ahead: list[Any]) -> None:
