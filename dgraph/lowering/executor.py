@@ -86,6 +86,7 @@ class LoweredProgram:
                 raise InputError(f"{what} must be a number of rows of at least 1, or None, got {rows!r}.")
         graph, self.stages = prepared(graph, fused, name)
         self.graph, self.buckets, self.tuning = graph, buckets, tuning
+        self._padded: dict[int, int] = {}
         self.backend = compiler.backend
         if tuning is not None:
             tuning.load(graph)
@@ -141,7 +142,9 @@ class LoweredProgram:
 
     @torch.no_grad()
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
-        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
+        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows. The
+        second is made under `torch.no_grad`.
+        """
         slots, least = Slots(self._template), ("", math.inf)
         for name, slot, dtype, by_row in self._given:
             value = inputs.get(name)
@@ -194,12 +197,13 @@ class LoweredProgram:
             if cut is not None:
                 slots[cut.index] = slots[cut.index][:rows]
 
-    @torch.no_grad()
     def _on(self, slots: Slots, least: tuple[str, float], first: Callable[[int], None], rows: int) -> ProgramResult:
-        """Run on so many live rows; least: the input with the fewest rows, and how many."""
+        """Run on so many live rows; least: the input with the fewest rows, and how many. Nothing of it needs gradients,
+        and whoever calls it has turned them off: to do so here would take the device 10 us to wait for.
+        """
         if least[1] < rows:
             raise LoweringError(f"input {least[0]!r} has {least[1]} rows, expected at least {rows}.")
-        padded = self.buckets(rows)
+        padded = self._bucket(rows)
         if self.tuning is None:
             return self._run(slots, first, rows, padded)
         if self.tuning.is_open:
@@ -217,13 +221,17 @@ class LoweredProgram:
             if cut is not None:
                 run = self._runners[i + 1](slots)
                 live = int(slots[cut.offsets][-1])  # the one host read: the next stage's bucket depends on it
-                padded = self.buckets(live)
+                padded = self._bucket(live)
                 slots[cut.index] = slots[cut.index][:padded]
             now = time.perf_counter()
             seconds.append(now - start)
             start = now
         outputs = {name: slots[slot] for name, slot in self._outputs.items()}
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
+
+    def _bucket(self, rows: int) -> int:
+        """The bucket of so many rows, looked up where they were met before: the device waits for it."""
+        return self._padded.get(rows) or self._padded.setdefault(rows, self.buckets(rows))
 
     def _sizes(self, slots: Slots) -> dict[str, int]:
         """The symbols in the declared sizes of the inputs, and what they are now; but for those of rows."""

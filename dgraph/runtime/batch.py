@@ -285,14 +285,15 @@ class Batch:
             starts = found.start.tolist()
             moved = (one for slot, one in self.running.items() if one.start != starts[slot])
             self.kv.renew([handle for one in moved for handle in one.handles])
-        rows = int(found.rows.sum())
+        counts: list[int] = found.rows.tolist()
+        rows = sum(counts)
         self._flying = None
         if rows:
             if bound is None:
                 actions = found.action.tolist()
                 bound = self._bound([slot for slot in self.running if actions[slot] != REUSE])
             result = bound.run(rows)
-            took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
+            took_part = [slot for slot, count in enumerate(counts) if count and slot in self.running]
             self._launched(bound, result, rows, took_part)
         self._hear(found)
         return found

@@ -244,6 +244,20 @@ class _Buffers:
         return held if fits else None
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What was copied into buffers before the bucket was known. buffers: whole ones, by slot; rows: the fewest that any
+    input with a row dimension had; None if nothing was sent.
+    """
+
+    buffers: Mapping[int, Tensor] = field(default_factory=dict)
+    rows: int | None = None
+
+
+_Graphs = dict[int, _Recorded | None]
+"""By bucket."""
+
+
 class _GraphStage:
     """Runs a stage by replaying the graph of its bucket."""
 
@@ -258,44 +272,53 @@ class _GraphStage:
         self._whole = [slot for slot in self._given if slot not in stage.rowed]
         self._rowed = [slot for slot in self._given if slot in stage.rowed]
         self._unread = stage.rowed.difference(self._given)
-        self._alone: dict[Hashable, _Recorded | None] = {}
-        self._bridged: dict[Hashable, dict[Hashable, _Recorded | None]] = {}
+        self._alone: dict[Hashable, _Graphs] = {}
+        self._bridged: dict[Hashable, _Graphs] = {}
         self._buffers = _Buffers(pool, spare=not stage.last)
-        self._sent: dict[int, Tensor] = {}
+        self._sent = _Sent()
         self._warm = False
 
     def __call__(self, slots: Slots) -> Callable[[int], None]:
-        """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step."""
-        places = [slots[slot].data_ptr() for slot in self._placed]
-        return partial(self._run, slots, places, self._graphs_of_bridge(slots), self._send_ahead(slots))
+        """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step.
 
-    def _send_ahead(self, slots: Slots) -> dict[int, Tensor]:
-        """Copy what is given to the first stage, whole, into the buffers that there are; which, by slot."""
-        sent: dict[int, Tensor] = {}
+        Whoever calls that has just learnt the bucket, and the device waits: so all that can be found before is.
+        """
+        places = tuple(slots[slot].data_ptr() for slot in self._placed)
+        bridged = self._graphs_of_bridge(slots)
+        alone = None if self.stage.bridge else self._graphs_alone(slots, places)
+        return partial(self._run, slots, places, bridged, alone, self._send_ahead(slots))
+
+    def _send_ahead(self, slots: Slots) -> _Sent:
+        """Copy what is given to the first stage, whole, into the buffers that there are."""
+        self._sent = _Sent()
         if self.stage.rowed:
             known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
             sent = {slot: buffer for slot, buffer in known if buffer is not None}
             copy_all([sent[slot][: len(slots[slot])] for slot in sent], [slots[slot] for slot in sent])
-        self._sent = sent
-        return sent
+            self._sent = _Sent(sent, min((len(slots[slot]) for slot in self._rowed), default=None))
+        return self._sent
 
-    def _send(self, copied: Mapping[int, Tensor], slots: Slots, rows: int, sent: Mapping[int, Tensor]) -> None:
-        """Copy what is given into the buffers of a bucket, but for what was sent ahead into these; rows that the bucket
-        has and nobody gives are zeros.
+    def _send(
+        self, copied: Mapping[int, Tensor], buffers: Mapping[int, Tensor], slots: Slots, rows: int, sent: _Sent
+    ) -> None:
+        """Copy what is given into a bucket's part of the buffers, but for what was sent ahead into these; rows that the
+        bucket has and nobody gives are zeros.
         """
-        targets, sources = list[Tensor](), list[Tensor]()
-        for slot, target in copied.items():
-            if slot not in sent or not _begins(target, sent[slot]):
-                count = min(len(target), len(slots[slot]))
-                targets.append(target[:count])
-                sources.append(slots[slot][:count])
-        if targets:
-            copy_all(targets, sources)
-        for slot in self._rowed:
-            if slot in copied and len(slots[slot]) < rows:
-                copied[slot][len(slots[slot]) :].zero_()
+        missing = [slot for slot in copied if buffers[slot] is not sent.buffers.get(slot)]
+        if missing:
+            counts = [min(len(copied[slot]), len(slots[slot])) for slot in missing]
+            pairs = [(copied[slot][:n], slots[slot][:n]) for slot, n in zip(missing, counts, strict=True)]
+            copy_all([target for target, _ in pairs], [source for _, source in pairs])
+        if sent.rows is None or rows > sent.rows:
+            for slot in self._rowed:
+                if slot in copied and len(slots[slot]) < rows:
+                    copied[slot][len(slots[slot]) :].zero_()
 
-    def _graphs_of_bridge(self, slots: Slots) -> dict[Hashable, _Recorded | None] | None:
+    def _graphs_alone(self, slots: Slots, places: tuple[int, ...]) -> _Graphs:
+        """By bucket, graphs of the steps that read caches in those places, and other inputs of the shapes of these."""
+        return self._alone.setdefault((*places, *(slots[slot].shape for slot in self._whole)), {})
+
+    def _graphs_of_bridge(self, slots: Slots) -> _Graphs | None:
         """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
         have left something elsewhere.
         """
@@ -318,39 +341,31 @@ class _GraphStage:
     def _run(
         self,
         slots: Slots,
-        places: list[int],
-        bridged_graphs: dict[Hashable, _Recorded | None] | None,
-        sent: dict[int, Tensor],
+        places: tuple[int, ...],
+        bridged: _Graphs | None,
+        alone: _Graphs | None,
+        sent: _Sent,
         rows: int,
     ) -> None:
         if sent is not self._sent:
-            sent = {}  # the buffers have been sent something else since
+            sent = _Sent()  # the buffers have been sent something else since
         stage = self.stage
         if stage.graph_rows is not None and rows > stage.graph_rows:
             self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
             self._plain(slots)(rows)
-        elif bridged_graphs is not None:
-            self._replay(bridged_graphs, rows, slots, rows, True, sent)
+        elif bridged is not None:
+            self._replay(bridged, slots, rows, True, sent)
         else:
             for gather in stage.bridge:
                 gather.run(slots)
-            key = (*places, rows, *(slots[slot].shape for slot in self._whole))
-            self._replay(self._alone, key, slots, rows, False, sent)
+            self._replay(self._graphs_alone(slots, places) if alone is None else alone, slots, rows, False, sent)
 
-    def _replay(
-        self,
-        graphs: dict[Hashable, _Recorded | None],
-        key: Hashable,
-        slots: Slots,
-        rows: int,
-        bridged: bool,
-        sent: dict[int, Tensor],
-    ) -> None:
+    def _replay(self, graphs: _Graphs, slots: Slots, rows: int, bridged: bool, sent: _Sent) -> None:
         """Run a graph, with or without the bridge, recording it if it is not among those that there are."""
-        fresh = key not in graphs
+        fresh = rows not in graphs
         if fresh and self.pool.has_room(self.stage.name, rows):
-            graphs[key] = self._record(slots, rows, bridged, partial(graphs.pop, key))
-        found = graphs.get(key)
+            graphs[rows] = self._record(slots, rows, bridged, partial(graphs.pop, rows))
+        found = graphs.get(rows)
         if found is None:
             cut_rows(slots, self.stage.rowed, rows)
             for step in self._everything if bridged else self.stage.steps:
@@ -359,7 +374,7 @@ class _GraphStage:
         self.pool.use(found.held)
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
         if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
-            self._send(found.copied, slots, rows, sent)
+            self._send(found.copied, found.buffers, slots, rows, sent)
             found.graph.replay()
         for values in (found.copied, found.outputs):
             for slot, value in values.items():
@@ -385,7 +400,7 @@ class _GraphStage:
                     count = rows if slot in stage.rowed else len(slots[slot])
                     buffers[slot] = self._buffers.like(slot, slots[slot], count)
                     given[slot] = copied[slot] = buffers[slot][:count]
-                self._send(copied, slots, rows, {})
+                self._send(copied, buffers, slots, rows, _Sent())
 
             def run() -> None:
                 own = list(given)
@@ -407,8 +422,3 @@ class _GraphStage:
         self._warm = True
         held = self.pool.hold(stage.name, rows, (slots[slot].data_ptr() for slot in stage.in_place), forget)
         return _Recorded(graph, copied, outputs, buffers, ran, held)
-
-
-def _begins(part: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor lies where another begins."""
-    return part.data_ptr() == whole.data_ptr()

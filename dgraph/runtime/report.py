@@ -68,6 +68,7 @@ class Reports:
         self._on_gpu = source.device.type == "cuda"
         # Two, since a step may be launched, and its report posted, before the one before it is read.
         self._buffers = [torch.empty(source.shape, dtype=source.dtype, pin_memory=self._on_gpu) for _ in range(2)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._events = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []
         self._next = 0
 
@@ -83,7 +84,7 @@ class Reports:
         last = 1 - self._next
         if self._on_gpu:
             self._events[last].synchronize()
-        return Report(self._buffers[last].numpy().copy())
+        return Report(self._arrays[last].copy())
 
 
 def broken(prompt: int, start: int) -> DgraphError:
