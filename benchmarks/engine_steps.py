@@ -131,8 +131,8 @@ class EngineSteps:
 
     Attributes:
         seconds, steps, tokens: in all, prefill included; block-causal models find prompts in the prefix cache.
-        span: seconds from the first CUDA graph to the end of the last, of the same once more; waits: and once more,
-            traced. None where it was not traced.
+        span: seconds from the first CUDA graph to the end of the last, of the same again, median of `AGAIN` runs;
+            waits: and again, traced, the one of median `busy`. None where it was not traced.
     """
 
     seconds: float
@@ -158,6 +158,8 @@ class EngineSteps:
         return {**asdict(self), "idle": self.idle}
 
 
+AGAIN = 5
+"""Runs whose spans and whose kernels are compared: two runs of a card differ by a per cent."""
 COLUMNS = ("engine ms/step, prefill included", "tokens/s", "idle %", "traced")
 
 
@@ -173,9 +175,13 @@ def steps_of(
     seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
     found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers))
     yield found
-    if traced:
-        found = replace(found, span=span_of(engine, prompts, decoding))
-        yield replace(found, waits=waits_of(engine, prompts, decoding))
+    if traced:  # in turns: a card that gets warm takes longer for both
+        spans, waits = list[float](), list[Waits]()
+        for _ in range(AGAIN):
+            spans.append(span_of(engine, prompts, decoding))
+            waits.append(waits_of(engine, prompts, decoding))
+        waits.sort(key=lambda one: one.busy)
+        yield replace(found, span=statistics.median(spans), waits=waits[AGAIN // 2])
 
 
 def waits_table(run: Run, found: Mapping[int, EngineSteps]) -> None:

@@ -141,6 +141,13 @@ class Orders:
                 self.of[part] = order
 
 
+def list_of(part: Node) -> Node | None:
+    """The `list_kept` that a node is the row numbers or the offsets of; None if it is of none."""
+    made = args_of(part)[0] if part.target is operator.getitem else None
+    op = None if made is None else op_of(made.target)
+    return made if op is not None and op.name == "list_kept" else None
+
+
 def broken_decision(graph: Graph) -> Iterator[str]:
     """What a program decides is about all rows of the step in their order, or about those that `kept` numbers.
 

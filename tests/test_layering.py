@@ -18,7 +18,7 @@ LONGEST = 500
 """Lines of a file that can be read in one sitting."""
 
 CORE = {"division", "errors", "graph", "layers", "linears", "nodes", "private", "quantised", "shapes", "sharding"}
-CORE |= {"adapters", "spec", "stored", "verify"}
+CORE |= {"adapters", "orders", "spec", "stored", "verify"}
 
 # Package or file -> what of dgraph it may import. A package may import itself.
 ALLOWED: dict[str, set[str]] = {

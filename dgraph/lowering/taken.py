@@ -16,7 +16,6 @@ what fuses would run on as many as there is room for; on a GPU a kernel rounds t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -26,13 +25,13 @@ from dgraph.graph import Graph
 from dgraph.linears import unit_of
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
+from dgraph.orders import list_of
 from dgraph.stored import stored_of
 
 aten = torch.ops.aten
 
 LINEAR = aten.linear.default
 _WEIGHTS, _ROWS = OPS["dequantise"].overload, OPS["dequantise_rows"].overload
-_LIST = OPS["list_kept"].overload
 
 
 def is_taken(node: object) -> bool:
@@ -140,9 +139,7 @@ def _count_of(rounded: Node) -> Node | None:
     ops = [(op_of(user.target), args_of(user)) for user in rounded.users]
     counts = {None if op is None else op.counter(args) for op, args in ops}
     count = counts.pop() if len(counts) == 1 and rounded.meta["val"].dim() == 2 else None
-    if count is None or count.target is not operator.getitem or args_of(count)[0].target is not _LIST:
-        return None
-    return count
+    return count if count is not None and list_of(count) is not None else None
 
 
 def _stop_norm_after(graph: Graph, rounded: Node, count: Node) -> None:

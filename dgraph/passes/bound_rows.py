@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, viewed
 from dgraph.ops import OPS, op_of
 from dgraph.ops.rope import turns_rows
+from dgraph.orders import list_of
 from dgraph.passes.base import Effect, Pass, Report
 
 
@@ -96,13 +96,13 @@ def _count_of(node: Node, source: Node) -> Node | str | None:
         else:
             counts[count] = None
     origin, listed = _origin(source)
-    if listed is None and not any(_list_of(count) for count in counts):
+    if listed is None and not any(list_of(count) for count in counts):
         return None
     if others:
         return f"{op_name(others[0].target)} reads it for every row, listed or not"
     if listed is None:
         return f"{op_name(origin.target)} computes its input for all rows; the two are one kernel"
-    if any(_list_of(count) is not listed for count in counts):
+    if any(list_of(count) is not listed for count in counts):
         return "what reads it counts other rows than those that its input was gathered by"
     return next(iter(counts))
 
@@ -112,16 +112,10 @@ def _origin(source: Node) -> tuple[Node, Node | None]:
     rows."""
     made = viewed(source)
     if _is(made, "compact"):
-        return made, _list_of(args_of(made)[1])
+        return made, list_of(args_of(made)[1])
     op = op_of(made.target)
     count = op.counter(args_of(made)) if op is not None and op.by_row else None
-    return made, None if count is None else _list_of(count)
-
-
-def _list_of(part: Node) -> Node | None:
-    """The list that a node is the indices or the offsets of."""
-    made = args_of(part)[0] if part.target is operator.getitem else None
-    return made if made is not None and _is(made, "list_kept") else None
+    return made, None if count is None else list_of(count)
 
 
 def _is(node: Node, name: str) -> bool:
