@@ -4,9 +4,11 @@
     python -m benchmarks.engine_steps --shape sdar-8b --recipe focus --batch 64 --prompt 1024 --steps 8
 
 Milliseconds per step come from two lengths of response in turn, so that prefill and start cancel out; run it once with
-each version to compare. On a GPU a trace of the engine says for how long kernels ran, and where none did in the middle
-half of the run. A profiler's own work makes the device wait: the share of time in which no kernel runs is therefore
-also given of the same run without one, whose kernels take as long, from its first CUDA graph to the end of its last.
+each version to compare. On a GPU a trace of the engine says where no kernel ran in the middle half of the run. A
+profiler's own work makes the device wait for the host, so the share of time in which no kernel runs is also given of
+the same run without one: what passes between the end of a CUDA graph and the begin of the next, by events on the
+device, and what the trace has between the kernels of one. How long kernels run in a trace says nothing of that: a card
+that waits more gets less warm, and computes faster.
 Weights are random and every step commits as many tokens. A run that is cut leaves what it has (see `benchmarks.runs`).
 `benchmarks.engine_load --parts steps` measures the same of an engine beside its loads.
 """
@@ -19,6 +21,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,14 +60,34 @@ class Waits:
     """When kernels ran, and when none did in the middle half of a run.
 
     Attributes:
-        busy: seconds of the whole run in which a kernel ran.
+        short: seconds of the whole run between kernels that followed each other within `AT_ONCE`, as those of a graph
+            do.
         share: of the time of the middle half in which none did.
         between: per pair of kernels, the one before and the one after: how often, and microseconds in all.
     """
 
-    busy: float
+    short: float
     share: float
     between: list[tuple[str, str, int, float]]
+
+
+AT_ONCE = 20.0
+"""Microseconds after which a kernel of the same CUDA graph has begun."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run on the device without a profiler.
+
+    Attributes:
+        seconds: from the first CUDA graph to the end of the last: without what the host does before it has anything to
+            launch, and after everything is launched.
+        waiting: of these, between the end of a graph and the begin of the next; what else is launched there is part of
+            it, and where the device waited so is what the host takes to launch the graph.
+    """
+
+    seconds: float
+    waiting: float
 
 
 def waits_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Waits:
@@ -80,11 +103,9 @@ def waits_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decodin
     )
 
 
-def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> float:
-    """Seconds on the device from the first CUDA graph of a run to the end of the last: without what the host does
-    before it has anything to launch, and after everything is launched.
-    """
-    marks: list[torch.cuda.Event] = []
+def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Span:
+    """When CUDA graphs ran while an engine answered."""
+    launches: list[tuple[torch.cuda.Event, torch.cuda.Event, float]] = []
     replay = torch.cuda.CUDAGraph.replay
 
     def mark() -> torch.cuda.Event:
@@ -93,9 +114,9 @@ def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding
         return event
 
     def marked(graph: torch.cuda.CUDAGraph) -> None:
-        first = marks[0] if marks else mark()
+        begin, clock = mark(), time.perf_counter()
         replay(graph)
-        marks[:] = first, mark()
+        launches.append((begin, mark(), time.perf_counter() - clock))
 
     torch.cuda.CUDAGraph.replay = marked  # type: ignore[method-assign]
     try:
@@ -103,15 +124,19 @@ def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding
     finally:
         torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
     torch.cuda.synchronize()
-    return 1e-3 * marks[0].elapsed_time(marks[1])
+    waiting = 0.0
+    for (_, end, _), (begin, _, launch) in pairwise(launches):
+        gap = 1e-3 * end.elapsed_time(begin)
+        waiting += gap + (launch if gap > 1e-6 * AT_ONCE else 0.0)
+    return Span(1e-3 * launches[0][0].elapsed_time(launches[-1][1]), waiting)
 
 
 def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
     """The same of kernels that ran from some microsecond to another, in any order."""
     spans = sorted(kernels)
-    busy, until = 0.0, spans[0][0]
+    short, until = 0.0, spans[0][0]
     for start, stop, _ in spans:
-        busy += max(0.0, stop - max(start, until))
+        short += start - until if 0 < start - until <= AT_ONCE else 0.0
         until = max(until, stop)
     half = spans[len(spans) // 4 : 3 * len(spans) // 4]
     found: dict[tuple[str, str], list[float]] = {}
@@ -122,7 +147,7 @@ def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
         if stop > reached:
             reached, last = stop, name
     between = sorted(((*pair, len(each), sum(each)) for pair, each in found.items()), key=lambda row: -row[3])
-    return Waits(1e-6 * busy, sum(row[3] for row in between) / (reached - half[0][0]), between)
+    return Waits(1e-6 * short, sum(row[3] for row in between) / (reached - half[0][0]), between)
 
 
 @dataclass(frozen=True)
@@ -131,20 +156,22 @@ class EngineSteps:
 
     Attributes:
         seconds, steps, tokens: in all, prefill included; block-causal models find prompts in the prefix cache.
-        span: seconds from the first CUDA graph to the end of the last, of the same again, median of `AGAIN` runs;
-            waits: and again, traced, the one of median `busy`. None where it was not traced.
+        span: of the same again, of `AGAIN` runs the one that waited for a median share; waits: and once more, traced.
+            None where it was not traced.
     """
 
     seconds: float
     steps: int
     tokens: int
-    span: float | None = None
+    span: Span | None = None
     waits: Waits | None = None
 
     @property
     def idle(self) -> float | None:
         """The share of the time without a profiler in which no kernel runs."""
-        return None if self.waits is None or self.span is None else 1 - self.waits.busy / self.span
+        if self.waits is None or self.span is None:
+            return None
+        return (self.span.waiting + self.waits.short) / self.span.seconds
 
     def cells(self) -> list[Cell]:
         """What `COLUMNS` say."""
@@ -159,7 +186,7 @@ class EngineSteps:
 
 
 AGAIN = 5
-"""Runs whose spans and whose kernels are compared: two runs of a card differ by a per cent."""
+"""Runs without a profiler, of which the median counts."""
 COLUMNS = ("engine ms/step, prefill included", "tokens/s", "idle %", "traced")
 
 
@@ -175,13 +202,10 @@ def steps_of(
     seconds, steps = time.perf_counter() - begin, engine.stats.steps - done
     found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers))
     yield found
-    if traced:  # in turns: a card that gets warm takes longer for both
-        spans, waits = list[float](), list[Waits]()
-        for _ in range(AGAIN):
-            spans.append(span_of(engine, prompts, decoding))
-            waits.append(waits_of(engine, prompts, decoding))
-        waits.sort(key=lambda one: one.busy)
-        yield replace(found, span=statistics.median(spans), waits=waits[AGAIN // 2])
+    if traced:
+        spans = sorted((span_of(engine, prompts, decoding) for _ in range(AGAIN)), key=lambda s: s.waiting / s.seconds)
+        found = replace(found, span=spans[AGAIN // 2])
+        yield replace(found, waits=waits_of(engine, prompts, decoding))
 
 
 def waits_table(run: Run, found: Mapping[int, EngineSteps]) -> None:
