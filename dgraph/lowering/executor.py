@@ -142,9 +142,7 @@ class LoweredProgram:
 
     @torch.no_grad()
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
-        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows. The
-        second is made under `torch.no_grad`.
-        """
+        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
         slots, least = Slots(self._template), ("", math.inf)
         for name, slot, dtype, by_row in self._given:
             value = inputs.get(name)

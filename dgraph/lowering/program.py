@@ -67,7 +67,7 @@ class Program(Protocol):
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
         """The same for who learns later how many rows there are: what does not depend on it is done now.
 
-        Inputs are read from now on until it was called with the number of live rows, once: nobody writes to them
-        between.
+        Inputs are read from now on until it was called with the number of live rows, once, under `torch.no_grad`:
+        nobody writes to them between.
         """
         ...
