@@ -383,13 +383,13 @@ class Batch:
         last, slots = self._last, list(self.running)
         if not self._ahead or last is None or self._flying is None or not slots:
             return None
+        rows = self._rows_of(slots)
+        if not rows or rows > (self.shape.most_rows or rows):
+            return None
         if not self._ordered.issuperset(slots) or not bool(last.active[slots].all()) or self._ends_soon(last, slots):
             return None
         if self.kv.renews and bool(last.closes[slots].any()):
             return None  # the host begins a block, so it must hear of it first
-        rows = self._rows_of(slots)
-        if not rows or rows > (self.shape.most_rows or rows):
-            return None
         if self.programs.select is None:
             return rows, []
         # Of the plans that say their rows, whole steps are those in which a sequence does not reuse.
