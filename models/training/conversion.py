@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from dgraph.causal import load_causal
 from dgraph.errors import InputError
+from dgraph.groups import Alone, Group
 from dgraph.models import difference
 from dgraph.models.native import NATIVE, config_of
 from dgraph.models.tokenizer import FileTokenizer
@@ -252,6 +253,8 @@ class Conversion:
         dense, compiled: see `Trainer`.
         autocast: what products are computed in.
         times: see `Passes`.
+        ranks: who trains it together, each on a part of every batch's rows. Weights are those of one rank, but for the
+            order of sums.
 
     Attributes:
         trainer: its `done` is the number of steps so far.
@@ -266,8 +269,9 @@ class Conversion:
         compiled: bool = False,
         autocast: torch.dtype = torch.bfloat16,
         times: Mapping[int, float] = MappingProxyType({}),
+        ranks: Group | None = None,
     ) -> None:
-        self.base, self.settings = base, settings
+        self.base, self.settings, self.ranks = base, settings, ranks or Alone()
         training, held_out = divide(documents, settings.held_out, settings.seed)
         self.data = Passes(training, settings.rows, settings.length, settings.seed, times)
         self.held_out = Pairs(held_out, HELD_OUT_ROWS, settings.length, settings.seed)
@@ -289,11 +293,12 @@ class Conversion:
             minutes=settings.allowed or float("inf"),
             decay=decay,
             autocast=autocast,
+            ranks=self.ranks,
         )
         self.generator = torch.Generator(self.trainer.device)
 
     def steps(self, until: float = float("inf"), workers: int = 0) -> Iterator[float]:
-        """Train up to the end of the run, or until `time.monotonic()` is `until`; the loss of each step."""
+        """Train up to the end of the run, or until `time.monotonic()` is `until` on rank 0; the loss of each step."""
         if self.over:  # as it was when the last session ended
             return
         sampler = range(self.trainer.done, self.settings.steps)
@@ -301,8 +306,9 @@ class Conversion:
         for step, batch in zip(sampler, batches, strict=True):
             noise = self.settings.noise(self.base.mask_id, step / self.settings.steps)
             loss, _ = self.trainer.step(self._inputs(batch, self.settings, noise, step))
+            late = self.ranks.exchange(time.monotonic() >= until)[0]
             yield float(loss)
-            if self.over or time.monotonic() >= until:
+            if self.over or late:
                 return
 
     @property
@@ -317,10 +323,11 @@ class Conversion:
         """
         plain = replace(self.settings, by_rate=False, complementary=False, padding_weight=0.0, learn_prompts=False)
         total = count = 0.0
-        for number in range(len(self.held_out)):
+        for number in range(self.ranks.rank, len(self.held_out), self.ranks.world):
             inputs = self._inputs(self.held_out[number], plain, plain.noise(self.base.mask_id), (1 << 31) + number)
             total += float((self.trainer.forward(inputs) * inputs.weights).sum())
             count += float(inputs.weights.sum())
+        total, count = (sum(parts) for parts in zip(*self.ranks.exchange((total, count)), strict=True))
         return total / count if count else None
 
     def _inputs(self, batch: Batch, settings: Settings, noise: Noise, number: int) -> Inputs:

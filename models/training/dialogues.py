@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from dgraph.errors import InputError
 from dgraph.families import ChatTokenizer
+from dgraph.groups import Alone, Group
 
 from .conversion import Base, seeded
 from .pairs import Pair
@@ -75,6 +76,7 @@ def write(
     seed: int = 0,
     until: float = float("inf"),
     tell: Callable[[int], None] = lambda done: None,
+    ranks: Group | None = None,
 ) -> int:
     """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
     `until`; how many there are then.
@@ -85,44 +87,54 @@ def write(
     Args:
         prompts: what is asked; None: the model asks itself.
         rows: dialogues of a batch.
+        ranks: who writes together, each every so many batches; rank 0 writes the file, which is that of one rank.
 
     Raises:
         InputError: the base has no chat template or a sliding window, the prompts do not last, or none of
             `GIVE_UP_AFTER` batches has a dialogue that is new and ends.
     """
+    ranks = ranks or Alone()
     frame, writer = frame_of(base.tokenizer), Writer(base)
     generator = torch.Generator(base.model.device)
-    lines = _whole_lines(path)
+    lines = _lines_of_all(path, ranks)
     seen = {line["prompt"] for line in lines}
     done, first = len(lines), 1 + max((line["batch"] for line in lines), default=-1)
     vain = 0
-    with path.open("a", encoding="utf-8") as file:
-        for number in count(first):
-            tell(min(done, total))
-            if done >= total or time.monotonic() >= until:
-                break
-            seeded(generator, "dialogues", seed, number)
-            made = _batch(writer, frame, prompts, number, rows, generator)
-            new = [pair for pair in made if pair.prompt not in seen][: total - done]
-            for pair in new:
-                file.write(json.dumps({**pair._asdict(), "batch": number}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            seen |= {pair.prompt for pair in new}
-            done += len(new)
-            vain = 0 if new else vain + 1
-            if vain == GIVE_UP_AFTER:
-                raise InputError(
-                    f"{base.name} wrote nothing new that ends in {vain} batches of {rows} ({done} of {total} dialogues "
-                    f"so far); give --prompts, or fewer --dialogues."
-                )
+
+    def batches() -> Iterator[tuple[int, list[Pair] | None]]:
+        for start in count(first, ranks.world):
+            if ranks.exchange(time.monotonic() >= until)[0]:
+                return
+            seeded(generator, "dialogues", seed, start + ranks.rank)
+            made = _batch(writer, frame, prompts, start + ranks.rank, rows, generator)
+            yield from enumerate(ranks.exchange(made), start)
+
+    tell(min(done, total))
+    for number, made in batches() if done < total else ():
+        if made is None:
+            assert prompts is not None
+            raise InputError(f"{len(prompts)} prompts do not make so many dialogues; give more, or fewer --dialogues.")
+        new = [pair for pair in made if pair.prompt not in seen][: total - done]
+        if not ranks.rank:
+            _append(path, [{**pair._asdict(), "batch": number} for pair in new])
+        seen |= {pair.prompt for pair in new}
+        done += len(new)
+        tell(min(done, total))
+        if done >= total:
+            break
+        vain = 0 if new else vain + 1
+        if vain == GIVE_UP_AFTER:
+            raise InputError(
+                f"{base.name} wrote nothing new that ends in {vain} batches of {rows} ({done} of {total} dialogues "
+                f"so far); give --prompts, or fewer --dialogues."
+            )
     return done
 
 
 def _batch(
     writer: Writer, frame: Frame, prompts: Sequence[str] | None, number: int, rows: int, generator: torch.Generator
-) -> list[Pair]:
-    """The dialogues of a batch."""
+) -> list[Pair] | None:
+    """The dialogues of a batch; None if no prompts are left for it."""
     tokenizer, end = writer.base.tokenizer, writer.base.eos_ids[0]
     if prompts is None:
         turns = _turns(writer, [frame.before] * rows, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE, generator)
@@ -130,7 +142,7 @@ def _batch(
     else:
         asked = list(prompts[number * rows : (number + 1) * rows])
         if not asked:
-            raise InputError(f"{len(prompts)} prompts do not make so many dialogues; give more, or fewer --dialogues.")
+            return None
     asked = [prompt for prompt in dict.fromkeys(asked) if prompt]
     if not asked:
         return []
@@ -147,6 +159,21 @@ def _turns(
     """How each row of ids goes on, for at most so many tokens."""
     rows = writer.write(began, stop, most, temperature, generator)
     return [Turn(row[: row.index(stop)], True) if stop in row else Turn(row, False) for row in rows]
+
+
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Add lines to a file, which are there when the machine ends."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lines_of_all(path: Path, ranks: Group) -> list[dict[str, Any]]:
+    """The lines of a file that rank 0 writes."""
+    lines = [] if ranks.rank else _whole_lines(path)
+    ranks.exchange(None)
+    return _whole_lines(path) if ranks.rank else lines
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgraph.errors import InputError
+
 from .data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, TEXT_PROMPT, Batch
 from .tokenizer import MASK_ID
 
@@ -70,6 +72,27 @@ class Inputs:
 
 
 NOISE = Noise()
+
+
+def part_of(inputs: Inputs, rank: int, world: int) -> Inputs:
+    """The rows of one of several ranks; their weighted losses are still divided by the scale of all rows.
+
+    Raises:
+        InputError: the rows cannot be divided among so many.
+    """
+    rows = len(inputs.input_ids)
+    if rows % world:
+        raise InputError(f"{rows} rows of a batch cannot be divided among {world} ranks; give a multiple of {world}.")
+    if world == 1:
+        return inputs
+    first, end, of_all = rows // world * rank, rows // world * (rank + 1), inputs.visible
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return of_all(row + first, head, query, key)
+
+    given = (inputs.input_ids, inputs.positions, inputs.targets, inputs.weights, inputs.tasks)
+    ids, positions, targets, weights, tasks = (each[first:end] for each in given)
+    return Inputs(ids, positions, visible, targets, weights, inputs.scale, tasks)
 
 
 def loss_weights(kinds: Tensor, with_text_prompts: bool, padding_weight: float = EOS_PADDING_WEIGHT) -> Tensor:

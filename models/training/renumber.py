@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 NUMERAL = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
 NOTE = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
@@ -127,10 +128,11 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
     known = {value: value for value in (CONSTANTS - results) | said | _words(question)} | dict(changes)
     known |= {value / 100: value / 100 for value in said - set(changes)}
     for expression, result in NOTE.findall(answer):
-        before, stated = _calculated(expression, {}), _value(result)
+        before, stated = calculated(expression), _value(result)
         # Some notes round; their results cannot be followed.
-        if before != stated or (after := _calculated(expression, known, strict=True)) is None:
+        if before != stated or not all(n in known for n in _tokens(expression) if isinstance(n, Fraction)):
             return None
+        after = calculated(expression, known)
         if after <= 0 or (before.denominator == 1 and after.denominator > 1) or (100 * after).denominator > 1:
             return None
         if known.setdefault(before, after) != after:
@@ -144,11 +146,13 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
     return _rewritten(question, changes), _rewritten(plain, known)
 
 
-def _calculated(expression: str, known: Mapping[Fraction, Fraction], strict: bool = False) -> Fraction | None:
-    """The value of an expression when each number is what `known` says; None if `strict` and one is not known."""
+def calculated(expression: str, known: Mapping[Fraction, Fraction] = MappingProxyType({})) -> Fraction:
+    """The value of an expression when each number is what `known` says, or else itself.
+
+    Raises:
+        ValueError, ZeroDivisionError: it is none, or has none.
+    """
     tokens = _tokens(expression)
-    if strict and any(isinstance(token, Fraction) and token not in known for token in tokens):
-        return None
     value, rest = _sum([known.get(token, token) if isinstance(token, Fraction) else token for token in tokens])
     if rest:
         raise ValueError(expression)

@@ -5,11 +5,13 @@
     python -m models.training.stages smol.json compress  --out OUT                  OUT/NAME/small: what is published
     python -m models.training.stages smol.json evaluate  --out OUT                  tasks, and dialogues under a judge
 
-Each command goes on where it was stopped, on another machine, too, that has OUT; what is done it leaves as it is.
+Each command goes on where it was stopped, on another machine, too, that has OUT; what is done it leaves as it is. The
+first two use several GPUs of a host under `torchrun --nproc-per-node N -m models.training.stages ...`.
 `models/training/smol.json` is such a file; the problems it names are found from where the command runs. What OUT holds:
 
     dialogues.jsonl    as the base wrote them: the first ones are asked in the evaluation and never trained on
-    questions.jsonl, training.jsonl, NAME.jsonl    made of it, and of each task's problems in the form they are asked in
+    questions.jsonl, training.jsonl, NAME.jsonl    made of it, of each task's problems in the form they are asked in, of
+                       these with other numbers, and of their calculations
     MODEL/             a run of `models.training.convert`, small/, and evaluation.jsonl
 """
 
@@ -22,10 +24,12 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,15 +37,20 @@ from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.tasks import TASKS
 from dgraph.families import DIFFERENCE
 
-from . import convert, dialogues
+from . import calculations, convert, dialogues
 from .compress import REPORT, compress
 from .conversion import Settings, load_base
 from .pairs import Pair, read_pairs
 from .renumber import renumbered, without_notes
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 STAGES = ("dialogues", "train", "compress", "evaluate")
 MANY = 10_000
-"""Trials with other numbers from which on it pays to start processes."""
+"""Trials with other numbers, or documents, from which on it pays to start processes."""
+CHUNK = 500
+"""Documents that a process makes at a time."""
 TRAINING, QUESTIONS, EVALUATION, SMALL = "training.jsonl", "questions.jsonl", "evaluation.jsonl", "small"
 
 
@@ -55,12 +64,17 @@ class Plan:
         mask_token: of the base; None for the tokenizer's own.
         dialogues: how many it writes.
         dialogue_rows: how many of them at once.
+        seed: of them.
         asked: the first so many of them are asked in the evaluation, and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
         variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`); what
             comes of it is data of its own, TASK_renumbered.
-        times: by "dialogues", a task or TASK_renumbered, how often one comes in a pass; once where it is not said.
+        calculations: by a task, how many documents of calculations like those that its solutions note (see
+            `calculations`), data of its own, too, TASK_calculations.
+        without: JSONL whose prompts are not trained on, though the base may have written them.
+        times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
+            it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
         megabytes: of a difference, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
@@ -77,10 +91,13 @@ class Plan:
     mask_token: str | None = None
     dialogues: int = 40_000
     dialogue_rows: int = 1536
+    seed: int = 0
     asked: int = 128
     prompts: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, int] = field(default_factory=dict)
+    calculations: Mapping[str, int] = field(default_factory=dict)
+    without: str | None = None
     times: Mapping[str, float] = field(default_factory=dict)
     begin: Mapping[str, str] = field(default_factory=dict)
     megabytes: float = 10.0
@@ -103,13 +120,20 @@ class Plan:
             ("problems", self.problems, list(TASKS)),
             ("tasks", self.tasks, list(TASKS)),
             ("variants", self.variants, list(self.problems)),
-            ("times", self.times, ["dialogues", *self.problems, *map(renumbered_name, self.variants)]),
+            ("calculations", self.calculations, list(self.problems)),
+            ("times", self.times, ["dialogues", *self.learnt]),
             ("begin", self.begin, list(self.models)),
         ):
             if other := [key for key in found if key not in known]:
                 raise InputError(f"{what} names {other[0]!r}, expected one of {', '.join(known)}.")
         if not 0 <= self.asked < self.dialogues:
             raise InputError(f"asked must be fewer than the {self.dialogues} dialogues, got {self.asked}.")
+
+    @property
+    def learnt(self) -> list[str]:
+        """What is trained on beside dialogues: tasks, and what is made of them."""
+        more = [*map(renumbered_name, self.variants), *map(calculations_name, self.calculations)]
+        return [*self.problems, *more]
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -156,16 +180,20 @@ class Work:
         self.out.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * self.minutes
         prompts = None if plan.prompts is None else [p.prompt for p in read_pairs(Path(plan.prompts)) if p.prompt]
-        base = load_base(plan.base, plan.mask_token, self.device)
-        with convert.progress("dialogues", plan.dialogues) as tell:
-            done = dialogues.write(base, path, plan.dialogues, prompts, plan.dialogue_rows, until=until, tell=tell)
+        ranks = convert.ranks_of_run(self.device)
+        base, rows = load_base(plan.base, plan.mask_token, self.device), plan.dialogue_rows
+        with convert.progress("dialogues", plan.dialogues, ranks) as tell:
+            done = dialogues.write(base, path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks)
+        if ranks.rank:
+            return
         if done < plan.dialogues:
             print(f"{done} of {plan.dialogues} dialogues; the same command goes on.")
             return
+        apart = set() if plan.without is None else {pair.prompt for pair in read_pairs(Path(plan.without))}
         written = read_pairs(path)[: plan.dialogues]
         asked = ({"task": "dialogue", "prompt": pair.prompt} for pair in written[: plan.asked])
         _write(self.out / QUESTIONS, list(asked))
-        _write(self.out / TRAINING, [pair._asdict() for pair in written[plan.asked :]])
+        _write(self.out / TRAINING, [pair._asdict() for pair in written[plan.asked :] if pair.prompt not in apart])
         for task, file in plan.problems.items():
             found = problems(Path(file))
             _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in pairs_of(found, task)])
@@ -173,13 +201,14 @@ class Work:
                 more = list(variants(found, times))
                 _write(self.out / f"{renumbered_name(task)}.jsonl", [pair._asdict() for pair in pairs_of(more, task)])
                 print(f"{len(found)} problems of {task}, {len(more)} with other numbers")
+            if many := plan.calculations.get(task):
+                _write(self.out / f"{calculations_name(task)}.jsonl", list(calculations_of(found, task, many)))
         print(f"{done} dialogues, {plan.asked} of them to be asked: {self.out / TRAINING}")
 
     def train(self, name: str) -> None:
         """Go on with the run of a model."""
         plan = self.plan
-        tasks = [*plan.problems, *map(renumbered_name, plan.variants)]
-        files = {"dialogues": self.out / TRAINING, **{task: self.out / f"{task}.jsonl" for task in tasks}}
+        files = {"dialogues": self.out / TRAINING, **{name: self.out / f"{name}.jsonl" for name in plan.learnt}}
         if missing := [str(file) for file in files.values() if not file.is_file()]:
             raise InputError(f"{missing[0]} is not there yet; run the stage dialogues to its end first.")
         argv = [plan.base, "--out", str(self.out / name), "--device", self.device, "--minutes", str(self.minutes)]
@@ -232,6 +261,11 @@ def renumbered_name(task: str) -> str:
     return f"{task}_renumbered"
 
 
+def calculations_name(task: str) -> str:
+    """What documents of its calculations are called."""
+    return f"{task}_calculations"
+
+
 def problems(path: Path) -> list[tuple[str, str]]:
     """The (question, answer) of lines {"question", "answer"}.
 
@@ -266,13 +300,35 @@ def variants(found: Sequence[tuple[str, str]], times: int) -> Iterator[tuple[str
     same on any number of processors.
     """
     numbered = [(number, *problem, times) for number, problem in enumerate(found)]
-    if len(found) * times < MANY:
-        for problem in numbered:
-            yield from _variants_of(problem)
+    yield from _together(_variants_of, numbered, processes=len(found) * times >= MANY)
+
+
+def calculations_of(found: Sequence[tuple[str, str]], task: str, count: int) -> Iterator[dict[str, Any]]:
+    """So many documents of calculations like those of some problems. The same on any number of processors.
+
+    Raises:
+        InputError: their solutions note none.
+    """
+    known = calculations.expressions(answer for _, answer in found)
+    if not known:
+        raise InputError(f"the {len(found)} solutions of {task} note no calculation as <<48/2=24>>.")
+    parts = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
+    make = partial(_documents_of, known, TASKS[task].ask)
+    for question, answer in _together(make, parts, processes=count >= MANY):
+        yield Pair(question, answer)._asdict()
+
+
+def _documents_of(known: Sequence[str], ask: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
+    return list(calculations.documents(known, numbers, ask))
+
+
+def _together(make: Callable[[T], Iterable[U]], items: Iterable[T], processes: bool) -> Iterator[U]:
+    """What is made of each item, one after the other; in as many processes as there are processors, or here."""
+    if not processes:
+        yield from chain.from_iterable(map(make, items))
         return
     with multiprocessing.get_context("spawn").Pool() as pool:  # a fork of a process that uses a GPU may hang
-        for made in pool.imap(_variants_of, numbered, chunksize=64):
-            yield from made
+        yield from chain.from_iterable(pool.imap(make, items, chunksize=8))
 
 
 def _variants_of(problem: tuple[int, str, str, int]) -> list[tuple[str, str]]:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
+from dgraph.groups import Alone, Group
+
 from .data import KIND_NAMES, Batch
 from .model import Mask
-from .objective import Inputs, dense_mask, token_losses
+from .objective import Inputs, dense_mask, part_of, token_losses
 from .tokenizer import EOS_ID
 
 LogLine = dict[str, Any]
@@ -50,7 +52,11 @@ class Trainer:
     A phase is over after `steps` or `minutes`, whichever comes first, and the rate follows what is closer to its end.
     `dense` asks for dense masks (any device), else FlexAttention's; `compiled` compiles the loss and the masks.
     `decay`: of matrices. `autocast`: what matrix products are computed in. Only parameters that ask for a gradient are
-    trained.
+    trained. Of several `ranks` each takes a part of a batch's rows, and gradients are added: a step is that of one.
+
+    Attributes:
+        done: steps so far.
+        clock: seconds of training after the last of them, on rank 0: what the rate and the end depend on.
     """
 
     def __init__(
@@ -65,20 +71,21 @@ class Trainer:
         minutes: float = float("inf"),
         decay: float = 0.1,
         autocast: torch.dtype = torch.bfloat16,
+        ranks: Group | None = None,
     ) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in self.trained if p.dim() == 2]
         vectors = [p for p in self.trained if p.dim() != 2]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.model, self.steps, self.minutes, self.dense = model, steps, minutes, dense
-        self.autocast = autocast
+        self.autocast, self.ranks = autocast, ranks or Alone()
         self.peak, self.final, self.warmup = peak, final, min(warmup, max(1, steps // 10))
         self.device = model.lm_head.weight.device
         cuda = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=cuda)
         self.block_mask: Callable[..., Any] = torch.compile(create_block_mask) if compiled else create_block_mask
         self.losses: Callable[..., Tensor] = torch.compile(token_losses) if compiled else token_losses
-        self.done = 0
+        self.done, self.clock = 0, 0.0
         self.began = time.perf_counter()
 
     @property
@@ -89,7 +96,7 @@ class Trainer:
     @property
     def fraction(self) -> float:
         """How much of the phase is over."""
-        return max(self.done / self.steps, self.seconds / (60 * self.minutes))
+        return max(self.done / self.steps, self.clock / (60 * self.minutes))
 
     def rate(self) -> float:
         """The learning rate of the next step."""
@@ -102,7 +109,7 @@ class Trainer:
         """What `restore` goes on from: the trained parameters in their order, the optimizer, steps and seconds."""
         parameters = [p.detach() for p in self.trained]
         optimizer = self.optimizer.state_dict()
-        return {"parameters": parameters, "optimizer": optimizer, "done": self.done, "seconds": self.seconds}
+        return {"parameters": parameters, "optimizer": optimizer, "done": self.done, "seconds": self.clock}
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
@@ -110,7 +117,8 @@ class Trainer:
         for parameter, value in zip(self.trained, state["parameters"], strict=True):
             parameter.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.began = state["done"], time.perf_counter() - state["seconds"]
+        self.done, self.clock = state["done"], state["seconds"]
+        self.began = time.perf_counter() - self.clock
 
     def mask(self, inputs: Inputs) -> Mask:
         """What the rows of `inputs` see, in the form the chosen kernel takes."""
@@ -130,17 +138,35 @@ class Trainer:
         return torch.zeros_like(inputs.weights).masked_scatter(learnt, losses)
 
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """One update; the loss before it, and the unweighted loss per row [R, P], as of `forward`."""
+        """One update; the loss before it, and the unweighted loss per row [R, P], as of `forward`: of this rank's rows.
+
+        Raises:
+            InputError: the rows cannot be divided among the ranks.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
+        inputs = part_of(inputs, self.ranks.rank, self.ranks.world)
         losses = self.forward(inputs)
         loss = (losses * inputs.weights).sum() / inputs.scale
         loss.backward()
+        loss = self._added(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
-        return loss.detach(), losses.detach()
+        self.clock = self.ranks.exchange(self.seconds)[0]
+        return loss, losses.detach()
+
+    def _added(self, loss: Tensor) -> Tensor:
+        """Add up the gradients of all ranks, and their parts of the loss."""
+        if self.ranks.world == 1:
+            return loss
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        total = self.ranks.all_reduce(torch.cat([*(each.flatten() for each in gradients), loss[None]]))
+        parts = total.split([*(each.numel() for each in gradients), 1])
+        for gradient, part in zip(gradients, parts[:-1], strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return total[-1]
 
 
 def task_means(inputs: Inputs, losses: Tensor) -> dict[str, float]:

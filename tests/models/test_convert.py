@@ -15,18 +15,23 @@ import torch
 import dgraph
 from dgraph.errors import InputError
 from dgraph.families import embedded
+from dgraph.groups import Group, group_of
+from dgraph.models.checkpoint import read_tensors
 from dgraph.models.tasks import make
 from dgraph.models.tokenizer import read_tokenizer
+from dgraph.sharding import GROUP
+from dgraph.testing import ranks
 from models.training import ablate, convert, dialogues, low_rank
 from models.training.adopted import Adopted
 from models.training.checkpoint import write_folder
 from models.training.conversion import Conversion, Settings, divide, documents_of, load_base, write_model
 from models.training.convert import Folder, train
 from models.training.data import BLOCK, PROMPT, RESPONSE
-from models.training.objective import dense_mask, next_token
+from models.training.objective import dense_mask, next_token, part_of
 from models.training.pairs import Pair, read_pairs
 from models.training.sampling import Writer
 from tests.models.test_training import small_batch
+from tests.parallel.processes import started
 
 MASK = "<|mask|>"
 SMALL = Settings(steps=6, rows=2, length=128, learnt=64, held_out=4, rate=1e-2)
@@ -61,9 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return causal_folder(tmp_path_factory.mktemp("base"), tie_word_embeddings=True)
 
 
-def conversion(folder: Path, settings: Settings) -> Conversion:
+def conversion(folder: Path, settings: Settings, group: Group | None = None) -> Conversion:
     base = load_base(str(folder))
-    return Conversion(base, settings, documents_of(base, pairs(), settings), autocast=torch.float32)
+    return Conversion(base, settings, documents_of(base, pairs(), settings), autocast=torch.float32, ranks=group)
 
 
 VARIANTS = {
@@ -93,6 +98,77 @@ def test_a_run_that_is_continued_makes_the_weights_of_one_that_is_not(
     for name, value in low_rank.weights(whole.base.model).items():
         assert torch.equal(value, continued[name]), name
     assert whole.held_out_loss() == part.held_out_loss() != conversion(folder, settings).held_out_loss()
+
+
+@pytest.mark.parametrize("variant", ["low rank", "bidirectional", "annealed"])
+def test_ranks_train_the_weights_of_one(variant: str, folder: Path) -> None:
+    settings = VARIANTS[variant]
+    alone = conversion(folder, settings)
+    expected = [*alone.steps(), alone.held_out_loss()]
+
+    def train_on(rank: int) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+        made = conversion(folder, settings, group_of(GROUP))
+        if rank:
+            made.trainer.began -= 1e6  # the clock of rank 0 counts
+        return [*made.steps(), made.held_out_loss()], low_rank.weights(made.base.model)
+
+    (losses, weights), (others, same) = ranks(2, train_on)
+    assert losses == others == pytest.approx(expected, rel=1e-4)
+    for name, value in low_rank.weights(alone.base.model).items():
+        assert torch.equal(weights[name], same[name]), name
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-2 * float(value.abs().max()))
+
+
+def test_rows_that_ranks_cannot_divide_are_refused() -> None:
+    inputs = next_token(small_batch())
+    rows = len(inputs.input_ids)
+    with pytest.raises(
+        InputError, match=f"{rows} rows of a batch cannot be divided among {rows + 1} ranks; give a mult"
+    ):
+        part_of(inputs, 0, rows + 1)
+
+
+def test_ranks_write_the_dialogues_of_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "_turns", _counted)
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    dialogues.write(load_base(str(folder)), alone, 10, rows=4)
+
+    def write_on(rank: int) -> int:
+        base, group = load_base(str(folder)), group_of(GROUP)
+        assert dialogues.write(base, together, 3, rows=4, ranks=group) == 3
+        with pytest.raises(InputError, match="1 prompts do not make so many"):
+            dialogues.write(base, tmp_path / "few.jsonl", 9, ["a b"], rows=2, ranks=group)
+        return dialogues.write(base, together, 10, rows=4, ranks=group)
+
+    assert ranks(3, write_on) == [10] * 3
+    assert [json.loads(line)["batch"] for line in together.read_text().splitlines()] == [0] * 3 + [1] * 4 + [2] * 3
+    again = tmp_path / "again.jsonl"
+    ranks(2, lambda rank: dialogues.write(load_base(str(folder)), again, 10, rows=4, ranks=group_of(GROUP)))
+    assert again.read_bytes() == alone.read_bytes()
+
+
+RUN = """
+import sys
+from models.training import convert
+convert.main(sys.argv[1:] or {arguments!r})
+"""
+
+
+@pytest.mark.release
+def test_the_command_runs_on_the_ranks_that_torchrun_starts(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r, _ in pairs() if p))
+    given = [str(folder), "--data", str(data), "--device", "cpu", "--steps", "3", "--rows", "2", "--length", "128"]
+    given += ["--learnt", "64"]
+    for name, world in (("alone", 1), ("together", 2)):
+        with started(world, RUN.format(arguments=[*given, "--out", str(tmp_path / name)])) as processes:
+            ended = [processes.ends(rank) for rank in range(world)]
+        assert [code for code, _, _ in ended] == [0] * world, ended
+        assert "3 of 3 steps" in ended[0][1]
+        assert [out for _, out, _ in ended[1:]] == [""] * (world - 1)
+    made = [read_tensors(tmp_path / name / convert.MODEL) for name in ("alone", "together")]
+    for name, value in made[0].items():
+        torch.testing.assert_close(value, made[1][name], rtol=0, atol=2e-2 * float(value.abs().max()))
 
 
 def test_another_seed_draws_other_masks(folder: Path) -> None:
@@ -146,11 +222,11 @@ def test_a_run_ends_when_its_time_is_over_and_its_rate_has_fallen_by_then(folder
     kept = Folder(tmp_path, described)
     course = made.steps()
     next(course)
-    made.trainer.began -= 60 * 9.5
+    made.trainer.clock = 60 * 9.5
     assert made.trainer.rate() == pytest.approx(settings.rate * 0.02, rel=0.01)  # the warm-up's, still
     made.trainer.done = 100
     assert made.trainer.rate() == pytest.approx(settings.rate * 0.05 / 0.9, rel=0.05)
-    made.trainer.began -= 60
+    made.trainer.clock = 60 * 10
     assert list(course) == []
     kept.save(made)
     train(conversion(folder, settings), kept)

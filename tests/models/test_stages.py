@@ -38,6 +38,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "asked": 2,
         "problems": {"gsm8k": str(folder / "problems.jsonl")},
         "variants": {"gsm8k": 3},
+        "calculations": {"gsm8k": 5},
         "times": {"gsm8k": 0.5, "gsm8k_renumbered": 2},
         "tasks": {"gsm8k": 2},
         "new_tokens": 32,
@@ -74,16 +75,22 @@ def test_dialogues_that_are_asked_are_not_trained_on(
     for pair in varied:
         pens, sold = map(int, re.findall(r"\d+", pair.prompt.partition("\n")[0]))
         assert pair.response == f"{pens} - {sold} = {pens - sold} are left.\n#### {pens - sold}"
+    assert len(read_pairs(tmp_path / "gsm8k_calculations.jsonl")) == 5
     before = (tmp_path / "training.jsonl").read_bytes()
     run(plan, "dialogues", tmp_path)
     assert (tmp_path / "training.jsonl").read_bytes() == before
+    (tmp_path / "apart.jsonl").write_text(json.dumps(training[3]._asdict()) + "\n")
+    apart = {**json.loads(plan.read_text()), "without": str(tmp_path / "apart.jsonl")}
+    (tmp_path / "apart.json").write_text(json.dumps(apart))
+    run(tmp_path / "apart.json", "dialogues", tmp_path)
+    assert read_pairs(tmp_path / "training.jsonl") == [*training[:3], *training[4:]]
 
 
 def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "training.jsonl").touch()
-    for name in ("gsm8k", "gsm8k_renumbered"):
+    for name in ("gsm8k", "gsm8k_renumbered", "gsm8k_calculations"):
         (tmp_path / f"{name}.jsonl").touch()
     seen: list[Any] = []
     monkeypatch.setattr(convert, "main", lambda argv: seen.append(convert._arguments(argv)))
@@ -95,6 +102,7 @@ def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
             (tmp_path / "training.jsonl", 1.0),
             (tmp_path / "gsm8k.jsonl", 0.5),
             (tmp_path / "gsm8k_renumbered.jsonl", 2.0),
+            (tmp_path / "gsm8k_calculations.jsonl", 1.0),
         ]
         assert (args.minutes, args.mask_token, args.dialogues) == (2.0, None, 0)
     assert (seen[0].complementary, seen[1].complementary) == (True, False)
@@ -162,10 +170,13 @@ def test_the_plan_of_the_converted_models_can_be_read() -> None:
 
 def test_processes_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [("Ann has 48 pens and buys 26 more. How many?", "She has 48 + 26 = <<48+26=74>>74 pens.\n#### 74")] * 3
-    alone = list(stages.variants(found, 2))
+    monkeypatch.setattr(stages, "CHUNK", 2)
+    alone = list(stages.variants(found, 2)), list(stages.calculations_of(found, "gsm8k", 5))
     monkeypatch.setattr(stages, "MANY", 0)
-    assert list(stages.variants(found, 2)) == alone
-    assert alone
+    assert (list(stages.variants(found, 2)), list(stages.calculations_of(found, "gsm8k", 5))) == alone
+    assert [len(each) > 4 for each in alone] == [True, True]
+    with pytest.raises(InputError, match="the 1 solutions of gsm8k note no calculation as <<48/2=24>>"):
+        list(stages.calculations_of([("2 and 2?", "#### 4")], "gsm8k", 1))
 
 
 @pytest.mark.release

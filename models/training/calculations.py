@@ -1,0 +1,164 @@
+"""Calculations to be done, like those that solutions of word problems note as <<48/2=24>>, with other numbers.
+
+A small model that has learnt from solutions alone knows what to calculate more often than what comes of it: the first
+`smol_sdar` got 40 % of its sums of two numbers right. Word problems have few calculations in many words, these
+documents little else. Two kinds: some calculations, each with its result; or steps in words from a first number on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+
+from .renumber import NOTE, NUMERAL, calculated
+
+KEPT = frozenset(map(Fraction, (7, 12, 24, 30, 52, 60, 100, 365)))
+"""Numbers that mostly stay: days, months, hours, shares."""
+STAYS, STAYS_KEPT, ROUND = 0.15, 0.7, 0.5
+"""Chances: that a number stays, that one of `KEPT` does, and that another is as round as the one it replaces."""
+DRAWS = 40
+"""Sets of numbers that are tried for one calculation at most."""
+LINES, STEPS = (4, 8), (2, 5)
+"""Fewest and most calculations of a document, and steps of one in words."""
+SHARE_IN_WORDS = 0.3
+"""Share of the documents in words."""
+LARGEST = 100_000
+"""No result is larger."""
+TIMES, OVER = ("*", "*", "x", "x", "×"), ("/", "/", "/", "÷")
+"""How products and quotients are written."""
+ASKED = ("Calculate:", "Work out each of these:", "What is the result of each?", "Do these calculations one by one:")
+BEGIN = ("Start with {}.", "Take the number {}.", "You have {}.", "There are {}.")
+DO = {
+    "+": ("Add {}.", "{} more come.", "You get {} more."),
+    "-": ("Subtract {}.", "Take away {}.", "{} of them go.", "Give away {}."),
+    "*": ("Multiply by {}.", "Make it {} times as many."),
+    "/": ("Divide by {}.", "Split it into {} equal parts and keep one."),
+    "%": ("Take {}% of it.",),
+}
+LAST = ("What is left?", "What do you have now?", "What is the result?", "How many are there in the end?")
+
+
+def expressions(solutions: Iterable[str]) -> list[str]:
+    """The calculations that solutions note, without those that cannot be followed."""
+    found = []
+    for expression, result in (note for solution in solutions for note in NOTE.findall(solution)):
+        try:
+            right = calculated(expression) == Fraction(result.replace(",", "").strip())
+        except (ValueError, ZeroDivisionError):
+            continue
+        if right and len(NUMERAL.findall(expression)) > 1:
+            found.append(expression.replace(" ", ""))
+    return found
+
+
+def documents(known: Sequence[str], numbers: Iterable[int], ask: str) -> Iterator[tuple[str, str]]:
+    """A (question, answer) for each of some numbers, which depends on it alone.
+
+    Args:
+        known: as `expressions` gives them, one at least.
+        ask: what is added to a question in words, whose answer ends with "#### RESULT".
+    """
+    for number in numbers:
+        rng = random.Random(f"calculations {number}")
+        if rng.random() < SHARE_IN_WORDS:
+            question, answer = _in_words(rng)
+            yield f"{question}\n{ask}", answer
+        else:
+            yield _listed(known, rng)
+
+
+def redrawn(expression: str, rng: random.Random) -> tuple[str, Fraction] | None:
+    """An expression with other numbers, and its value: above zero, of two decimals at most, and whole where it was.
+    None where none was found.
+    """
+    whole = calculated(expression).denominator == 1
+    operands = re.fullmatch(rf"({NUMERAL.pattern})/({NUMERAL.pattern})", expression)
+    for _ in range(DRAWS):
+        if operands and whole and operands[2].isdigit():  # few pairs divide by chance
+            divisor = Fraction(_another(operands[2], rng))
+            quotient = max(1, round(calculated(expression) * Fraction(rng.randint(30, 300), 100)))
+            made = f"{text_of(divisor * quotient)}/{text_of(divisor)}"
+        else:
+            made = NUMERAL.sub(lambda match: _another(match[0].replace(",", ""), rng), expression)
+        try:
+            value = calculated(made)
+        except (ValueError, ZeroDivisionError):
+            continue
+        if 0 < value <= LARGEST and (100 * value).denominator == 1 and (not whole or value.denominator == 1):
+            return made, value
+    return None
+
+
+def text_of(value: Fraction, money: bool = False) -> str:
+    """A number of two decimals at most as it is written; an amount of money has none or both."""
+    if value.denominator == 1:
+        return str(value)
+    text = f"{float(value):.2f}"
+    return text if money else text.rstrip("0")
+
+
+def _another(numeral: str, rng: random.Random) -> str:
+    """A number of about the size, and of as many decimals."""
+    value = Fraction(numeral)
+    if not value or rng.random() < (STAYS_KEPT if value in KEPT else STAYS):
+        return numeral
+    decimals = len(numeral.partition(".")[2])
+    units = int(value * 10**decimals)
+    step = next(s for s in (1000, 500, 100, 50, 25, 10, 5, 1) if units % s == 0 and units >= s)
+    step = step if rng.random() < ROUND else 1
+    drawn = step * rng.randint(max(1, units // (3 * step)), max(2, 3 * units // step))
+    return f"{drawn / 10**decimals:.{decimals}f}"
+
+
+def _listed(known: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """Some calculations, and each with its result."""
+    space, times, over = rng.choice(("", " ", " ")), rng.choice(TIMES), rng.choice(OVER)
+    asked, done = [], []
+    for _ in range(rng.randint(*LINES)):
+        made = redrawn(rng.choice(known), rng)
+        if made is None:
+            continue
+        money = rng.random() < 0.25 and "%" not in made[0]
+        dollar = "$" if money else ""
+        sides = re.sub(r"[-+*/]", lambda match: f"{space}{match[0]}{space}", made[0])
+        sides = dollar + sides.replace("*", times).replace("/", over)
+        asked.append(sides)
+        done.append(f"{sides}{space}={space}{dollar}{text_of(made[1], money)}")
+    return "\n".join([rng.choice(ASKED), *asked]), "\n".join(done)
+
+
+def _in_words(rng: random.Random) -> tuple[str, str]:
+    """Steps from a first number on, and what comes of each."""
+    value = Fraction(rng.choice((rng.randint(2, 20), rng.randint(10, 120), 10 * rng.randint(2, 90))))
+    space, times, over = rng.choice(("", " ", " ")), rng.choice(TIMES), rng.choice(OVER)
+    said, done = [rng.choice(BEGIN).format(value)], []
+    for _ in range(rng.randint(*STEPS)):
+        sign, other, after = _step(value, rng)
+        said.append(rng.choice(DO[sign]).format(other))
+        shown = {"*": times, "/": over, "%": times}.get(sign, sign)
+        right = f"{other}/100" if sign == "%" else str(other)
+        done.append(f"{value}{space}{shown}{space}{right}{space}={space}{after}")
+        value = after
+    return " ".join([*said, rng.choice(LAST)]), "\n".join([*done, f"#### {value}"])
+
+
+def _step(value: Fraction, rng: random.Random) -> tuple[str, int, Fraction]:
+    """What is done to a whole number: the sign, the other number, and the whole number that comes of it."""
+    whole = int(value)
+    divisors = [d for d in range(2, 13) if whole % d == 0 and whole > d]
+    shares = [p for p in (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 90) if whole * p % 100 == 0]
+    signs = ["+"] + ["-"] * (whole > 2) + ["*"] * (whole <= 500) + ["/"] * bool(divisors) + ["%"] * bool(shares)
+    sign = rng.choice(signs)
+    if sign == "+":
+        other = rng.randint(1, max(10, 2 * whole))
+        return sign, other, value + other
+    if sign == "-":
+        other = rng.randint(1, whole - 1)
+        return sign, other, value - other
+    if sign == "*":
+        other = rng.randint(2, 12)
+        return sign, other, value * other
+    other = rng.choice(divisors if sign == "/" else shares)
+    return sign, other, value / other if sign == "/" else value * other / 100
