@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 
 from dgraph.errors import DgraphError, InputError
+from dgraph.evaluate.questions import read_questions
 from dgraph.evaluate.tasks import TASKS
 from dgraph.families import DIFFERENCE
 
@@ -72,7 +73,7 @@ class Plan:
             comes of it is data of its own, TASK_renumbered.
         calculations: by a task, how many documents of calculations like those that its solutions note (see
             `calculations`), data of its own, too, TASK_calculations.
-        without: JSONL whose prompts are not trained on, though the base may have written them.
+        without: JSONL of questions (see `read_questions`) that are not trained on, though the base may have written them.
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
             it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
@@ -189,7 +190,7 @@ class Work:
         if done < plan.dialogues:
             print(f"{done} of {plan.dialogues} dialogues; the same command goes on.")
             return
-        apart = set() if plan.without is None else {pair.prompt for pair in read_pairs(Path(plan.without))}
+        apart = set() if plan.without is None else {question.prompt for question in read_questions(plan.without)}
         written = read_pairs(path)[: plan.dialogues]
         asked = ({"task": "dialogue", "prompt": pair.prompt} for pair in written[: plan.asked])
         _write(self.out / QUESTIONS, list(asked))

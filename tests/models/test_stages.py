@@ -79,7 +79,7 @@ def test_dialogues_that_are_asked_are_not_trained_on(
     before = (tmp_path / "training.jsonl").read_bytes()
     run(plan, "dialogues", tmp_path)
     assert (tmp_path / "training.jsonl").read_bytes() == before
-    (tmp_path / "apart.jsonl").write_text(json.dumps(training[3]._asdict()) + "\n")
+    (tmp_path / "apart.jsonl").write_text(json.dumps({"task": "dialogue", "prompt": training[3].prompt}) + "\n")
     apart = {**json.loads(plan.read_text()), "without": str(tmp_path / "apart.jsonl")}
     (tmp_path / "apart.json").write_text(json.dumps(apart))
     run(tmp_path / "apart.json", "dialogues", tmp_path)
@@ -165,6 +165,10 @@ def test_the_plan_of_the_converted_models_can_be_read() -> None:
     assert plan.megabytes * len(plan.models) <= 20
     more = Plan.read(Path(stages.__file__).with_name("smol_more.json"))
     assert set(more.begin) == set(more.models) == {"smol_sdar"}
+    for name, model in (("smol_sums.json", "smol_sdar"), ("smol_llada_sums.json", "smol_llada")):
+        sums = Plan.read(Path(stages.__file__).with_name(name))
+        assert set(sums.begin) == set(sums.models) == {model}
+        assert sums.without == f"models/{model}/held_out.jsonl"
     assert more.models["smol_sdar"]["rank"] == plan.models["smol_sdar"]["rank"]
 
 
