@@ -73,7 +73,7 @@ class Plan:
             comes of it is data of its own, TASK_renumbered.
         calculations: by a task, how many documents of calculations like those that its solutions note (see
             `calculations`), data of its own, too, TASK_calculations.
-        without: JSONL of questions (see `read_questions`) that are not trained on, though the base may have written them.
+        without: JSONL of questions (see `read_questions`) that are not trained on, though the base may write them, too.
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
             it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
