@@ -1,18 +1,19 @@
 """Calculations to be done, like those that solutions of word problems note as <<48/2=24>>, with other numbers.
 
-A small model that has learnt from solutions alone knows what to calculate more often than what comes of it: the first
-`smol_sdar` got 40 % of its sums of two numbers right. Word problems have few calculations in many words, these
-documents little else. Two kinds: some calculations, each with its result; or steps in words from a first number on.
+A small model that has learnt from solutions alone knows what to calculate more often than what comes of it, and one
+that has learnt calculations alone does them better than those in a solution: so these are three kinds of documents.
+Some calculations, each with its result; steps in words from a first number on; and sentences of solutions, whose
+results are to be filled in.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from .renumber import NOTE, NUMERAL, calculated
+from .renumber import NOTE, NUMERAL, calculated, without_notes
 
 KEPT = frozenset(map(Fraction, (7, 12, 24, 30, 52, 60, 100, 365)))
 """Numbers that mostly stay: days, months, hours, shares."""
@@ -22,8 +23,11 @@ DRAWS = 40
 """Sets of numbers that are tried for one calculation at most."""
 LINES, STEPS = (4, 8), (2, 5)
 """Fewest and most calculations of a document, and steps of one in words."""
-SHARE_IN_WORDS = 0.3
-"""Share of the documents in words."""
+SENTENCES = (2, 5)
+"""Fewest and most sentences of a document."""
+SHARES = {"listed": 0.35, "in words": 0.15, "sentences": 0.5}
+"""Of the kinds of documents."""
+BLANK = "__"
 LARGEST = 100_000
 """No result is larger."""
 TIMES, OVER = ("*", "*", "x", "x", "×"), ("/", "/", "/", "÷")
@@ -37,6 +41,7 @@ DO = {
     "/": ("Divide by {}.", "Split it into {} equal parts and keep one."),
     "%": ("Take {}% of it.",),
 }
+FILL = ("Fill in the results:", "What goes into the gaps?", "Copy these lines with their results:")
 LAST = ("What is left?", "What do you have now?", "What is the result?", "How many are there in the end?")
 
 
@@ -45,7 +50,7 @@ def expressions(solutions: Iterable[str]) -> list[str]:
     found = []
     for expression, result in (note for solution in solutions for note in NOTE.findall(solution)):
         try:
-            right = calculated(expression) == Fraction(result.replace(",", "").strip())
+            right = calculated(expression) == _value(result)
         except (ValueError, ZeroDivisionError):
             continue
         if right and len(NUMERAL.findall(expression)) > 1:
@@ -53,20 +58,38 @@ def expressions(solutions: Iterable[str]) -> list[str]:
     return found
 
 
-def documents(known: Sequence[str], numbers: Iterable[int], ask: str) -> Iterator[tuple[str, str]]:
+def sentences(solutions: Iterable[str]) -> list[str]:
+    """The lines of solutions, notes included, that note one calculation and have no other numbers than it."""
+    found = []
+    for line in (line.strip() for solution in solutions for line in solution.splitlines()):
+        notes = NOTE.findall(line)
+        if len(notes) != 1 or len(expressions([line])) != 1:
+            continue
+        operands, result = set(map(_value, NUMERAL.findall(notes[0][0]))), _value(notes[0][1])
+        said = set(map(_value, NUMERAL.findall(without_notes(line))))
+        if result not in operands and said == {*operands, result}:
+            found.append(line)
+    return found
+
+
+def documents(
+    known: Sequence[str], lines: Sequence[str], numbers: Iterable[int], ask: str
+) -> Iterator[tuple[str, str]]:
     """A (question, answer) for each of some numbers, which depends on it alone.
 
     Args:
         known: as `expressions` gives them, one at least.
+        lines: as `sentences` gives them; without any there are documents of the other kinds.
         ask: what is added to a question in words, whose answer ends with "#### RESULT".
     """
     for number in numbers:
         rng = random.Random(f"calculations {number}")
-        if rng.random() < SHARE_IN_WORDS:
+        (kind,) = rng.choices([*SHARES], [*SHARES.values()])
+        made = _filled_in(lines, rng) if kind == "sentences" and lines else None
+        if kind == "in words":
             question, answer = _in_words(rng)
-            yield f"{question}\n{ask}", answer
-        else:
-            yield _listed(known, rng)
+            made = f"{question}\n{ask}", answer
+        yield made or _listed(known, rng)
 
 
 def redrawn(expression: str, rng: random.Random) -> tuple[str, Fraction] | None:
@@ -127,6 +150,39 @@ def _listed(known: Sequence[str], rng: random.Random) -> tuple[str, str]:
         asked.append(sides)
         done.append(f"{sides}{space}={space}{dollar}{text_of(made[1], money)}")
     return "\n".join([rng.choice(ASKED), *asked]), "\n".join(done)
+
+
+def _filled_in(lines: Sequence[str], rng: random.Random) -> tuple[str, str] | None:
+    """Some sentences without their results, and with them; None if none of those that were drawn can be changed."""
+    made = [_changed(rng.choice(lines), rng) for _ in range(rng.randint(*SENTENCES))]
+    found = [each for each in made if each is not None]
+    if not found:
+        return None
+    gaps, whole = zip(*found, strict=True)
+    return "\n".join([rng.choice(FILL), *gaps]), "\n".join(whole)
+
+
+def _changed(line: str, rng: random.Random) -> tuple[str, str] | None:
+    """A sentence with other numbers, without and with its result; None where one number would become two."""
+    ((expression, result),) = NOTE.findall(line)
+    made = redrawn(expression.replace(" ", ""), rng)
+    if made is None:
+        return None
+    changes: dict[Fraction, str] = {}
+    for before, after in zip(NUMERAL.findall(expression), NUMERAL.findall(made[0]), strict=True):
+        if changes.setdefault(_value(before), after) != after:
+            return None
+    changes[_value(result)] = text_of(made[1], money=re.search(r"\$\s*<<", line) is not None)
+    gap = {**changes, _value(result): BLANK}
+
+    def rewritten(numbers: Mapping[Fraction, str]) -> str:
+        return NUMERAL.sub(lambda match: numbers[_value(match[0])], without_notes(line))
+
+    return rewritten(gap), rewritten(changes)
+
+
+def _value(numeral: str) -> Fraction:
+    return Fraction(numeral.replace(",", "").strip())
 
 
 def _in_words(rng: random.Random) -> tuple[str, str]:

@@ -310,17 +310,20 @@ def calculations_of(found: Sequence[tuple[str, str]], task: str, count: int) -> 
     Raises:
         InputError: their solutions note none.
     """
-    known = calculations.expressions(answer for _, answer in found)
+    solutions = [answer for _, answer in found]
+    known, lines = calculations.expressions(solutions), calculations.sentences(solutions)
     if not known:
         raise InputError(f"the {len(found)} solutions of {task} note no calculation as <<48/2=24>>.")
     parts = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
-    make = partial(_documents_of, known, TASKS[task].ask)
+    make = partial(_documents_of, known, lines, TASKS[task].ask)
     for question, answer in _together(make, parts, processes=count >= MANY):
         yield Pair(question, answer)._asdict()
 
 
-def _documents_of(known: Sequence[str], ask: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
-    return list(calculations.documents(known, numbers, ask))
+def _documents_of(
+    known: Sequence[str], lines: Sequence[str], ask: str, numbers: Sequence[int]
+) -> list[tuple[str, str]]:
+    return list(calculations.documents(known, lines, numbers, ask))
 
 
 def _together(make: Callable[[T], Iterable[U]], items: Iterable[T], processes: bool) -> Iterator[U]:

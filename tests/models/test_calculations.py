@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from models.training.calculations import documents, expressions, redrawn, text_of
+from models.training.calculations import BLANK, documents, expressions, redrawn, sentences, text_of
 from models.training.renumber import calculated
 
 SOLUTIONS = [
@@ -49,9 +49,39 @@ def test_amounts_of_money_have_both_digits() -> None:
     ]
 
 
+LINES = ["He has 48/2 = <<48/2=24>>24 pens left.", "So $4.50 x 3 = $<<4.5*3=13.5>>13.50 for 3 of them"]
+OTHERS = [
+    "Since he had 7 before, 48 + 24 = <<48+24=72>>72",
+    "6 - 3 = <<6-3=3>>3 are left",
+    "2 + 2 = <<2+2=4>>4 and 4 + 4 = <<4+4=8>>8",
+    "Four and four are <<4+4=8>>8",
+]
+
+
+def test_sentences_have_one_calculation_and_nothing_that_would_contradict_it() -> None:
+    assert sentences(["\n".join([*LINES, *OTHERS]), "No number at all"]) == LINES
+
+
+def test_a_sentence_is_asked_without_its_result() -> None:
+    asked = [found for found in documents(KNOWN, LINES, range(200), "ASK") if BLANK in found[0]]
+    assert len(asked) > 50
+    pens = re.compile(r"He has (\d+)/(\d+) = (\S+) pens left\.")
+    price = re.compile(r"So \$(\S+) x (\d+) = \$(\S+) for (\d+) of them")
+    seen = set()
+    for question, answer in asked:
+        for gap, line in zip(question.splitlines()[1:], answer.splitlines(), strict=True):
+            pattern = pens if line.startswith("He") else price
+            one, other, result, *same = pattern.fullmatch(line).groups()
+            assert Fraction(result) == (Fraction(one) / int(other) if pattern is pens else Fraction(one) * int(other))
+            assert same in ([], [other])
+            assert pattern.fullmatch(gap).groups() == (one, other, BLANK, *same)
+            seen.add(line)
+    assert len(seen) > 60
+
+
 def test_every_line_of_an_answer_is_right_and_is_of_what_is_asked() -> None:
     kinds = [0, 0]
-    for question, answer in documents(KNOWN, range(300), "ASK"):
+    for question, answer in documents(KNOWN, [], range(400), "ASK"):
         in_words = question.endswith("\nASK")
         kinds[in_words] += 1
         *lines, last = answer.splitlines() if in_words else [*answer.splitlines(), ""]
@@ -71,6 +101,6 @@ def test_every_line_of_an_answer_is_right_and_is_of_what_is_asked() -> None:
 
 
 def test_a_document_depends_on_its_number_alone() -> None:
-    every = list(documents(KNOWN, range(20), "ASK"))
-    assert list(documents(KNOWN, range(7, 9), "ASK")) == every[7:9]
+    every = list(documents(KNOWN, LINES, range(20), "ASK"))
+    assert list(documents(KNOWN, LINES, range(7, 9), "ASK")) == every[7:9]
     assert len(set(every)) == 20
