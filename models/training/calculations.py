@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from .renumber import NOTE, NUMERAL, calculated, without_notes
+from .renumber import NOTE, NUMERAL, calculated, value_of, without_notes
 
 KEPT = frozenset(map(Fraction, (7, 12, 24, 30, 52, 60, 100, 365)))
 """Numbers that mostly stay: days, months, hours, shares."""
@@ -50,7 +50,7 @@ def expressions(solutions: Iterable[str]) -> list[str]:
     found = []
     for expression, result in (note for solution in solutions for note in NOTE.findall(solution)):
         try:
-            right = calculated(expression) == _value(result)
+            right = calculated(expression) == value_of(result)
         except (ValueError, ZeroDivisionError):
             continue
         if right and len(NUMERAL.findall(expression)) > 1:
@@ -65,8 +65,8 @@ def sentences(solutions: Iterable[str]) -> list[str]:
         notes = NOTE.findall(line)
         if len(notes) != 1 or len(expressions([line])) != 1:
             continue
-        operands, result = set(map(_value, NUMERAL.findall(notes[0][0]))), _value(notes[0][1])
-        said = set(map(_value, NUMERAL.findall(without_notes(line))))
+        operands, result = set(map(value_of, NUMERAL.findall(notes[0][0]))), value_of(notes[0][1])
+        said = set(map(value_of, NUMERAL.findall(without_notes(line))))
         if result not in operands and said == {*operands, result}:
             found.append(line)
     return found
@@ -170,19 +170,15 @@ def _changed(line: str, rng: random.Random) -> tuple[str, str] | None:
         return None
     changes: dict[Fraction, str] = {}
     for before, after in zip(NUMERAL.findall(expression), NUMERAL.findall(made[0]), strict=True):
-        if changes.setdefault(_value(before), after) != after:
+        if changes.setdefault(value_of(before), after) != after:
             return None
-    changes[_value(result)] = text_of(made[1], money=re.search(r"\$\s*<<", line) is not None)
-    gap = {**changes, _value(result): BLANK}
+    changes[value_of(result)] = text_of(made[1], money=re.search(r"\$\s*<<", line) is not None)
+    gap = {**changes, value_of(result): BLANK}
 
     def rewritten(numbers: Mapping[Fraction, str]) -> str:
-        return NUMERAL.sub(lambda match: numbers[_value(match[0])], without_notes(line))
+        return NUMERAL.sub(lambda match: numbers[value_of(match[0])], without_notes(line))
 
     return rewritten(gap), rewritten(changes)
-
-
-def _value(numeral: str) -> Fraction:
-    return Fraction(numeral.replace(",", "").strip())
 
 
 def _in_words(rng: random.Random) -> tuple[str, str]:

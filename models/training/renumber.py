@@ -77,7 +77,8 @@ def as_it_is(question: str, answer: str) -> tuple[str, str] | None:
         return None
 
 
-def _value(numeral: str) -> Fraction:
+def value_of(numeral: str) -> Fraction:
+    """The number that is written so."""
     return Fraction(numeral.replace(",", "").strip())
 
 
@@ -89,16 +90,16 @@ def _words(text: str) -> set[Fraction]:
 
 def _free(question: str, answer: str) -> list[Fraction]:
     """Numbers of the question that may change, in ascending order."""
-    stay = set(UNITS) | _words(question) | {_value(result) for _, result in NOTE.findall(answer)}
+    stay = set(UNITS) | _words(question) | {value_of(result) for _, result in NOTE.findall(answer)}
     free = set()
     for match in NUMERAL.finditer(question):
-        value, before, after = _value(match[0]), question[: match.start()], question[match.end() :]
+        value, before, after = value_of(match[0]), question[: match.start()], question[match.end() :]
         alone = not BEFORE.search(before) and not AFTER.match(after)
         if alone and value.denominator == 1 and value >= SMALLEST and value not in YEARS:
             free.add(value)
         else:
             stay.add(value)
-    used = {_value(n) for expression, _ in NOTE.findall(answer) for n in NUMERAL.findall(expression)}
+    used = {value_of(n) for expression, _ in NOTE.findall(answer) for n in NUMERAL.findall(expression)}
     return sorted((free & used) - stay)
 
 
@@ -123,12 +124,12 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
         return None
     if answer.count("<<") != len(NOTE.findall(answer)):
         return None
-    said = {_value(n) for n in NUMERAL.findall(question)}
-    results = {_value(result) for _, result in NOTE.findall(answer)}
+    said = {value_of(n) for n in NUMERAL.findall(question)}
+    results = {value_of(result) for _, result in NOTE.findall(answer)}
     known = {value: value for value in (CONSTANTS - results) | said | _words(question)} | dict(changes)
     known |= {value / 100: value / 100 for value in said - set(changes)}
     for expression, result in NOTE.findall(answer):
-        before, stated = calculated(expression), _value(result)
+        before, stated = calculated(expression), value_of(result)
         # Some notes round; their results cannot be followed.
         if before != stated or not all(n in known for n in _tokens(expression) if isinstance(n, Fraction)):
             return None
@@ -141,7 +142,7 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
     changed = {value for value, new in known.items() if new != value}
     if _words(plain) & changed:
         return None
-    if any(_value(match) not in known for match in NUMERAL.findall(plain)):
+    if any(value_of(match) not in known for match in NUMERAL.findall(plain)):
         return None
     return _rewritten(question, changes), _rewritten(plain, known)
 
@@ -168,7 +169,7 @@ def _tokens(expression: str) -> tuple[Fraction | str, ...]:
         match = TOKEN.match(expression, at)
         if match is None:
             raise ValueError(expression)
-        found.append(_value(match[1]) if NUMERAL.fullmatch(match[1]) else match[1])
+        found.append(value_of(match[1]) if NUMERAL.fullmatch(match[1]) else match[1])
         at = match.end()
     return tuple(found)
 
@@ -217,7 +218,7 @@ def _rewritten(text: str, known: Mapping[Fraction, Fraction]) -> str:
     """A text in which each number is what `known` says, written as it was: with commas, and cents with both digits."""
 
     def new(match: re.Match[str]) -> str:
-        before = _value(match[0])
+        before = value_of(match[0])
         after = known.get(before, before)
         if after == before:
             return match[0]
