@@ -14,7 +14,7 @@ from dgraph.recipes.dense import GATED, phases_of
 from dgraph.spec import ModelSpec
 
 
-@costing(Cost("smol_llada", "GSM8K", 330, -0.9, (-3.5, 1.6), 1.03, "smol"))
+@costing(Cost("smol_llada", "GSM8K", 330, 0.0, (-2.7, 2.7), 1.09, "smol"))
 @caching
 def dllm_cache(
     spec: ModelSpec,

@@ -148,9 +148,8 @@ def test_ranks_write_the_dialogues_of_one(folder: Path, tmp_path: Path, monkeypa
 
 
 RUN = """
-import sys
 from models.training import convert
-convert.main(sys.argv[1:] or {arguments!r})
+convert.main({arguments!r})
 """
 
 
@@ -160,11 +159,13 @@ def test_the_command_runs_on_the_ranks_that_torchrun_starts(folder: Path, tmp_pa
     data.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r, _ in pairs() if p))
     given = [str(folder), "--data", str(data), "--device", "cpu", "--steps", "3", "--rows", "2", "--length", "128"]
     given += ["--learnt", "64"]
-    for name, world in (("alone", 1), ("together", 2)):
-        with started(world, RUN.format(arguments=[*given, "--out", str(tmp_path / name)])) as processes:
+    sessions = [("alone", 1, "inf", 3), ("together", 1, "0", 1), ("together", 2, "inf", 3)]
+    for name, world, minutes, done in sessions:
+        arguments = [*given, "--out", str(tmp_path / name), "--minutes", minutes]
+        with started(world, RUN.format(arguments=arguments)) as processes:
             ended = [processes.ends(rank) for rank in range(world)]
         assert [code for code, _, _ in ended] == [0] * world, ended
-        assert "3 of 3 steps" in ended[0][1]
+        assert f"{done} of 3 steps" in ended[0][1]
         assert [out for _, out, _ in ended[1:]] == [""] * (world - 1)
     made = [read_tensors(tmp_path / name / convert.MODEL) for name in ("alone", "together")]
     for name, value in made[0].items():
