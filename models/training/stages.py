@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dgraph import parallel
 from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.questions import read_questions
 from dgraph.evaluate.tasks import TASKS
@@ -363,6 +364,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     try:
+        if parallel.started() and args.stage not in STAGES[:2]:
+            raise InputError(f"the stage {args.stage} runs in one process; start it without torchrun.")
         plan = Plan.read(args.plan)
         work = Work(plan, args.out, args.device, args.minutes)
         names = args.model or list(plan.models)

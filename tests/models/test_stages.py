@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import dgraph
+from dgraph import parallel
 from dgraph.errors import InputError
 from dgraph.evaluate.tasks import TASKS
 from dgraph.families import DIFFERENCE
@@ -119,6 +120,15 @@ def test_stages_in_another_order_are_refused(plan: Path, tmp_path: Path) -> None
             run(plan, stage, tmp_path)
     with pytest.raises(SystemExit, match=r"plan\.json has no model 'smol'; it has causal, both_ways"):
         run(plan, "train", tmp_path, "--model", "smol")
+
+
+def test_stages_of_one_process_are_refused_on_ranks(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in parallel.VARIABLES:
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(SystemExit, match="error: the stage compress runs in one process; start it without torchrun"):
+        run(plan, "compress", tmp_path)
 
 
 def test_an_evaluation_that_fails_is_told(plan: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
