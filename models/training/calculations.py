@@ -96,12 +96,13 @@ def redrawn(expression: str, rng: random.Random) -> tuple[str, Fraction] | None:
     """An expression with other numbers, and its value: above zero, of two decimals at most, and whole where it was.
     None where none was found.
     """
-    whole = calculated(expression).denominator == 1
+    before = calculated(expression)
+    whole = before.denominator == 1
     operands = re.fullmatch(rf"({NUMERAL.pattern})/({NUMERAL.pattern})", expression)
     for _ in range(DRAWS):
         if operands and whole and operands[2].isdigit():  # few pairs divide by chance
             divisor = Fraction(_another(operands[2], rng))
-            quotient = max(1, round(calculated(expression) * Fraction(rng.randint(30, 300), 100)))
+            quotient = max(1, round(before * Fraction(rng.randint(30, 300), 100)))
             made = f"{text_of(divisor * quotient)}/{text_of(divisor)}"
         else:
             made = NUMERAL.sub(lambda match: _another(match[0].replace(",", ""), rng), expression)

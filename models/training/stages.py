@@ -210,7 +210,7 @@ class Work:
     def train(self, name: str) -> None:
         """Go on with the run of a model."""
         plan = self.plan
-        files = {"dialogues": self.out / TRAINING, **{name: self.out / f"{name}.jsonl" for name in plan.learnt}}
+        files = {"dialogues": self.out / TRAINING, **{data: self.out / f"{data}.jsonl" for data in plan.learnt}}
         if missing := [str(file) for file in files.values() if not file.is_file()]:
             raise InputError(f"{missing[0]} is not there yet; run the stage dialogues to its end first.")
         argv = [plan.base, "--out", str(self.out / name), "--device", self.device, "--minutes", str(self.minutes)]
