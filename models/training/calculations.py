@@ -3,7 +3,8 @@
 A small model that has learnt from solutions alone knows what to calculate more often than what comes of it, and one
 that has learnt calculations alone does them better than those in a solution: so these are three kinds of documents.
 Some calculations, each with its result; steps in words from a first number on; and sentences of solutions, whose
-results are to be filled in.
+results are to be filled in. Where solutions keep their notes, most calculations are written as notes are, so that what
+is learnt of the ones is of use in the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from .renumber import NOTE, NUMERAL, calculated, value_of, without_notes
+from .renumber import NOTE, NUMERAL, WHOLE_NOTE, calculated, value_of, without_notes
 
 KEPT = frozenset(map(Fraction, (7, 12, 24, 30, 52, 60, 100, 365)))
 """Numbers that mostly stay: days, months, hours, shares."""
@@ -25,6 +26,8 @@ LINES, STEPS = (4, 8), (2, 5)
 """Fewest and most calculations of a document, and steps of one in words."""
 SENTENCES = (2, 5)
 """Fewest and most sentences of a document."""
+AS_NOTES = 0.7
+"""Chance that a calculation is written as notes are, where solutions keep theirs."""
 SHARES = {"listed": 0.35, "in words": 0.15, "sentences": 0.5}
 """Of the kinds of documents."""
 BLANK = "__"
@@ -59,21 +62,23 @@ def expressions(solutions: Iterable[str]) -> list[str]:
 
 
 def sentences(solutions: Iterable[str]) -> list[str]:
-    """The lines of solutions, notes included, that note one calculation and have no other numbers than it."""
+    """The lines of solutions, notes included, that note one calculation, have no other numbers than it, and say its
+    result once.
+    """
     found = []
     for line in (line.strip() for solution in solutions for line in solution.splitlines()):
         notes = NOTE.findall(line)
         if len(notes) != 1 or len(expressions([line])) != 1:
             continue
         operands, result = set(map(value_of, NUMERAL.findall(notes[0][0]))), value_of(notes[0][1])
-        said = set(map(value_of, NUMERAL.findall(without_notes(line))))
-        if result not in operands and said == {*operands, result}:
+        said = list(map(value_of, NUMERAL.findall(without_notes(line))))
+        if result not in operands and said.count(result) == 1 and {*said} == {*operands, result}:
             found.append(line)
     return found
 
 
 def documents(
-    known: Sequence[str], lines: Sequence[str], numbers: Iterable[int], ask: str
+    known: Sequence[str], lines: Sequence[str], numbers: Iterable[int], ask: str, notes: bool = False
 ) -> Iterator[tuple[str, str]]:
     """A (question, answer) for each of some numbers, which depends on it alone.
 
@@ -81,15 +86,16 @@ def documents(
         known: as `expressions` gives them, one at least.
         lines: as `sentences` gives them; without any there are documents of the other kinds.
         ask: what is added to a question in words, whose answer ends with "#### RESULT".
+        notes: whether answers note each calculation, as solutions do.
     """
     for number in numbers:
         rng = random.Random(f"calculations {number}")
         (kind,) = rng.choices([*SHARES], [*SHARES.values()])
-        made = _filled_in(lines, rng) if kind == "sentences" and lines else None
+        made = _filled_in(lines, rng, notes) if kind == "sentences" and lines else None
         if kind == "in words":
-            question, answer = _in_words(rng)
+            question, answer = _in_words(rng, notes)
             made = f"{question}\n{ask}", answer
-        yield made or _listed(known, rng)
+        yield made or _listed(known, rng, notes)
 
 
 def redrawn(expression: str, rng: random.Random) -> tuple[str, Fraction] | None:
@@ -123,6 +129,11 @@ def text_of(value: Fraction, money: bool = False) -> str:
     return text if money else text.rstrip("0")
 
 
+def note_of(expression: str, value: Fraction) -> str:
+    """A calculation as a solution notes it."""
+    return f"<<{expression}={text_of(value)}>>"
+
+
 def _another(numeral: str, rng: random.Random) -> str:
     """A number of about the size, and of as many decimals."""
     value = Fraction(numeral)
@@ -136,15 +147,18 @@ def _another(numeral: str, rng: random.Random) -> str:
     return f"{drawn / 10**decimals:.{decimals}f}"
 
 
-def _listed(known: Sequence[str], rng: random.Random) -> tuple[str, str]:
+def _listed(known: Sequence[str], rng: random.Random, notes: bool) -> tuple[str, str]:
     """Some calculations, and each with its result."""
     space, times, over = rng.choice(("", " ", " ")), rng.choice(TIMES), rng.choice(OVER)
+    as_notes = notes and rng.random() < AS_NOTES
+    if as_notes:
+        space, times, over = "", "*", "/"
     asked, done = [], []
     for _ in range(rng.randint(*LINES)):
         made = redrawn(rng.choice(known), rng)
         if made is None:
             continue
-        money = rng.random() < 0.25 and "%" not in made[0]
+        money = not as_notes and rng.random() < 0.25 and "%" not in made[0]
         dollar = "$" if money else ""
         sides = re.sub(r"[-+*/]", lambda match: f"{space}{match[0]}{space}", made[0])
         sides = dollar + sides.replace("*", times).replace("/", over)
@@ -153,9 +167,9 @@ def _listed(known: Sequence[str], rng: random.Random) -> tuple[str, str]:
     return "\n".join([rng.choice(ASKED), *asked]), "\n".join(done)
 
 
-def _filled_in(lines: Sequence[str], rng: random.Random) -> tuple[str, str] | None:
+def _filled_in(lines: Sequence[str], rng: random.Random, notes: bool) -> tuple[str, str] | None:
     """Some sentences without their results, and with them; None if none of those that were drawn can be changed."""
-    made = [_changed(rng.choice(lines), rng) for _ in range(rng.randint(*SENTENCES))]
+    made = [_changed(rng.choice(lines), rng, notes) for _ in range(rng.randint(*SENTENCES))]
     found = [each for each in made if each is not None]
     if not found:
         return None
@@ -163,7 +177,7 @@ def _filled_in(lines: Sequence[str], rng: random.Random) -> tuple[str, str] | No
     return "\n".join([rng.choice(FILL), *gaps]), "\n".join(whole)
 
 
-def _changed(line: str, rng: random.Random) -> tuple[str, str] | None:
+def _changed(line: str, rng: random.Random, notes: bool) -> tuple[str, str] | None:
     """A sentence with other numbers, without and with its result; None where one number would become two."""
     ((expression, result),) = NOTE.findall(line)
     made = redrawn(expression.replace(" ", ""), rng)
@@ -175,14 +189,16 @@ def _changed(line: str, rng: random.Random) -> tuple[str, str] | None:
             return None
     changes[value_of(result)] = text_of(made[1], money=re.search(r"\$\s*<<", line) is not None)
     gap = {**changes, value_of(result): BLANK}
+    note = note_of(made[0], made[1]) if notes else ""
 
-    def rewritten(numbers: Mapping[Fraction, str]) -> str:
-        return NUMERAL.sub(lambda match: numbers[value_of(match[0])], without_notes(line))
+    def rewritten(numbers: Mapping[Fraction, str], between: str = "") -> str:
+        parts = (NUMERAL.sub(lambda match: numbers[value_of(match[0])], part) for part in WHOLE_NOTE.split(line))
+        return between.join(parts)
 
-    return rewritten(gap), rewritten(changes)
+    return rewritten(gap), rewritten(changes, note)
 
 
-def _in_words(rng: random.Random) -> tuple[str, str]:
+def _in_words(rng: random.Random, notes: bool) -> tuple[str, str]:
     """Steps from a first number on, and what comes of each."""
     value = Fraction(rng.choice((rng.randint(2, 20), rng.randint(10, 120), 10 * rng.randint(2, 90))))
     space, times, over = rng.choice(("", " ", " ")), rng.choice(TIMES), rng.choice(OVER)
@@ -192,7 +208,8 @@ def _in_words(rng: random.Random) -> tuple[str, str]:
         said.append(rng.choice(DO[sign]).format(other))
         shown = {"*": times, "/": over, "%": times}.get(sign, sign)
         right = f"{other}/100" if sign == "%" else str(other)
-        done.append(f"{value}{space}{shown}{space}{right}{space}={space}{after}")
+        note = note_of(f"{value}{'*' if sign == '%' else sign}{right}", after) if notes else ""
+        done.append(f"{value}{space}{shown}{space}{right}{space}={space}{note}{after}")
         value = after
     return " ".join([*said, rng.choice(LAST)]), "\n".join([*done, f"#### {value}"])
 

@@ -19,6 +19,8 @@ from types import MappingProxyType
 
 NUMERAL = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
 NOTE = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
+WHOLE_NOTE = re.compile("<<.*?>>")
+"""Whatever stands in it."""
 TOKEN = re.compile(rf"\s*({NUMERAL.pattern}|[-+*/()%])")
 UNITS = frozenset(map(Fraction, (1, 2, 4, 7, 12, 24, 30, 31, 52, 60, 100, 365, 1000)))
 """Numbers that stay wherever they stand: weeks, months, dozens, minutes."""
@@ -42,13 +44,14 @@ DRAWS = 24
 """Sets of numbers that are tried for one problem at most."""
 
 
-def renumbered(question: str, answer: str, rng: random.Random) -> tuple[str, str] | None:
-    """The problem with other numbers, its notes left out; None where none was found that can be followed.
+def renumbered(question: str, answer: str, rng: random.Random, notes: bool = False) -> tuple[str, str] | None:
+    """The problem with other numbers; None where none was found that can be followed.
 
     Args:
         question: text.
         answer: a solution with a note for each calculation; it ends with "#### RESULT".
         rng: draws the numbers.
+        notes: whether the solution keeps them.
     """
     if as_it_is(question, answer) is None:
         return None
@@ -56,7 +59,7 @@ def renumbered(question: str, answer: str, rng: random.Random) -> tuple[str, str
         free = _free(question, answer)
         for _ in range(DRAWS if free else 0):
             changes = _drawn(free, rng)
-            made = _carried_out(question, answer, changes)
+            made = _carried_out(question, answer, changes, notes)
             if made is not None and made[0] != question:
                 return made
     except (ValueError, ZeroDivisionError):
@@ -65,8 +68,8 @@ def renumbered(question: str, answer: str, rng: random.Random) -> tuple[str, str
 
 
 def without_notes(answer: str) -> str:
-    """A solution as it is learnt: without its notes, whatever stands in them."""
-    return re.sub("<<.*?>>", "", answer)
+    """A solution without its notes."""
+    return WHOLE_NOTE.sub("", answer)
 
 
 def as_it_is(question: str, answer: str) -> tuple[str, str] | None:
@@ -114,7 +117,9 @@ def _another(value: int, rng: random.Random) -> int:
     return unit * rng.randint(max(1, -(-value // (2 * unit))), 2 * value // unit)
 
 
-def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction]) -> tuple[str, str] | None:
+def _carried_out(
+    question: str, answer: str, changes: Mapping[Fraction, Fraction], notes: bool = False
+) -> tuple[str, str] | None:
     """The problem after the changes, or None.
 
     Raises:
@@ -144,7 +149,8 @@ def _carried_out(question: str, answer: str, changes: Mapping[Fraction, Fraction
         return None
     if any(value_of(match) not in known for match in NUMERAL.findall(plain)):
         return None
-    return _rewritten(question, changes), _rewritten(plain, known)
+    parts = re.split(f"({WHOLE_NOTE.pattern})", answer) if notes else [plain]
+    return _rewritten(question, changes), "".join(_rewritten(part, known, part.startswith("<<")) for part in parts)
 
 
 def calculated(expression: str, known: Mapping[Fraction, Fraction] = MappingProxyType({})) -> Fraction:
@@ -214,8 +220,10 @@ def _factor(tokens: Tokens) -> tuple[Fraction, Tokens]:
     return value, rest
 
 
-def _rewritten(text: str, known: Mapping[Fraction, Fraction]) -> str:
-    """A text in which each number is what `known` says, written as it was: with commas, and cents with both digits."""
+def _rewritten(text: str, known: Mapping[Fraction, Fraction], note: bool = False) -> str:
+    """A text in which each number is what `known` says, written as it was: with commas, and cents with both digits; in
+    a note without either.
+    """
 
     def new(match: re.Match[str]) -> str:
         before = value_of(match[0])
@@ -223,8 +231,8 @@ def _rewritten(text: str, known: Mapping[Fraction, Fraction]) -> str:
         if after == before:
             return match[0]
         least = next(n for n in range(3) if (10**n * after).denominator == 1)
-        decimals = max(least, 2 * match[0].endswith((".00", ".50", ".25", ".75")))
-        comma = "," if "," in match[0] or (after >= 10_000 and before < 1000) else ""
+        decimals = max(least, 2 * (not note and match[0].endswith((".00", ".50", ".25", ".75"))))
+        comma = "," if not note and ("," in match[0] or (after >= 10_000 and before < 1000)) else ""
         return f"{float(after):{comma}.{decimals}f}"
 
     return NUMERAL.sub(new, text)

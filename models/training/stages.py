@@ -43,6 +43,7 @@ from . import calculations, convert, dialogues
 from .compress import REPORT, compress
 from .conversion import Settings, load_base
 from .pairs import Pair, read_pairs
+from .rename import renamed
 from .renumber import renumbered, without_notes
 
 T = TypeVar("T")
@@ -74,6 +75,8 @@ class Plan:
             comes of it is data of its own, TASK_renumbered.
         calculations: by a task, how many documents of calculations like those that its solutions note (see
             `calculations`), data of its own, too, TASK_calculations.
+        notes: whether solutions keep the notes of their calculations, <<48/2=24>>, and calculations are noted so, too.
+        names: whether people have other names, too, where numbers are others (see `rename`).
         without: JSONL of questions (see `read_questions`) that are not trained on, though the base may write them, too.
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
             it is not said.
@@ -99,6 +102,8 @@ class Plan:
     problems: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, int] = field(default_factory=dict)
     calculations: Mapping[str, int] = field(default_factory=dict)
+    notes: bool = False
+    names: bool = False
     without: str | None = None
     times: Mapping[str, float] = field(default_factory=dict)
     begin: Mapping[str, str] = field(default_factory=dict)
@@ -198,13 +203,15 @@ class Work:
         _write(self.out / TRAINING, [pair._asdict() for pair in written[plan.asked :] if pair.prompt not in apart])
         for task, file in plan.problems.items():
             found = problems(Path(file))
-            _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in pairs_of(found, task)])
+            _write(self.out / f"{task}.jsonl", [pair._asdict() for pair in pairs_of(found, task, plan.notes)])
             if times := plan.variants.get(task):
-                more = list(variants(found, times))
-                _write(self.out / f"{renumbered_name(task)}.jsonl", [pair._asdict() for pair in pairs_of(more, task)])
+                more = list(variants(found, times, plan.notes, plan.names))
+                pairs = pairs_of(more, task, plan.notes)
+                _write(self.out / f"{renumbered_name(task)}.jsonl", [pair._asdict() for pair in pairs])
                 print(f"{len(found)} problems of {task}, {len(more)} with other numbers")
             if many := plan.calculations.get(task):
-                _write(self.out / f"{calculations_name(task)}.jsonl", list(calculations_of(found, task, many)))
+                made = calculations_of(found, task, many, plan.notes)
+                _write(self.out / f"{calculations_name(task)}.jsonl", list(made))
         print(f"{done} dialogues, {plan.asked} of them to be asked: {self.out / TRAINING}")
 
     def train(self, name: str) -> None:
@@ -292,21 +299,27 @@ def problems(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def pairs_of(found: Sequence[tuple[str, str]], task: str) -> list[Pair]:
-    """Problems as pairs, asked as `dgraph eval` asks; calculator notes <<...>> are left out."""
-    return [Pair(f"{question}\n{TASKS[task].ask}", without_notes(answer)) for question, answer in found]
+def pairs_of(found: Sequence[tuple[str, str]], task: str, notes: bool) -> list[Pair]:
+    """Problems as pairs, asked as `dgraph eval` asks, with or without their notes <<...>>."""
+    ask = TASKS[task].ask
+    return [Pair(f"{question}\n{ask}", answer if notes else without_notes(answer)) for question, answer in found]
 
 
-def variants(found: Sequence[tuple[str, str]], times: int) -> Iterator[tuple[str, str]]:
+def variants(
+    found: Sequence[tuple[str, str]], times: int, notes: bool = False, names: bool = False
+) -> Iterator[tuple[str, str]]:
     """Problems with other numbers, none of them twice: each is tried so many times; most cannot be followed. The
-    same on any number of processors.
+    same on any number of processors. notes, names: as a plan says.
     """
-    numbered = [(number, *problem, times) for number, problem in enumerate(found)]
+    numbered = [(number, *problem, times, notes, names) for number, problem in enumerate(found)]
     yield from _together(_variants_of, numbered, processes=len(found) * times >= MANY)
 
 
-def calculations_of(found: Sequence[tuple[str, str]], task: str, count: int) -> Iterator[dict[str, Any]]:
-    """So many documents of calculations like those of some problems. The same on any number of processors.
+def calculations_of(
+    found: Sequence[tuple[str, str]], task: str, count: int, notes: bool = False
+) -> Iterator[dict[str, Any]]:
+    """So many documents of calculations like those of some problems. The same on any number of processors. notes: as a
+    plan says.
 
     Raises:
         InputError: their solutions note none.
@@ -316,15 +329,15 @@ def calculations_of(found: Sequence[tuple[str, str]], task: str, count: int) -> 
     if not known:
         raise InputError(f"the {len(found)} solutions of {task} note no calculation as <<48/2=24>>.")
     parts = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
-    make = partial(_documents_of, known, lines, TASKS[task].ask)
+    make = partial(_documents_of, known, lines, TASKS[task].ask, notes)
     for question, answer in _together(make, parts, processes=count >= MANY):
         yield Pair(question, answer)._asdict()
 
 
 def _documents_of(
-    known: Sequence[str], lines: Sequence[str], ask: str, numbers: Sequence[int]
+    known: Sequence[str], lines: Sequence[str], ask: str, notes: bool, numbers: Sequence[int]
 ) -> list[tuple[str, str]]:
-    return list(calculations.documents(known, lines, numbers, ask))
+    return list(calculations.documents(known, lines, numbers, ask, notes))
 
 
 def _together(make: Callable[[T], Iterable[U]], items: Iterable[T], processes: bool) -> Iterator[U]:
@@ -336,10 +349,12 @@ def _together(make: Callable[[T], Iterable[U]], items: Iterable[T], processes: b
         yield from chain.from_iterable(pool.imap(make, items, chunksize=8))
 
 
-def _variants_of(problem: tuple[int, str, str, int]) -> list[tuple[str, str]]:
-    number, question, answer, times = problem
-    drawn = (renumbered(question, answer, random.Random(f"numbers {number} {k}")) for k in range(times))
-    return list(dict.fromkeys(made for made in drawn if made is not None))
+def _variants_of(problem: tuple[int, str, str, int, bool, bool]) -> list[tuple[str, str]]:
+    number, question, answer, times, notes, names = problem
+    drawn = (renumbered(question, answer, random.Random(f"numbers {number} {k}"), notes) for k in range(times))
+    found = dict.fromkeys(made for made in drawn if made is not None)
+    rng = random.Random(f"names {number}")
+    return [renamed(*made, rng) for made in found] if names else list(found)
 
 
 def _changed(folder: Path) -> float:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from models.training.calculations import BLANK, documents, expressions, redrawn, sentences, text_of
-from models.training.renumber import calculated
+from models.training.renumber import NOTE, calculated
 
 SOLUTIONS = [
     "48/2 = <<48/2=24>>24, 48 + 24 = <<48+24=72>>72",
@@ -98,6 +98,31 @@ def test_every_line_of_an_answer_is_right_and_is_of_what_is_asked() -> None:
         else:
             assert [line.rpartition("=")[0].strip() for line in lines] == question.splitlines()[1:]
     assert min(kinds) > 50
+
+
+def test_answers_note_what_they_calculate_where_solutions_do() -> None:
+    listed = noted = 0
+    for question, answer in documents(KNOWN, LINES, range(400), "ASK", notes=True):
+        plain = re.sub("<<.*?>>", "", answer)
+        notes = NOTE.findall(answer)
+        if BLANK in question or question.endswith("\nASK"):
+            noted += 1
+            lines = [line for line in answer.splitlines() if not line.startswith("####")]
+            assert len(notes) == len(lines)
+            for line, (expression, result) in zip(lines, notes, strict=True):
+                assert calculated(expression) == Fraction(result), line
+                assert Fraction(re.search(r">>([\d.]*\d)", line)[1]) == Fraction(result), "it follows its note"
+        else:
+            assert (plain, notes) == (answer, [])
+            listed += not re.search(r"[ x×÷$]", answer)
+    assert noted > 150
+    assert listed > 70, "most of the others are written as notes are"
+
+
+def test_a_sentence_says_its_result_once() -> None:
+    assert sentences(["It takes 7 days, since 14/2 = <<14/2=7>>7", "14/2 = <<14/2=7>>7 days"]) == [
+        "14/2 = <<14/2=7>>7 days"
+    ]
 
 
 def test_a_document_depends_on_its_number_alone() -> None:

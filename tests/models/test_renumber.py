@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from models.training.renumber import NOTE, as_it_is, renumbered, without_notes
+from models.training.renumber import NOTE, as_it_is, calculated, renumbered, value_of, without_notes
 
 CLIPS = (
     "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell?",
@@ -22,6 +22,10 @@ MONEY = (
 def drawn(problem: tuple[str, str], count: int = 40) -> list[tuple[str, str]]:
     found = (renumbered(*problem, random.Random(seed)) for seed in range(count))
     return [made for made in found if made is not None]
+
+
+def drawn_with(problem: tuple[str, str], seed: int) -> tuple[str, str] | None:
+    return renumbered(*problem, random.Random(seed))
 
 
 @pytest.mark.parametrize("problem", [CLIPS, MONEY])
@@ -40,6 +44,23 @@ def test_what_is_calculated_follows_the_numbers_of_the_question() -> None:
         half = first // 2
         lines = (f"She sold {first}/2 = {half} clips in May.", f"Together these are {first}+{half} = {3 * half} clips.")
         assert answer == "\n".join([*lines, f"#### {3 * half}"])
+
+
+def test_notes_that_stay_are_of_the_new_numbers_without_commas_and_needless_zeros() -> None:
+    for seed in range(40):
+        clips = renumbered(*CLIPS, random.Random(seed), notes=True)
+        assert clips == (None if drawn_with(CLIPS, seed) is None else clips)
+        if clips is not None:
+            assert (clips[0], without_notes(clips[1])) == drawn_with(CLIPS, seed)
+            assert all(calculated(made) == value_of(result) for made, result in NOTE.findall(clips[1]))
+            assert len(NOTE.findall(clips[1])) == 2
+    made = [found for seed in range(40) if (found := renumbered(*MONEY, random.Random(seed), notes=True))]
+    assert made
+    for _, answer in made:
+        (both, sum_of), (share, paid) = NOTE.findall(answer)
+        assert "," not in both + sum_of + share + paid
+        assert calculated(share) == value_of(paid)
+        assert not paid.endswith(".50")
 
 
 def test_numbers_are_written_as_they_were_and_shares_and_hours_stay() -> None:

@@ -16,6 +16,7 @@ from dgraph.evaluate.tasks import TASKS
 from dgraph.families import DIFFERENCE
 from models.training import convert, dialogues, stages
 from models.training.pairs import Pair, read_pairs
+from models.training.rename import SHE
 from models.training.stages import Plan, Work
 from tests.models.test_convert import _counted, causal_folder
 
@@ -85,6 +86,33 @@ def test_dialogues_that_are_asked_are_not_trained_on(
     (tmp_path / "apart.json").write_text(json.dumps(apart))
     run(tmp_path / "apart.json", "dialogues", tmp_path)
     assert read_pairs(tmp_path / "training.jsonl") == [*training[:3], *training[4:]]
+
+
+def test_solutions_keep_their_notes_and_people_get_other_names_where_the_plan_says_so(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialogues, "_turns", _counted)
+    asked = "Kim has 90 pens and sells 40. How many does Kim have left?"
+    solved = "Kim has 90 - 40 = <<90-40=50>>50 left.\n#### 50"
+    (tmp_path / "kim.jsonl").write_text(json.dumps({"question": asked, "answer": solved}))
+    described = json.loads(plan.read_text()) | {"problems": {"gsm8k": str(tmp_path / "kim.jsonl")}}
+    described |= {"notes": True, "names": True, "variants": {"gsm8k": 20}, "calculations": {"gsm8k": 40}}
+    (tmp_path / "plan.json").write_text(json.dumps(described))
+    run(tmp_path / "plan.json", "dialogues", tmp_path)
+    assert read_pairs(tmp_path / "gsm8k.jsonl") == [Pair(f"{asked}\n{TASKS['gsm8k'].ask}", solved)]
+    names = set()
+    for pair in read_pairs(tmp_path / "gsm8k_renumbered.jsonl"):
+        found = re.fullmatch(r"(\w+) has (\d+) - (\d+) = <<(\d+-\d+)=(\d+)>>(\d+) left\.\n#### (\d+)", pair.response)
+        assert found is not None, pair.response
+        name, pens, sold, noted, *results = found.groups()
+        assert noted == f"{pens}-{sold}"
+        assert set(results) == {str(int(pens) - int(sold))}
+        assert pair.prompt.startswith(f"{name} has {pens} pens and sells {sold}. How many does {name} have")
+        names.add(name)
+    assert len(names) > 3
+    assert names <= {*SHE}
+    said = [pair.response for pair in read_pairs(tmp_path / "gsm8k_calculations.jsonl")]
+    assert 10 < sum("<<" in each for each in said) < 40
 
 
 def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
@@ -175,7 +203,8 @@ def test_the_plan_of_the_converted_models_can_be_read() -> None:
     assert plan.megabytes * len(plan.models) <= 20
     more = Plan.read(Path(stages.__file__).with_name("smol_more.json"))
     assert set(more.begin) == set(more.models) == {"smol_sdar"}
-    for name, model in (("smol_sums.json", "smol_sdar"), ("smol_llada_sums.json", "smol_llada")):
+    later = {"smol_sums.json": "smol_sdar", "smol_llada_sums.json": "smol_llada", "smol_notes.json": "smol_sdar"}
+    for name, model in later.items():
         sums = Plan.read(Path(stages.__file__).with_name(name))
         assert set(sums.begin) == set(sums.models) == {model}
         assert sums.without == f"models/{model}/held_out.jsonl"
