@@ -202,8 +202,9 @@ def _run(args: argparse.Namespace) -> None:
         files.append((args.out / dialogues.FILE, 1.0))
         prompts = [pair.prompt for pair in read_pairs(args.prompts) if pair.prompt] if args.prompts else None
         until, rows, seed = began + 60 * args.minutes, args.dialogue_rows, args.seed
+        some = files[-1][0], args.dialogues, prompts, rows, seed, until
         with progress("dialogues", args.dialogues, ranks) as tell:
-            made = dialogues.write(base, files[-1][0], args.dialogues, prompts, rows, seed, until, tell, ranks)
+            made = dialogues.write(base, *some, tell, ranks, args.temperature)
         if made < args.dialogues:
             print(f"{made} of {args.dialogues} dialogues in {files[-1][0]}; the same command goes on.")
             return
@@ -260,6 +261,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
     parser.add_argument("--dialogue-rows", type=int, default=64, help="dialogues written at once")
+    parser.add_argument("--temperature", type=float, default=dialogues.TEMPERATURE, help="of the answers in them")
     parser.add_argument("--mask-token", help="a special token that no text has, or a new one")
     parser.add_argument("--begin", type=Path, help="a folder of models.training.compress, whose weights it begins with")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the session ends then at the latest")

@@ -30,7 +30,8 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 128, 512
 """Longest turns. A prompt that is not over by then is thrown away, a response kept up to there."""
 GIVE_UP_AFTER = 20
 """Batches in a row without a new dialogue after which there are taken to be no more."""
-PROMPT_TEMPERATURE, RESPONSE_TEMPERATURE = 1.0, 0.7
+PROMPT_TEMPERATURE, TEMPERATURE = 1.0, 0.7
+"""Of turns of the user, and of answers where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def write(
     until: float = float("inf"),
     tell: Callable[[int], None] = lambda done: None,
     ranks: Group | None = None,
+    temperature: float = TEMPERATURE,
 ) -> int:
     """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
     `until`; how many there are then.
@@ -88,11 +90,14 @@ def write(
         prompts: what is asked; None: the model asks itself.
         rows: dialogues of a batch.
         ranks: who writes together, each every so many batches; rank 0 writes the file, which is that of one rank.
+        temperature: of the answers, above 0. The lower it is, the more likely and the more alike they are.
 
     Raises:
-        InputError: the base has no chat template or a sliding window, the prompts do not last, or none of
-            `GIVE_UP_AFTER` batches has a dialogue that is new and ends.
+        InputError: a temperature of 0 or less, the base has no chat template or a sliding window, the prompts do not
+            last, or none of `GIVE_UP_AFTER` batches has a dialogue that is new and ends.
     """
+    if not temperature > 0:
+        raise InputError(f"the temperature of answers must be above 0, got {temperature}; 0.01 is as good as none.")
     ranks = ranks or Alone()
     frame, writer = frame_of(base.tokenizer), Writer(base)
     generator = torch.Generator(base.model.device)
@@ -106,7 +111,7 @@ def write(
             if ranks.exchange(time.monotonic() >= until)[0]:
                 return
             seeded(generator, "dialogues", seed, start + ranks.rank)
-            made = _batch(writer, frame, prompts, start + ranks.rank, rows, generator)
+            made = _batch(writer, frame, prompts, start + ranks.rank, rows, temperature, generator)
             yield from enumerate(ranks.exchange(made), start)
 
     tell(min(done, total))
@@ -132,7 +137,13 @@ def write(
 
 
 def _batch(
-    writer: Writer, frame: Frame, prompts: Sequence[str] | None, number: int, rows: int, generator: torch.Generator
+    writer: Writer,
+    frame: Frame,
+    prompts: Sequence[str] | None,
+    number: int,
+    rows: int,
+    temperature: float,
+    generator: torch.Generator,
 ) -> list[Pair] | None:
     """The dialogues of a batch; None if no prompts are left for it."""
     tokenizer, end = writer.base.tokenizer, writer.base.eos_ids[0]
@@ -147,7 +158,7 @@ def _batch(
     if not asked:
         return []
     began = [tokenizer.encode(prompt) for prompt in asked]
-    answers = _turns(writer, began, end, RESPONSE_TOKENS, RESPONSE_TEMPERATURE, generator)
+    answers = _turns(writer, began, end, RESPONSE_TOKENS, temperature, generator)
     texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     found = zip(asked, texts, answers, strict=True)
     return [Pair(prompt, text, answer.ended) for prompt, text, answer in found if text]

@@ -42,6 +42,7 @@ from dgraph.families import DIFFERENCE
 from . import calculations, convert, dialogues
 from .compress import REPORT, compress
 from .conversion import Settings, load_base
+from .dialogues import TEMPERATURE
 from .pairs import Pair, read_pairs
 from .rename import renamed
 from .renumber import renumbered, without_notes
@@ -67,6 +68,7 @@ class Plan:
         mask_token: of the base; None for the tokenizer's own.
         dialogues: how many it writes.
         dialogue_rows: how many of them at once.
+        temperature: of its answers.
         seed: of them.
         asked: the first so many of them are asked in the evaluation, and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
@@ -96,6 +98,7 @@ class Plan:
     mask_token: str | None = None
     dialogues: int = 40_000
     dialogue_rows: int = 1536
+    temperature: float = TEMPERATURE
     seed: int = 0
     asked: int = 128
     prompts: str | None = None
@@ -190,7 +193,8 @@ class Work:
         ranks = convert.ranks_of_run(self.device)
         base, rows = load_base(plan.base, plan.mask_token, self.device), plan.dialogue_rows
         with convert.progress("dialogues", plan.dialogues, ranks) as tell:
-            done = dialogues.write(base, path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks)
+            some = path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks
+            done = dialogues.write(base, *some, plan.temperature)
         if ranks.rank:
             return
         if done < plan.dialogues:

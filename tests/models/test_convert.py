@@ -382,11 +382,27 @@ def test_dialogues_go_on_where_they_were_cut_off(folder: Path, tmp_path: Path, m
     assert dialogues.write(base, again, 4) == 10
     dialogues.write(base, tmp_path / "other.jsonl", 10, rows=4, seed=1)
     assert (tmp_path / "other.jsonl").read_text() != file.read_text()
+    with pytest.raises(InputError, match=r"temperature of answers must be above 0, got 0\.0"):
+        dialogues.write(base, tmp_path / "c.jsonl", 4, temperature=0.0)
     with pytest.raises(InputError, match="2 prompts do not make so many"):
         dialogues.write(base, tmp_path / "c.jsonl", 4, ["a b", "c d"], rows=2)
     monkeypatch.setattr(dialogues, "_turns", lambda writer, began, *_: [dialogues.Turn([], False)] * len(began))
     with pytest.raises(InputError, match="wrote nothing new that ends"):
         dialogues.write(base, tmp_path / "d.jsonl", 4)
+
+
+def test_answers_have_their_own_temperature(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, seen = load_base(str(folder)), set[tuple[int, float]]()
+
+    def turns(
+        writer: Writer, began: list[list[int]], stop: int, most: int, temperature: float, g: torch.Generator
+    ) -> Any:
+        seen.add((most, temperature))
+        return _counted(writer, began, stop, most, temperature, g)
+
+    monkeypatch.setattr(dialogues, "_turns", turns)
+    dialogues.write(base, tmp_path / "a.jsonl", 4, rows=4, temperature=0.3)
+    assert seen == {(dialogues.PROMPT_TOKENS, 1.0), (dialogues.RESPONSE_TOKENS, 0.3)}
 
 
 def _counted(
