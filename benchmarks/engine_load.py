@@ -6,7 +6,7 @@
 Parts on one program, in the order of `--parts`:
 
 * steps: as `benchmarks.engine_steps` of an engine: one batch, the first prompt of every slot, each with as many new
-  tokens.
+  tokens. With it among the parts, two events are nodes of every CUDA graph of the program.
 * server: as `benchmarks.server_load`: clients over HTTP and by `Engine.stream`, in turns.
 * policies: at shares of the capacity of the first policy in a closed loop; the same requests at the same times.
 * clients: closed loops. `floor %` is the share of the time that matrix products take, timed alone in the same process
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -83,8 +84,8 @@ def fitting(test: LoadTest, pages: int) -> int:
     return max(1, min(test.settings.max_sequences or 1, pages // -(-longest // test.optimized.page_size)))
 
 
-def steps(run: Run, test: LoadTest, tokens: int) -> None:
-    """One batch, of a prompt for every slot."""
+def steps(run: Run, test: LoadTest, tokens: int, graphs: engine_steps.GraphTimes) -> None:
+    """One batch, of a prompt for every slot; graphs: within whose `recording()` the test was made, and this runs."""
     prompts = test.prompts[: test.settings.max_sequences]
     lengths, traced = [len(prompt) for prompt in prompts], test.optimized.captured.device.type == "cuda"
     room = (test.settings.max_tokens or 0) - max(lengths)
@@ -94,7 +95,7 @@ def steps(run: Run, test: LoadTest, tokens: int) -> None:
     columns = ["sequences", *engine_steps.COLUMNS]
     note = f"Prompts of {min(lengths)} to {max(lengths)} tokens, {decoding.max_new_tokens} new ones."
     with test.optimized.engine(test.settings) as engine:
-        for found in engine_steps.steps_of(engine, prompts, decoding, traced):
+        for found in engine_steps.steps_of(engine, prompts, decoding, graphs, traced):
             run.report.data["steps"] = found.to_json()
             run.arm("Steps of a batch", columns, [[len(prompts), *found.cells()]], note)
             engine_steps.waits_table(run, {len(prompts): found})
@@ -221,11 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     policy, streams = args.policies[0], args.server_clients or args.sequences
     if "server" in args.parts:
         server_load.check_clients(parser, streams, min(args.requests, args.load_requests))
-    with Run(args, f"The engine, {args.model or args.shape} under {chosen(args)}", arguments is None) as run:
+    graphs = engine_steps.GraphTimes()
+    recording = graphs.recording() if "steps" in args.parts else nullcontext()
+    title = f"The engine, {args.model or args.shape} under {chosen(args)}"
+    with Run(args, title, arguments is None) as run, recording:
         test = ready(args, run, policy, args.sequences)
         some = first_of(test, args.load_requests)
         parts: dict[str, Callable[[], Any]] = {
-            "steps": lambda: steps(run, test, args.step_tokens),
+            "steps": lambda: steps(run, test, args.step_tokens, graphs),
             "server": lambda: server(run, some, streams, args.rounds, 1e-3 * args.think),
             "policies": lambda: side_by_side(run, some, args.policies, args.load),
             "clients": lambda: concurrency(run, test, policy, args.clients, args.each, args.mixed_rows),

@@ -6,9 +6,10 @@
 Milliseconds per step come from two lengths of response in turn, so that prefill and start cancel out; run it once with
 each version to compare. On a GPU a trace of the engine says where no kernel ran in the middle half of the run. A
 profiler's own work makes the device wait for the host, so the share of time in which no kernel runs is also given of
-the same run without one: what passes between the end of a CUDA graph and the begin of the next, by events on the
-device, and what the trace has between the kernels of one. How long kernels run in a trace says nothing of that: a card
-that waits more gets less warm, and computes faster.
+the same run without one: what passes between the end of a CUDA graph and the begin of the next, by events in the
+graphs, and what the trace has between the kernels of one. Copies and kernels that are launched between graphs are part
+of the wait. How long kernels run in a trace says nothing of that: a card that waits more gets less warm, and computes
+faster.
 Weights are random and every step commits as many tokens. A run that is cut leaves what it has (see `benchmarks.runs`).
 `benchmarks.engine_load --parts steps` measures the same of an engine beside its loads.
 """
@@ -19,10 +20,11 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -80,10 +82,10 @@ class Span:
     """A run on the device without a profiler.
 
     Attributes:
-        seconds: from the first CUDA graph to the end of the last: without what the host does before it has anything to
-            launch, and after everything is launched.
-        waiting: of these, between the end of a graph and the begin of the next; what else is launched there is part of
-            it, and where the device waited so is what the host takes to launch the graph.
+        seconds: from the begin of the first CUDA graph to the end of the last, by events in the graphs: without what
+            the host does before it has anything to launch, and after everything is launched.
+        waiting: of these, between the end of a graph and the begin of the next; copies and kernels that are launched
+            there are part of it.
     """
 
     seconds: float
@@ -103,32 +105,122 @@ def waits_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decodin
     )
 
 
-def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Span:
-    """When CUDA graphs ran while an engine answered."""
-    launches: list[tuple[torch.cuda.Event, torch.cuda.Event, float]] = []
-    replay = torch.cuda.CUDAGraph.replay
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def marked(graph: torch.cuda.CUDAGraph) -> None:
-        begin, clock = mark(), time.perf_counter()
-        replay(graph)
-        launches.append((begin, mark(), time.perf_counter() - clock))
-
-    torch.cuda.CUDAGraph.replay = marked  # type: ignore[method-assign]
+@contextmanager
+def _graphs_do(**methods: Callable[..., None]) -> Iterator[None]:
+    """Within, these are what all CUDA graphs do, by name."""
+    before = {name: getattr(torch.cuda.CUDAGraph, name) for name in methods}
+    for name, method in methods.items():
+        setattr(torch.cuda.CUDAGraph, name, method)
     try:
-        engine.generate(prompts, decoding)
+        yield
     finally:
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    waiting = 0.0
-    for (_, end, _), (begin, _, launch) in pairwise(launches):
-        gap = 1e-3 * end.elapsed_time(begin)
-        waiting += gap + (launch if gap > 1e-6 * AT_ONCE else 0.0)
-    return Span(1e-3 * launches[0][0].elapsed_time(launches[-1][1]), waiting)
+        for name, method in before.items():
+            setattr(torch.cuda.CUDAGraph, name, method)
+
+
+class GraphTimes:
+    """When CUDA graphs begin and end on the device, by events that are their first and their last node.
+
+    An event in a graph is stamped when the device gets there, however long the host takes to launch the graph, and anew
+    by each replay.
+    """
+
+    def __init__(self) -> None:
+        self._events: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[torch.cuda.Event, torch.cuda.Event]]
+        self._events = WeakKeyDictionary()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Graphs that are recorded within get the events."""
+        capture_begin, capture_end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+
+        def begun(graph: torch.cuda.CUDAGraph, *given: Any, **options: Any) -> None:
+            capture_begin(graph, *given, **options)
+            begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+            self._events[graph] = begin, end
+            begin.record()
+
+        def ended(graph: torch.cuda.CUDAGraph) -> None:
+            try:
+                if graph in self._events:
+                    self._events[graph][1].record()
+            finally:  # or the stream would go on recording
+                capture_end(graph)
+
+        with _graphs_do(capture_begin=begun, capture_end=ended):
+            yield
+
+    @contextmanager
+    def replays(self) -> Iterator[list[tuple[float, float]]]:
+        """A list that has, after what is within is over, milliseconds from begin to end of each graph replayed there.
+
+        A replay is read before the next one of the same graph stamps its events again, and behind the launch of another
+        if it is over by then: before a launch the device may be waiting. Whether it is over, plain events around the
+        launch say, since an event in a graph looks reached until the device gets there again. A graph that is launched
+        again before its end leaves no time to read it, nor does the device wait for the host then. So its replays are
+        one span, from what the device was at when the second was launched.
+
+        Raises, when a graph is launched:
+            RuntimeError: it has no events.
+        """
+        replay = torch.cuda.CUDAGraph.replay
+        found: list[tuple[float, float]] = []
+        # By graph, the last launched last: plain events before and after the launch.
+        pending: dict[torch.cuda.CUDAGraph, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        since: dict[torch.cuda.CUDAGraph, float] = {}
+
+        def mark() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        base = mark()
+        base.synchronize()
+
+        def read(graph: torch.cuda.CUDAGraph) -> None:
+            del pending[graph]
+            begin, end = self._events[graph]
+            found.append((since.pop(graph, base.elapsed_time(begin)), base.elapsed_time(end)))
+
+        def launched(graph: torch.cuda.CUDAGraph) -> None:
+            if graph not in self._events:
+                raise RuntimeError("a CUDA graph has no events: record it within `GraphTimes.recording()`")
+            if graph in pending and pending[graph][1].query():
+                read(graph)
+            elif graph in pending:
+                at_work = next((before for before, _ in reversed(pending.values()) if before.query()), None)
+                if at_work is not None:
+                    since.setdefault(graph, base.elapsed_time(at_work))
+            before = mark()
+            replay(graph)
+            after = mark()
+            pending.pop(graph, None)
+            for other in [each for each, (_, end) in pending.items() if end.query()]:
+                read(other)
+            pending[graph] = before, after
+
+        with _graphs_do(replay=launched):
+            yield found
+        torch.cuda.synchronize()
+        for graph in list(pending):
+            read(graph)
+
+
+def span_of(engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding, graphs: GraphTimes) -> Span:
+    """When CUDA graphs ran while an engine answered; they were all recorded within `graphs.recording()`."""
+    with graphs.replays() as found:
+        engine.generate(prompts, decoding)
+    return span_between(found)
+
+
+def span_between(graphs: Iterable[tuple[float, float]]) -> Span:
+    """The same of graphs that ran from some millisecond to another, in any order."""
+    spans = sorted(graphs)
+    waiting, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        waiting += max(0.0, begin - until)
+        until = max(until, end)
+    return Span(1e-3 * (until - spans[0][0]), 1e-3 * waiting)
 
 
 def waits_between(kernels: Iterable[tuple[float, float, str]]) -> Waits:
@@ -156,8 +248,8 @@ class EngineSteps:
 
     Attributes:
         seconds, steps, tokens: in all, prefill included; block-causal models find prompts in the prefix cache.
-        span: of the same again, of `AGAIN` runs the one that waited for a median share; waits: and once more, traced.
-            None where it was not traced.
+        span: of the same again, by events in the CUDA graphs, of `AGAIN` runs the one that waited for a median share;
+            waits: and once more, traced. None where it was not traced.
     """
 
     seconds: float
@@ -191,9 +283,12 @@ COLUMNS = ("engine ms/step, prefill included", "tokens/s", "idle %", "traced")
 
 
 def steps_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding, traced: bool
+    engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding, graphs: GraphTimes, traced: bool
 ) -> Iterator[EngineSteps]:
-    """Let an engine answer, which records what its steps need, and again; then once more with a trace, if wanted."""
+    """Let an engine answer, which records what its steps need, and again; then once more with a trace, if wanted.
+
+    graphs: within whose `recording()` the program was made, and this runs.
+    """
     engine.generate(prompts, decoding)
     gc.collect()
     gc.freeze()  # as `dgraph serve` does: to look through a model and its compiler takes longer than a step
@@ -203,8 +298,8 @@ def steps_of(
     found = EngineSteps(seconds, steps, sum(len(answer.token_ids) for answer in answers))
     yield found
     if traced:
-        spans = sorted((span_of(engine, prompts, decoding) for _ in range(AGAIN)), key=lambda s: s.waiting / s.seconds)
-        found = replace(found, span=spans[AGAIN // 2])
+        spans = [span_of(engine, prompts, decoding, graphs) for _ in range(AGAIN)]
+        found = replace(found, span=sorted(spans, key=lambda span: span.waiting / span.seconds)[AGAIN // 2])
         yield replace(found, waits=waits_of(engine, prompts, decoding))
 
 
@@ -244,7 +339,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"prompt {args.prompt}, {args.steps} steps per block of 32"
     times: dict[int, list[Cell]] = {}
     every: dict[int, EngineSteps] = {}
-    with Run(args, f"Steps of {args.shape} under {recipe}", arguments is None) as run:
+    graphs = GraphTimes()
+    with Run(args, f"Steps of {args.shape} under {recipe}", arguments is None) as run, graphs.recording():
         with run.stage("weights"):
             model = random_model(args.shape, args.device, dtype, **changes)
         with run.stage("optimize"):
@@ -263,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             decoding = Decoding(max_new_tokens=2 * args.tokens, steps=args.steps, ignore_eos=True)
             longest = args.prompt + decoding.max_new_tokens
             with program.engine(max_sequences=batch, max_tokens=longest, max_batched_rows=batch * longest) as engine:
-                for found in steps_of(engine, prompts, decoding, args.device != "cpu"):
+                for found in steps_of(engine, prompts, decoding, graphs, args.device != "cpu"):
                     every[batch], times[batch] = found, [median, fastest, *found.cells()]
                     run.report.data["engine"] = {str(batch): one.to_json() for batch, one in every.items()}
                     rows = [[batch, *cells] for batch, cells in times.items()]
