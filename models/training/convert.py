@@ -202,9 +202,10 @@ def _run(args: argparse.Namespace) -> None:
         files.append((args.out / dialogues.FILE, 1.0))
         prompts = [pair.prompt for pair in read_pairs(args.prompts) if pair.prompt] if args.prompts else None
         until, rows, seed = began + 60 * args.minutes, args.dialogue_rows, args.seed
-        some = files[-1][0], args.dialogues, prompts, rows, seed, until
         with progress("dialogues", args.dialogues, ranks) as tell:
-            made = dialogues.write(base, *some, tell, ranks, args.temperature)
+            made = dialogues.write(
+                base, files[-1][0], args.dialogues, prompts, rows, seed, until, tell, ranks, args.temperature
+            )
         if made < args.dialogues:
             print(f"{made} of {args.dialogues} dialogues in {files[-1][0]}; the same command goes on.")
             return

@@ -193,8 +193,9 @@ class Work:
         ranks = convert.ranks_of_run(self.device)
         base, rows = load_base(plan.base, plan.mask_token, self.device), plan.dialogue_rows
         with convert.progress("dialogues", plan.dialogues, ranks) as tell:
-            some = path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks
-            done = dialogues.write(base, *some, plan.temperature)
+            done = dialogues.write(
+                base, path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks, plan.temperature
+            )
         if ranks.rank:
             return
         if done < plan.dialogues:

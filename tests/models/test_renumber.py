@@ -24,10 +24,6 @@ def drawn(problem: tuple[str, str], count: int = 40) -> list[tuple[str, str]]:
     return [made for made in found if made is not None]
 
 
-def drawn_with(problem: tuple[str, str], seed: int) -> tuple[str, str] | None:
-    return renumbered(*problem, random.Random(seed))
-
-
 @pytest.mark.parametrize("problem", [CLIPS, MONEY])
 def test_a_problem_with_its_own_numbers_is_what_it_was(problem: tuple[str, str]) -> None:
     assert as_it_is(*problem) == (problem[0], without_notes(problem[1]))
@@ -48,10 +44,10 @@ def test_what_is_calculated_follows_the_numbers_of_the_question() -> None:
 
 def test_notes_that_stay_are_of_the_new_numbers_without_commas_and_needless_zeros() -> None:
     for seed in range(40):
-        clips = renumbered(*CLIPS, random.Random(seed), notes=True)
-        assert clips == (None if drawn_with(CLIPS, seed) is None else clips)
+        clips, plain = (renumbered(*CLIPS, random.Random(seed), notes=notes) for notes in (True, False))
+        assert (clips is None) == (plain is None)
         if clips is not None:
-            assert (clips[0], without_notes(clips[1])) == drawn_with(CLIPS, seed)
+            assert (clips[0], without_notes(clips[1])) == plain
             assert all(calculated(made) == value_of(result) for made, result in NOTE.findall(clips[1]))
             assert len(NOTE.findall(clips[1])) == 2
     made = [found for seed in range(40) if (found := renumbered(*MONEY, random.Random(seed), notes=True))]
