@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from .adopted import Adopted
 from .checkpoint import write_folder
 from .data import BLOCK, RESPONSE, Batch, Document
 from .masked_diffusion import masked_diffusion
-from .objective import Inputs, Noise, block_diffusion, learning_prompts
+from .objective import BLOCKWISE_SHARE, Inputs, Noise, block_diffusion, learning_prompts
 from .pairs import Pair, Pairs, Passes, chat_document, read_pairs, text_documents
 from .trainer import Trainer
 
@@ -58,7 +58,7 @@ class Settings:
         anneal: share of the steps over which the block length doubles from 4 up to `block`, as the warm-up of LLaDA2.0
             grows it (arXiv 2512.15745); 0 for the same length throughout.
         learn_prompts: prompts are masked and learnt, too (see `learning_prompts`).
-        by_rate, complementary, shift, smallest_rate, padding_weight: see `Noise`.
+        by_rate, complementary, shift, smallest_rate, padding_weight, blockwise, later_weight: see `Noise`.
         rows, length: of a batch, in tokens; a document that is longer is left out.
         learnt: tokens of a row that are masked in a step of the form "block_causal", clean copies aside.
         rate: peak of the learning rate, reached after 100 steps; it falls to zero at the last.
@@ -79,6 +79,8 @@ class Settings:
     shift: int = 0
     smallest_rate: float = 0.05
     padding_weight: float = 0.2
+    blockwise: float = BLOCKWISE_SHARE
+    later_weight: float = 1.0
     rows: int = 48
     length: int = 1024
     learnt: int = 512
@@ -95,6 +97,8 @@ class Settings:
             "block": (self.block > 0 and BLOCK % self.block == 0, f"a divisor of {BLOCK}"),
             "anneal": (0 <= self.anneal <= 1 and (causal or not self.anneal), "in [0, 1], and 0 without blocks"),
             "shift": (self.shift in (0, 1), "0 or 1"),
+            "blockwise": (0 <= self.blockwise <= 1, "in [0, 1]"),
+            "later_weight": (self.later_weight >= 0, "at least 0"),
             "length": (self.length > 0 and self.length % BLOCK == 0, f"a multiple of {BLOCK}"),
             "learnt": (0 < self.learnt <= self.length and self.learnt % BLOCK == 0, learnt),
             "steps": (self.steps > 0, "at least 1"),
@@ -112,9 +116,8 @@ class Settings:
         if grown and fraction < grown and size > SMALLEST_BLOCK:
             doublings = (size // SMALLEST_BLOCK).bit_length() - 1
             size = SMALLEST_BLOCK << int(fraction / grown * doublings)
-        return Noise(
-            mask_id, size, self.smallest_rate, self.padding_weight, self.by_rate, self.complementary, self.shift
-        )
+        others = (field.name for field in fields(Noise) if field.name not in ("mask_id", "block"))
+        return Noise(mask_id, size, **{name: getattr(self, name) for name in others})
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +219,7 @@ def learnt_from(batch: Batch, settings: Settings, noise: Noise, generator: torch
     if settings.learn_prompts:
         batch = learning_prompts(batch)
     if settings.form == "bidirectional":
-        return masked_diffusion(batch, generator, noise=noise)
+        return masked_diffusion(batch, generator, noise)
     return block_diffusion(batch, settings.learnt // noise.block, generator, noise)
 
 
@@ -321,7 +324,15 @@ class Conversion:
         """Mean cross entropy (nats) of the masked tokens of held-out responses, padding and prompts left out, at mask
         rates that are spread evenly: the same measure whatever is trained for. None without such documents.
         """
-        plain = replace(self.settings, by_rate=False, complementary=False, padding_weight=0.0, learn_prompts=False)
+        plain = replace(
+            self.settings,
+            by_rate=False,
+            complementary=False,
+            padding_weight=0.0,
+            blockwise=BLOCKWISE_SHARE,
+            later_weight=1.0,
+            learn_prompts=False,
+        )
         total = count = 0.0
         for number in range(self.ranks.rank, len(self.held_out), self.ranks.world):
             inputs = self._inputs(self.held_out[number], plain, plain.noise(self.base.mask_id), (1 << 31) + number)

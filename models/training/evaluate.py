@@ -132,14 +132,14 @@ def text_bound(
         else:
             documents.append(document(prompt, answer, "text", length))
     generator = torch.Generator(device).manual_seed(0)
-    total, weight, quiet = 0.0, 0.0, Noise(padding_weight=0.0)
+    total, weight, quiet = 0.0, 0.0, Noise(padding_weight=0.0, blockwise=0.0)
     for at in range(0, len(documents), 16):
         group = documents[at : at + 16]
         arrays = pack(group, len(group), length)
         batch = Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()}).to(device)
         for _ in range(draws):
             if whole:
-                inputs = masked_diffusion(batch, generator, blockwise_share=0.0, noise=quiet)
+                inputs = masked_diffusion(batch, generator, quiet)
             else:
                 inputs = block_diffusion(batch, length // BLOCK, generator, quiet)
             rows, width = inputs.input_ids.shape

@@ -15,35 +15,30 @@ from torch import Tensor
 from .data import EOS_PADDING, RESPONSE, Batch
 from .objective import NOISE, SMALLEST_RATE, Inputs, Noise, loss_weights, shifted, weighed
 
-BLOCKWISE_SHARE = 0.5
-"""Share of the documents noised as block-by-block decoding meets them."""
 START_SHARE = 0.25
 """Share of those whose current block is all masked, as at its first step."""
 BLOCK_LENGTHS = (8, 16, 32, 32)
 """Lengths of a decoding block, drawn per document."""
 
 
-def masked_diffusion(
-    batch: Batch,
-    generator: torch.Generator,
-    blockwise_share: float = BLOCKWISE_SHARE,
-    noise: Noise = NOISE,
-) -> Inputs:
+def masked_diffusion(batch: Batch, generator: torch.Generator, noise: Noise = NOISE) -> Inputs:
     """The rows of `batch` with masked responses; the rate that `Noise` speaks of is a token's chance to be masked.
 
     With complementary masks the rows come twice. The block is that of decoding, drawn from `BLOCK_LENGTHS`.
     """
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    chance = mask_chance(batch, response, generator, blockwise_share, noise.smallest_rate)
+    chance, later = mask_chance(batch, response, generator, noise.blockwise, noise.smallest_rate)
     drawn = torch.rand(chance.shape, generator=generator, device=chance.device)
     masked = response & (drawn < chance)
     if noise.complementary:
         left_to_chance = (chance > 0) & (chance < 1)  # earlier blocks stay clean, later ones masked
         masked = torch.cat((masked, response & (masked ^ left_to_chance)))
         chance = torch.cat((chance, torch.where(left_to_chance, 1 - chance, chance)))
+        later = later.repeat(2, 1)
         batch = Batch(**{field.name: getattr(batch, field.name).repeat(2, 1) for field in fields(batch)})
     docs = batch.docs
     weights = loss_weights(batch.kinds, False, noise.padding_weight) * (chance > 0)
+    weights = torch.where(later, noise.later_weight * weights, weights)
     weights, scale = weighed(weights, masked, chance.clamp_min(noise.smallest_rate), noise)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -60,10 +55,11 @@ def mask_chance(
     batch: Batch,
     response: Tensor,
     generator: torch.Generator,
-    blockwise_share: float,
+    blockwise: float,
     smallest_rate: float = SMALLEST_RATE,
-) -> Tensor:
-    """f32 [rows, length]: each token's chance to be masked, were it of a response; drawn per document.
+) -> tuple[Tensor, Tensor]:
+    """f32 [rows, length], each token's chance to be masked, were it of a response, drawn per document; and bool of the
+    same shape, whether it is in a block after the current one of a document that is noised block by block.
 
     Without reading a size from the device: no document has fewer than eight tokens, and the last place of each table
     is that of padding, whose document is -1. Rates are spread evenly over the documents of a batch.
@@ -76,8 +72,8 @@ def mask_chance(
 
     golden = torch.arange(count, device=device, dtype=torch.float64) * 0.6180339887498949
     rate = ((golden + uniform()[:1]) % 1).float().clamp_min(smallest_rate)
-    blockwise = uniform() < blockwise_share
-    rate = rate.masked_fill(blockwise & (uniform() < START_SHARE), 1.0)
+    by_block = uniform() < blockwise
+    rate = rate.masked_fill(by_block & (uniform() < START_SHARE), 1.0)
     lengths = torch.tensor(BLOCK_LENGTHS, device=device)
     size = lengths[(uniform() * len(lengths)).long()]
 
@@ -89,7 +85,7 @@ def mask_chance(
     current = (uniform() * blocks).long()
     block = (batch.positions - first[docs]) // size[docs]
     in_turn = torch.where(block == current[docs], rate[docs], (block > current[docs]).float())
-    return torch.where(blockwise[docs], in_turn, rate[docs])
+    return torch.where(by_block[docs], in_turn, rate[docs]), by_block[docs] & (block > current[docs])
 
 
 def _per_document(values: Tensor, docs: Tensor, count: int, reduce: str) -> Tensor:

@@ -23,6 +23,7 @@ Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """FlexAttention's mask_mod: (row, head, query index, key index) -> bool."""
 
 EOS_PADDING_WEIGHT = 0.2
+BLOCKWISE_SHARE = 0.5
 SMALLEST_RATE = 0.02
 """Lower end of the masking rate t, so that 1 / t stays bounded."""
 
@@ -43,6 +44,10 @@ class Noise:
         shift: 0 where row i predicts token i. 1 where it predicts token i + 1, as the autoregressive model did that a
             diffusion model is made from (Dream, arXiv 2508.15487); the first token of a block is then predicted by
             the last clean row before it (Fast-dLLM v2).
+        blockwise: of a bidirectional model, the share of documents that are noised as block-by-block decoding meets
+            them: earlier blocks clean, later ones all masked.
+        later_weight: in these, of tokens in blocks after the current one, which nobody decodes yet; 0 learns the
+            current block alone.
     """
 
     mask_id: int = MASK_ID
@@ -52,6 +57,8 @@ class Noise:
     by_rate: bool = True
     complementary: bool = False
     shift: int = 0
+    blockwise: float = BLOCKWISE_SHARE
+    later_weight: float = 1.0
 
 
 @dataclass(frozen=True)

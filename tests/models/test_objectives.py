@@ -37,11 +37,11 @@ def by_blocks(batch: Batch, noise: Noise) -> Inputs:
 
 
 def whole(batch: Batch, noise: Noise) -> Inputs:
-    return masked_diffusion(batch, torch.Generator().manual_seed(0), 0.0, noise)
+    return masked_diffusion(batch, torch.Generator().manual_seed(0), replace(noise, blockwise=0.0))
 
 
 def block_by_block(batch: Batch, noise: Noise) -> Inputs:
-    return masked_diffusion(batch, torch.Generator().manual_seed(0), 1.0, noise)
+    return masked_diffusion(batch, torch.Generator().manual_seed(0), replace(noise, blockwise=1.0))
 
 
 EVERY = pytest.mark.parametrize("objective", [by_blocks, whole, block_by_block])

@@ -25,7 +25,7 @@ from models.training.decode import decode
 from models.training.evaluate import decode_all
 from models.training.masked_diffusion import mask_chance, masked_diffusion
 from models.training.model import TinyConfig, TinyModel
-from models.training.objective import Inputs, dense_mask, next_token
+from models.training.objective import Inputs, Noise, dense_mask, next_token
 from models.training.tokenizer import ASSISTANT_ID, EOS_ID, MASK_ID, USER_ID
 from models.training.trainer import Stage, Trainer, run_phase
 
@@ -90,7 +90,7 @@ def test_a_document_sees_itself_in_both_directions_and_nothing_else() -> None:
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_only_responses_are_masked_and_weighed(share: float) -> None:
     batch = small_batch(8)
-    inputs = masked_diffusion(batch, torch.Generator().manual_seed(1), blockwise_share=share)
+    inputs = masked_diffusion(batch, torch.Generator().manual_seed(1), Noise(blockwise=share))
     masked = inputs.input_ids == MASK_ID
     assert torch.equal(inputs.targets, batch.tokens)
     assert torch.equal(inputs.input_ids[~masked], batch.tokens[~masked])
@@ -103,7 +103,8 @@ def test_only_responses_are_masked_and_weighed(share: float) -> None:
 def test_joint_noise_has_one_rate_per_document() -> None:
     batch = small_batch(20)
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    chance = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise_share=0.0)
+    chance, later = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=0.0)
+    assert not later.any()
     rates = [chance[rows_of(batch, number)] for number in range(60)]
     assert all(bool((rate == rate[0]).all()) for rate in rates)
     first = torch.stack([rate[0] for rate in rates])
@@ -115,7 +116,7 @@ def test_joint_noise_has_one_rate_per_document() -> None:
 def test_blockwise_noise_is_what_block_by_block_decoding_meets() -> None:
     batch = small_batch(40)
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    chance = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise_share=1.0)
+    chance, after = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=1.0)
     starts = set()
     for number in range(120):
         row, column = rows_of(batch, number)
@@ -125,6 +126,9 @@ def test_blockwise_noise_is_what_block_by_block_decoding_meets() -> None:
         assert bool((rate[:clean] == 0).all())
         assert bool((rate[len(rate) - later :] == 1).all())
         assert bool((middle == middle[:1]).all())
+        behind = int(after[row, column].sum())
+        assert behind == later if len(middle) else later - behind in (0, 8, 16, 32)
+        assert bool(after[row, column][len(rate) - behind :].all())
         assert len(middle) in (0, 8, 16, 32)  # none: the current block is all masked, as at its first step
         assert clean % 8 == 0
         assert clean <= int((batch.kinds[row, column] == RESPONSE).sum())
@@ -132,10 +136,33 @@ def test_blockwise_noise_is_what_block_by_block_decoding_meets() -> None:
     assert starts >= {0, 8, 16, 32}
 
 
+def test_blocks_after_the_current_one_count_as_much_as_is_said() -> None:
+    batch = small_batch(40)
+    response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
+    _, later = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=1.0)
+    later = later & response
+    assert later.any()
+
+    def inputs(weight: float, complementary: bool = False) -> Inputs:
+        noise = Noise(by_rate=False, blockwise=1.0, later_weight=weight, complementary=complementary)
+        return masked_diffusion(batch, torch.Generator().manual_seed(0), noise)
+
+    plain, half, none = inputs(1.0), inputs(0.5), inputs(0.0)
+    assert torch.equal(plain.input_ids, none.input_ids), "they are masked all the same"
+    assert bool((plain.weights[later] > 0).all())
+    assert torch.equal(half.weights, torch.where(later, 0.5 * plain.weights, plain.weights))
+    assert torch.equal(none.weights, plain.weights.masked_fill(later, 0.0))
+    assert float(none.scale) == float(none.weights.sum()) > 0
+    first, second = inputs(0.0, complementary=True).weights.chunk(2)
+    assert not first[later].any()
+    assert not second[later].any()
+    assert second.any()
+
+
 def test_the_loss_is_weighed_by_the_chance_to_be_masked() -> None:
     """Over many draws each response token's weight averages to its kind's: 1, or 0.2 of end padding."""
     batch = small_batch(200)
-    inputs = masked_diffusion(batch, torch.Generator().manual_seed(0), blockwise_share=0.0)
+    inputs = masked_diffusion(batch, torch.Generator().manual_seed(0), Noise(blockwise=0.0))
     assert inputs.weights[batch.kinds == RESPONSE].mean() == pytest.approx(1.0, abs=0.1)
     assert inputs.weights[batch.kinds == EOS_PADDING].mean() == pytest.approx(0.2, abs=0.03)
     assert float(inputs.scale) == pytest.approx(float((batch.kinds == RESPONSE).sum()) + 200 * 35 * 0.2, rel=0.05)
