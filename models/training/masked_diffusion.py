@@ -16,7 +16,7 @@ from .data import EOS_PADDING, RESPONSE, Batch
 from .objective import NOISE, SMALLEST_RATE, Inputs, Noise, loss_weights, shifted, weighed
 
 START_SHARE = 0.25
-"""Share of those whose current block is all masked, as at its first step."""
+"""Of the documents noised block by block, the share whose current block is all masked, as at its first step."""
 BLOCK_LENGTHS = (8, 16, 32, 32)
 """Lengths of a decoding block, drawn per document."""
 
