@@ -20,7 +20,9 @@ from dgraph.errors import (
     VerifyError,
 )
 from dgraph.graph import Graph
+from dgraph.passes import CacheKV, PackRows
 from dgraph.recipes import RECIPES, build
+from dgraph.runtime import FixedSteps
 from tests.tiny import BLOCK, MASK, draw
 
 
@@ -79,6 +81,18 @@ def test_optimize_with_a_finished_recipe(model: dgraph.Model) -> None:
         dgraph.optimize(model, recipe, alpha=1.5)
 
 
+@pytest.mark.parametrize("recipe", [None, 3, build])
+def test_optimize_with_what_is_no_recipe(model: dgraph.Model, recipe: Any) -> None:
+    with pytest.raises(InputError, match=r"recipe must be a name or a dgraph\.Recipe, got .*`dgraph recipes` lists"):
+        dgraph.optimize(model, recipe)
+
+
+@pytest.mark.parametrize("step", [CacheKV, "CacheKV", None])
+def test_a_phase_of_what_is_no_pass(step: Any) -> None:
+    with pytest.raises(InputError, match=r"phase 'step': its passes are objects of subclasses .*, as CacheKV\(\), got"):
+        dgraph.Phase("step", (PackRows(), step))
+
+
 @pytest.mark.parametrize("what", ["no_such_model", "tiny_sda"])
 def test_optimize_an_unknown_model(what: str) -> None:
     with pytest.raises(UnknownName, match=f"unknown model '{what}'"):
@@ -115,6 +129,8 @@ PROMPT = [draw(9)]
         ({"input_ids": PROMPT, "max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
         ({"input_ids": PROMPT, "block_length": 0}, r"block_length must be at least 1, got 0"),
         ({"input_ids": PROMPT, "temperature": -1.0}, r"temperature is a finite number, at least 0, got -1\.0"),
+        ({"input_ids": PROMPT, "policy": 3}, r"policy must be a name, or an object with choose.*, got 3; `dgraph pol"),
+        ({"input_ids": PROMPT, "policy": FixedSteps}, r"policy must be .*\(an object, not its class\), got <class"),
         ({"input_ids": PROMPT, "max_batch": 0}, r"max_batch must be at least 1, got 0"),
     ],
 )
@@ -124,6 +140,35 @@ def test_generate(dense: dgraph.Optimized, settings: dict[str, Any], message: st
         dense.generate(**{"max_new_tokens": 16, "observer": steps.append, **settings})
     assert steps == [], "nothing ran"
     assert dense.generate(input_ids=PROMPT, max_new_tokens=1).stats.tokens == 1, "and nothing broke"
+
+
+class Chooses:
+    """A policy that chooses as it was told."""
+
+    def __init__(self, choose: Any):
+        self.choose = choose
+
+
+@pytest.mark.parametrize(
+    ("choose", "got"),
+    [
+        (lambda candidates: None, "None"),
+        (lambda candidates: candidates.committable.long(), r"torch\.int64 \[1, \d+\]"),
+        (lambda candidates: candidates.confidence, r"torch\.float32 \[1, \d+\]"),
+        (lambda candidates: candidates.committable[:, :3], r"torch\.bool \[1, 3\]"),
+    ],
+    ids=["nothing", "numbers", "confidence", "a part"],
+)
+def test_a_policy_that_chooses_what_is_no_choice(dense: dgraph.Optimized, choose: Any, got: str) -> None:
+    with pytest.raises(InputError, match=rf"Chooses: choose returns a tensor torch\.bool \[1, \d+\], .* got {got}\."):
+        dense.generate(input_ids=PROMPT, policy=Chooses(choose), max_new_tokens=16)
+    assert dense.generate(input_ids=PROMPT, max_new_tokens=1).stats.tokens == 1, "and nothing broke"
+
+
+def test_a_policy_that_commits_nothing_is_named(dense: dgraph.Optimized) -> None:
+    waits = Chooses(lambda candidates: torch.zeros_like(candidates.committable))
+    with pytest.raises(DgraphError, match=r"prompt 0 .*, or Chooses chose none of its masks.*waits without may_wait"):
+        dense.generate(input_ids=PROMPT, policy=waits, max_new_tokens=16)
 
 
 def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:

@@ -229,6 +229,12 @@ def test_what_cannot_be_used_names_its_distribution(
         build(RECIPES, "patient", BOTH, {})
 
 
+def test_a_builder_that_returns_no_recipe_is_named(install: Install) -> None:
+    install("careless", {"dgraph.recipes": {"careless": "careless_methods:careless"}})
+    with pytest.raises(InputError, match=r"builder of recipe 'careless' must return a dgraph\.Recipe, got None"):
+        build(RECIPES, "careless", BOTH, {})
+
+
 def test_two_distributions_with_one_name_are_both_named(install: Install) -> None:
     install("one", {"dgraph.recipes": {"patient": "one_methods:patient"}})
     install("two", {"dgraph.recipes": {"patient": "two_methods:patient"}})

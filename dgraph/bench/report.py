@@ -128,25 +128,28 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def check_plot() -> None:
-    """Whether a plot can be drawn.
+def check_plot(path: Path) -> None:
+    """Refuse now a plot that could not be drawn after all the work.
 
     Raises:
-        InputError: matplotlib is not installed.
+        InputError: matplotlib is not installed, or draws no files of the path's suffix.
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib import backend_bases
     except ImportError:
         raise InputError("--plot needs matplotlib; install it with: pip install 'dgraph[bench]'.") from None
+    known, suffix = backend_bases.FigureCanvasBase.get_supported_filetypes(), path.suffix.removeprefix(".").lower()
+    if suffix and suffix not in known:  # without one matplotlib adds that of its default
+        raise InputError(f"--plot {path} cannot be written: {suffix!r} is none of the formats {', '.join(known)}.")
 
 
 def plot(done: Sequence[Measured], path: Path, title: str) -> None:
     """Draw time per step over its floor, and the rows of the last stage from step to step.
 
     Raises:
-        InputError: matplotlib is not installed, or the file cannot be written.
+        InputError: as `check_plot`, or the file cannot be written.
     """
-    check_plot()
+    check_plot(path)
     import matplotlib
 
     matplotlib.use("Agg")

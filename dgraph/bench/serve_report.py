@@ -61,9 +61,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     """Draw throughput, latency and the time to the first block over load, a line per policy.
 
     Raises:
-        InputError: matplotlib is not installed, or the file cannot be written.
+        InputError: as `check_plot`, or the file cannot be written.
     """
-    check_plot()
+    check_plot(path)
     import matplotlib
 
     matplotlib.use("Agg")

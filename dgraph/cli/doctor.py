@@ -196,13 +196,19 @@ def _cache() -> Iterator[Check]:
 
 def _artifacts() -> Iterator[Check]:
     """Where dgraph stores compiled regions; without it programs run, but are compiled anew in every process."""
-    from dgraph.cache.place import check_owner, default_folder
+    from dgraph.cache.place import FOLDER_VARIABLE, check_owner, default_folder
     from dgraph.errors import CacheError
 
     try:
         folder = default_folder()
-        if folder.exists():
+        if folder.is_dir():
             check_owner(folder)
+        present = next(p for p in (folder, *folder.parents) if p.exists())
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        found = f"the artifact cache {folder} cannot be used: {error.strerror}."
+        yield Check("artifact cache", "warn", found, f"Set {FOLDER_VARIABLE} to a folder that you can write to.")
     except CacheError as error:
         yield Check("artifact cache", "warn", str(error), "Until then nothing is stored between processes.")
     else:

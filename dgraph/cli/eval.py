@@ -145,7 +145,7 @@ def evaluate(
             check_file(name, path)
     questions = _questions(model, data, task or [], count, seed)
     if plot is not None:
-        written.check(questions)
+        written.check(questions, plot)
     with status("loading"):
         evaluation = _evaluation(
             model,

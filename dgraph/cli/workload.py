@@ -47,7 +47,7 @@ def check_files(numbers: Path | None, plot: Path | None) -> None:
     if plot is not None:
         from dgraph.bench.report import check_plot
 
-        check_plot()
+        check_plot(plot)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

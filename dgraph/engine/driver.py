@@ -171,7 +171,7 @@ class Driver:
             elif report.broken[slot]:
                 if self.prefix is not None:
                     self.prefix.forget(self._prompt(ticket))
-                self._end(ticket, "error", error=broken(ticket.request.index, int(report.start[slot])))
+                self._end(ticket, "error", error=broken(ticket.request, int(report.start[slot])))
             else:
                 self._hear(ticket, report)
 

@@ -162,13 +162,13 @@ def lines(evaluation: Evaluation) -> dict[str, list[tuple[str, Score]]]:
     return found
 
 
-def check(questions: Sequence[Question]) -> None:
+def check(questions: Sequence[Question], path: Path) -> None:
     """Whether a plot can be drawn of what these questions will give.
 
     Raises:
-        InputError: matplotlib is not installed, or none of them has an answer.
+        InputError: as `check_plot`, or none of them has an answer.
     """
-    check_plot()
+    check_plot(path)
     if all(question.answer is None for question in questions):
         raise InputError("--plot draws exact match, and none of these prompts has an answer; leave it out.")
 
@@ -179,7 +179,7 @@ def plot(evaluation: Evaluation, path: Path, title: str) -> None:
     Raises:
         InputError: as `check`, or the file cannot be written.
     """
-    check(evaluation.questions)
+    check(evaluation.questions, path)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,12 +205,12 @@ def plot_salience(evaluation: Evaluation, path: Path, title: str) -> None:
     Full steps are left white. All arms share one scale.
 
     Raises:
-        InputError: matplotlib is not installed, or the file cannot be written.
+        InputError: as `check_plot`, or the file cannot be written.
     """
     found = saliences(evaluation)
     if not found:
         return
-    check_plot()
+    check_plot(path)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -33,6 +33,14 @@ class Phase:
     passes: tuple[Pass, ...]
     optional: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        for step in self.passes:
+            if not isinstance(step, Pass):
+                raise InputError(
+                    f"phase {self.name!r}: its passes are objects of subclasses of dgraph.passes.Pass, as CacheKV(), "
+                    f"got {step!r}."
+                )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"phase": self.name, "passes": [p.to_json() for p in self.passes], "optional": sorted(self.optional)}

@@ -30,10 +30,12 @@ def check_recipe(recipes: Mapping[str, Builder], recipe: str | Recipe, options: 
 
     Raises:
         UnknownName: an unknown recipe.
-        InputError: options beside a finished recipe, or parts that do not go together.
+        InputError: neither a name nor a recipe, options beside a finished recipe, or parts that do not go together.
     """
     if isinstance(recipe, str):
         builder_of(recipes, recipe)
+    elif not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a name or a dgraph.Recipe, got {recipe!r}; `dgraph recipes` lists the names.")
     elif options:
         raise InputError(
             f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
@@ -46,7 +48,7 @@ def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec,
     Raises:
         UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
         InputError: an option's value is out of range, options beside a finished recipe, or one that does not fit the
-            model.
+            model; the builder of that name returns no recipe.
     """
     check_recipe(recipes, recipe, options)
     if not isinstance(recipe, str):
@@ -55,6 +57,8 @@ def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec,
     for option in options:
         if option not in known:
             raise UnknownName(f"option of recipe {recipe!r}", option, known)
-    made = recipes[recipe](spec, **options)
+    made: object = recipes[recipe](spec, **options)
+    if not isinstance(made, Recipe):
+        raise InputError(f"the builder of recipe {recipe!r} must return a dgraph.Recipe, got {made!r}.")
     spec.check_keys(made.recommit, made.kv)
     return made

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import DgraphError
 from dgraph.runtime.decode_state import REPORT, SHOWN
+from dgraph.runtime.requests import Request
 
 Numbers = NDArray[np.int64]
 
@@ -87,9 +88,11 @@ class Reports:
         return Report(self._arrays[last].copy())
 
 
-def broken(prompt: int, start: int) -> DgraphError:
-    """The error of a request whose numbers went wrong."""
+def broken(request: Request, start: int) -> DgraphError:
+    """The error of a request of which a step committed nothing, because of its numbers or of its rule."""
+    rule = request.decoding.rule
     return DgraphError(
-        f"program 'step' gave no usable confidence for prompt {prompt} (block at position {start}): NaN, or no "
-        f"candidate with a token and a confidence. Check the weights, and whether their dtype overflows."
+        f"program 'step' gave no usable confidence for prompt {request.index} (block at position {start}), or "
+        f"{type(rule).__name__} chose none of its masks: NaN, no candidate with a token and a confidence, or a rule "
+        f"that waits without may_wait. Check the weights, whether their dtype overflows, and the rule."
     )

@@ -215,7 +215,7 @@ class BlockSession:
                     done += [slot for slot in others if stopped(self._final(batch, report, script, slot))]
                 for slot, one in batch.running.items():
                     if report.broken[slot]:
-                        raise broken(one.request.index, int(report.start[slot]))
+                        raise broken(one.request, int(report.start[slot]))
                 for slot in done:
                     index = batch.running[slot].request.index
                     ended[index] = self._ended(batch, report, script, slot, keep_kv)

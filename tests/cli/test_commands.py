@@ -231,6 +231,21 @@ def test_doctor_warns_of_an_artifact_cache_that_others_can_write(
     assert "can be written by others" in check.found
 
 
+def test_doctor_warns_of_an_artifact_cache_that_is_a_file_or_under_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dgraph.cli import doctor
+
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "artifacts"):
+        monkeypatch.setenv("DGRAPH_CACHE", str(folder))
+        (check,) = doctor.CHECKS["the artifact cache"]()
+        assert check.status == "warn"
+        assert f"{folder} cannot be used" in check.found
+        assert "Set DGRAPH_CACHE" in check.advice
+
+
 def test_doctor_reports_versions_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from dgraph.cli import doctor
 

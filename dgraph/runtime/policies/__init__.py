@@ -141,7 +141,8 @@ def chosen_policy(policy: str | Policy | None, threshold: float | None, steps: i
 
     With a name, threshold and steps are options of that rule.
 
-    Raises `UnknownName` and `InputError` as `policy_of`, and for options beside an object.
+    Raises `UnknownName` and `InputError` as `policy_of`, and for options beside an object, or an object that is no
+    policy.
     """
     if policy is None:
         return policy_of(threshold, steps)
@@ -149,6 +150,11 @@ def chosen_policy(policy: str | Policy | None, threshold: float | None, steps: i
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(policy, str):
         return policy_of(policy, **options)
+    if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
+        raise InputError(
+            f"policy must be a name, or an object with choose(candidates) -> bool[b, B] (an object, not its class), "
+            f"got {policy!r}; `dgraph policies` lists the names."
+        )
     if options:
         raise InputError(f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}.")
     return policy

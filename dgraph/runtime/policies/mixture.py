@@ -166,8 +166,12 @@ class Mixture:
         return _by_kind(found, kind)
 
     def choose(self, candidates: Candidates) -> Tensor:
-        """See `Policy.choose`."""
-        return _by_kind([rule.choose(own) for rule, own in self._own(candidates)], candidates.kind)
+        """See `Policy.choose`.
+
+        Raises:
+            InputError: what a rule chooses is no bool[b, B].
+        """
+        return _by_kind([_chosen(rule, own) for rule, own in self._own(candidates)], candidates.kind)
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
         """See `DecodeRule.settled`: that no mask is left, where a kind does not edit."""
@@ -306,6 +310,18 @@ def _name(index: int, name: str) -> str:
 def _over(flags: Tensor, like: Tensor) -> Tensor:
     """bool[b] with the dimensions of `like` [b, ...]."""
     return flags.view(-1, *(1,) * (like.dim() - 1))
+
+
+def _chosen(rule: Policy, candidates: Candidates) -> Tensor:
+    """bool[b, B]: what a rule chooses. Raises `InputError` if it is something else."""
+    found: object = rule.choose(candidates)
+    if isinstance(found, Tensor) and found.dtype is torch.bool and found.shape == candidates.masked.shape:
+        return found
+    got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise InputError(
+        f"{type(rule).__name__}: choose returns a tensor torch.bool {list(candidates.masked.shape)}, which says of "
+        f"each position of each block whether it is committed, got {got}."
+    )
 
 
 def _by_kind(values: Sequence[Tensor], kind: Tensor | None) -> Tensor:
