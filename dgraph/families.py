@@ -64,7 +64,9 @@ class Tokenizer(Protocol):
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer for a server, whose clients have conversations and texts without a frame."""
+    """A tokenizer for a server, whose clients have conversations and texts without a frame. It may also have
+    `bytes_of(token) -> bytes | None`, what an id is of a text in UTF-8, which clients read of parts of characters.
+    """
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of messages {"role", "content"}, up to where the assistant's next turn begins; raises `InputError` for a

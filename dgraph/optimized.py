@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import Recipe
-from dgraph.runtime.checks import canvases_of, ids_of
+from dgraph.runtime.checks import canvases_of, ids_of, listed
 from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.generation import Progress, SequenceKV
@@ -101,6 +102,7 @@ class Optimized:
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
+        self._engine: weakref.ref[Engine] | None = None  # whose it is
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -232,7 +234,8 @@ class Optimized:
             with opt.engine(max_sequences=16) as engine:
                 responses = engine.generate(prompts, max_new_tokens=64)
 
-        While it is open, the model belongs to it: `generate` and a second engine are refused.
+        While it is open, the model belongs to it: `generate` and a second engine are refused. One that nobody has any
+        more closes when its requests have ended.
 
         Args:
             settings: see `EngineSettings`.
@@ -250,7 +253,7 @@ class Optimized:
         occupied.callback(self._session.give_back)
         try:
             occupied.enter_context(self.kernels.remembered())
-            return build_engine(
+            made = build_engine(
                 self._session,
                 chosen,
                 model=self.model.name,
@@ -262,14 +265,19 @@ class Optimized:
                 profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
                 scoring=lambda: LoweredProgram(scoring(self.captured), RegionCompiler("eager"), Buckets()),
             )
+            self._engine = weakref.ref(made)
+            return made
         except BaseException:
             occupied.close()
             raise
 
     @contextmanager
     def _used_by(self, what: str) -> Iterator[None]:
-        """Programs share buffers, so that one may use them at a time."""
-        if not self._in_use.acquire(blocking=False):
+        """Programs share buffers, so that one may use them at a time. An engine that nobody has any more is waited for:
+        it is about to give them back.
+        """
+        left = self._engine is not None and self._engine() is None
+        if not self._in_use.acquire(blocking=left):
             raise InputError(
                 f"the model is in use, by an engine that is open or by a call in another thread: {what} must wait. "
                 f"Close the engine first, or give the requests to it (Engine.generate)."
@@ -277,6 +285,7 @@ class Optimized:
         try:
             yield
         finally:
+            self._engine = None
             self._in_use.release()
 
     def _prepare(self, decodings: Sequence[Decoding]) -> None:
@@ -343,7 +352,7 @@ class Optimized:
     def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
         if self.model.tokenizer is None:
             raise InputError(f"{self.model.name} came without a tokenizer; pass input_ids instead of texts.")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = listed(prompts)
         for text in texts:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")

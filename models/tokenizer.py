@@ -59,6 +59,19 @@ class FileTokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """What an id is of a text in UTF-8, which may be a part of a character; b"" of a special token, None where
+        neither its text nor its name in the vocabulary says.
+        """
+        text = self.decode([token])
+        if _BROKEN not in text:
+            return text.encode()
+        name = self._tokenizer.id_to_token(token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):  # as vocabularies write bytes that are not in them
+            return bytes.fromhex(name[3:5])
+        raw = bytes(_BYTES[letter] for letter in name) if _BYTES.keys() >= set(name) else b""
+        return raw if raw.decode(errors="replace") == text else None
+
     def with_mask(self, mask: str) -> FileTokenizer:
         """The same, with the mask token that is written so; one that the vocabulary lacks gets the next free id."""
         from tokenizers import AddedToken, Tokenizer
@@ -136,6 +149,19 @@ def _compiled(text: str) -> Any:
     return environment.from_string(text)
 
 
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def _byte_letters() -> dict[str, int]:
+    """The bytes that letters stand for in byte-level vocabularies, as GPT-2 has them: printable ones stand for
+    themselves, and the others, in order, have the letters from 256 on.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(plain))
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 _OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
 """Around the number of a special token that is text; of a private plane, which no text has a reason to use."""
 

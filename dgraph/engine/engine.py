@@ -15,15 +15,15 @@ from types import TracebackType
 from typing import Any
 
 from dgraph.engine.driver import Driver
-from dgraph.engine.events import Event, Response
+from dgraph.engine.events import Event, Response, into, next_end
 from dgraph.engine.loop import EngineClosed, Loop
-from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.mailbox import Mailbox, weakly
 from dgraph.engine.questions import Answer, Questions
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.engine.tickets import Sink, Ticket
 from dgraph.errors import EngineBusy, InputError
-from dgraph.runtime.checks import canvases_of
+from dgraph.runtime.checks import canvases_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.scoring import Question
 from dgraph.runtime.stops import Decoder
@@ -68,6 +68,7 @@ class Engine:
         self._numbers = itertools.count()
         self._loop = Loop(driver, questions, occupied)
         self._wake = self._loop.wake
+        weakref.finalize(self, self._loop.leave).atexit = False  # who lets go of it cannot close it any more
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class Engine:
                     self._ids.pop(event.request_id, None)
             try:
                 sink(event)
-            except Exception as error:  # whoever listens is gone or broken; the others are not
+            except BaseException as error:  # whoever listens is gone or broken; the others are not
                 here = threading.current_thread()
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
                 self._unheard(event)
@@ -214,7 +215,7 @@ class Engine:
         """Makes sinks whose events arrive in the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._mailboxes:
-            self._mailboxes[loop] = Mailbox(loop, self._unheard)
+            self._mailboxes[loop] = Mailbox(loop, weakly(self._unheard))
         return self._mailboxes[loop]
 
     async def stream(
@@ -276,7 +277,7 @@ class Engine:
 
         Raises what `submit` does, and the first error of a request; the others are cancelled then.
         """
-        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        several = listed(prompts)
         each = list(decoding) if isinstance(decoding, Sequence) else [decoding] * len(several)
         if len(each) != len(several):
             raise InputError(f"give one decoding, or one for each of {len(several)} prompts, got {len(each)}.")
@@ -288,7 +289,7 @@ class Engine:
         pieces: list[list[Event]] = [[] for _ in several]
         try:
             for index, (prompt, chosen, fixed) in enumerate(zip(several, each, canvases, strict=True)):
-                sink = _to(arrived, index)
+                sink = into(arrived, index)
                 while True:
                     try:
                         names.append(self.submit(prompt, chosen, sink=sink, canvas=fixed, index=index, **settings))
@@ -296,7 +297,7 @@ class Engine:
                     except EngineBusy as busy:
                         time.sleep(min(busy.retry_after, 0.1))
             for done in range(len(several)):
-                index, event = _next_end(arrived, pieces)
+                index, event = next_end(arrived, pieces)
                 if event.error is not None:
                     raise event.error
                 if progress is not None:
@@ -428,6 +429,11 @@ class Engine:
         return loop.dead is None and not loop.closing and loop.thread.is_alive()
 
     @property
+    def dead(self) -> Exception | None:
+        """The error that ended it, if one did."""
+        return self._loop.dead
+
+    @property
     def leads(self) -> bool:
         """Whether requests are given to this rank: the only one, or rank 0. The others call `join`."""
         return self._loop.leads
@@ -483,16 +489,3 @@ def _name(number: int, taken: Container[str]) -> str:
     """An id that no request has."""
     names = (f"request-{number}{more}" for more in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
     return next(name for name in names if name not in taken)
-
-
-def _to(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Sink:
-    return lambda event: arrived.put((index, event))
-
-
-def _next_end(arrived: queue.SimpleQueue[tuple[int, Event]], pieces: list[list[Event]]) -> tuple[int, Event]:
-    """Collect events until a request ends."""
-    while True:
-        index, event = arrived.get()
-        pieces[index].append(event)
-        if event.finish_reason is not None:
-            return index, event

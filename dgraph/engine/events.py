@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dgraph.engine.served import Served
@@ -93,3 +95,17 @@ class Response:
     confidence: list[float]
     finish_reason: str
     usage: Usage
+
+
+def into(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Callable[[Event], None]:
+    """A sink that queues the events of one request among several, with its index."""
+    return lambda event: arrived.put((index, event))
+
+
+def next_end(arrived: queue.SimpleQueue[tuple[int, Event]], pieces: list[list[Event]]) -> tuple[int, Event]:
+    """Collect the events of several requests, by index, until one ends: its index and last event."""
+    while True:
+        index, event = arrived.get()
+        pieces[index].append(event)
+        if event.finish_reason is not None:
+            return index, event

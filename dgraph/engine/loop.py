@@ -102,11 +102,16 @@ class Loop:
     def close(self, drain: bool) -> None:
         """End, and wait for the end. On another rank than 0: wait until rank 0 ends."""
         with self.wake:
-            self.closing = True
             self.aborting = self.aborting or not drain
-            self.wake.notify()
+            self.leave()
         if threading.current_thread() is not self.thread:
             self.thread.join()
+
+    def leave(self) -> None:
+        """End when nothing is left to do; nobody waits for it."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify()
 
     def _run(self) -> None:
         device = self._driver.session.device

@@ -51,3 +51,14 @@ class Mailbox:
         while self._events:
             put, event = self._events.popleft()
             put(event)
+
+
+def weakly(method: Callable[[Event], None]) -> Callable[[Event], None]:
+    """The same without keeping its object: once that is gone, it does nothing."""
+    held = weakref.WeakMethod(method)
+
+    def call(event: Event) -> None:
+        if (found := held()) is not None:
+            found(event)
+
+    return call

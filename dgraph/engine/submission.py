@@ -15,7 +15,7 @@ from dgraph.runtime.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One request of a caller; see `Engine.submit`."""
+    """One request of a caller; see `Engine.submit`. number: of its prompt, in messages; None for `index`."""
 
     prompt: str | Sequence[int]
     decoding: Decoding
@@ -25,6 +25,7 @@ class Submission:
     priority: int = 0
     draft: bool = False
     index: int = 0
+    number: int | None = None
 
     def checked(self, driver: Driver, encode: Callable[[str], list[int]]) -> Request:
         """The request that it is; compiles what it needs unless that was done.
@@ -40,6 +41,10 @@ class Submission:
         for what, number in numbers:
             if type(number) is not int or not -(1 << 31) <= number < 1 << 31:
                 raise InputError(f"{what} must be a whole number of 32 bits, got {number!r}.")
+        if not callable(self.sink):
+            raise InputError(f"sink is a function that is called with every event, got {self.sink!r}.")
+        if self.request_id is not None and not isinstance(self.request_id, str):
+            raise InputError(f"request_id is a text, or None to make one, got {self.request_id!r}.")
         spec, block, room = driver.session.spec, driver.shape.block, driver.max_tokens
         chosen = self.decoding.for_model(spec)
         if chosen.stop and driver.tokenizer is None:
@@ -55,7 +60,8 @@ class Submission:
                 f"Optimized.generate, or leave it at 0."
             )
         given = encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        (ids,) = check_request(spec, [given], replace(chosen, block_length=block), None)
+        first = self.index if self.number is None else self.number
+        (ids,) = check_request(spec, [given], replace(chosen, block_length=block), None, first)
         (fixed,) = check_canvases(spec, [self.canvas], 1, chosen)
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(

@@ -5,7 +5,7 @@ to do.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,8 +221,11 @@ def check_request(
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     max_batch: int | None,
+    first: int = 0,
 ) -> list[list[int]]:
-    """The prompts as lists of int, or an `InputError`. Warns if the block length is not the model's."""
+    """The prompts as lists of int, or an `InputError`, which counts them from `first`. Warns if the block length is not
+    the model's.
+    """
     block_length = decoding.block_length or spec.block_length
     if max_batch is not None and max_batch < 1:
         raise InputError(f"max_batch must be at least 1, got {max_batch}; None runs all prompts together.")
@@ -233,7 +236,7 @@ def check_request(
         )
     return [
         _check_prompt(spec, index, prompt, decoding.max_new_tokens, block_length)
-        for index, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts, first)
     ]
 
 
@@ -251,6 +254,19 @@ def ids_of(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]
         return [list(ids) for ids in input_ids or ()]
     except TypeError:
         raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
+
+
+def listed(prompts: str | Iterable[Any]) -> list[Any]:
+    """Prompts as a list; one text is one of them.
+
+    Raises:
+        InputError: neither a text nor several prompts.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts are a text or a list of prompts, got {prompts!r}.")
+    return list(prompts)
 
 
 def canvases_of(
@@ -320,6 +336,8 @@ def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
 def _check_prompt(
     spec: ModelSpec, index: int, prompt: Sequence[int], max_new_tokens: int, block_length: int
 ) -> list[int]:
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Collection):
+        raise InputError(f"prompt {index} is {prompt!r}, expected a text or a list of ids, as [5, 6].")
     if len(prompt) == 0:
         raise InputError(f"prompt {index} is empty; give at least one token.")
     ids = [check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]

@@ -6,11 +6,12 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dgraph.engine.events import Event, Usage
+from dgraph.engine.writer import BROKEN
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order
 
@@ -18,6 +19,25 @@ LEAST = -9999.0
 """The logarithm of a confidence of 0."""
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class Offsets:
+    """Where each token of a response begins in its text, in characters, however the tokens come: one that lies within a
+    character begins where that does.
+    """
+
+    def __init__(self) -> None:
+        self._end = 0  # characters of all tokens but the open ones
+        self._open: list[int] = []  # since the last whole character
+
+    def next(self, token: int, decode: Callable[[Sequence[int]], str]) -> int:
+        """Where the next token begins. decode: gives the text of ids."""
+        text = decode(self._open)
+        begin = self._end + len(text.rstrip(BROKEN))
+        if not text.endswith(BROKEN):
+            self._end, self._open = begin, []
+        self._open.append(token)
+        return begin
 
 
 @dataclass
@@ -28,14 +48,14 @@ class Choice:
         index: among the choices of its request.
         usage: as its last event said; None before the first.
         finish: why it ended; None while it goes on.
-        length: characters of it, and of what is echoed before it.
+        offsets: where its tokens begin in its text.
         text, ids, steps, confidence: all of it, kept where the answer comes in one piece.
     """
 
     index: int
     usage: Usage | None = None
     finish: str | None = None
-    length: int = 0
+    offsets: Offsets = field(default_factory=Offsets)
     text: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -97,7 +117,7 @@ class Answer:
         asked = self.order.step_map or self.order.logprobs
         if text or choice.finish is not None or draft is not None or (asked and event.token_ids):
             said = self.part(choice, text)
-            said |= self._marks(choice, event.token_ids, event.step_map, event.confidence, text)
+            said |= self._marks(choice, event.token_ids, event.step_map, event.confidence)
             if draft is not None:
                 said["draft"] = self._draft(draft)
             found.append(self._chunk(said))
@@ -121,7 +141,7 @@ class Answer:
         for choice in self.choices:
             text = self.echoed(choice) + "".join(choice.text)
             said = self.body(choice, text)
-            said |= self._marks(choice, choice.ids, choice.steps, choice.confidence, text)
+            said |= self._marks(choice, choice.ids, choice.steps, choice.confidence)
             choices.append(said)
         return f'{self._envelope(self.kind)}{to_json(choices)},"usage":{to_json(self.usage())}}}'
 
@@ -150,13 +170,12 @@ class Answer:
         return f"{self._head}[{to_json(choice)}]{usage}}}"
 
     def _marks(
-        self, choice: Choice, ids: Sequence[int], steps: Sequence[int], confidence: Sequence[float], text: str
+        self, choice: Choice, ids: Sequence[int], steps: Sequence[int], confidence: Sequence[float]
     ) -> dict[str, Any]:
         """Fields beside the text of a choice."""
         said: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish}
         if self.order.logprobs:
             said["logprobs"] = self.logprobs(choice, ids, confidence)
-        choice.length += len(text)
         if self.order.step_map:
             said["step_map"], said["token_ids"] = list(steps), list(ids)
             said["tokens"], said["confidence"] = self.model.pieces(ids), list(confidence)
@@ -189,10 +208,7 @@ class Completion(Answer):
 
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
         pieces, logs = self.model.pieces(ids), [logarithm(c) for c in confidence]
-        offsets, end = [], choice.length
-        for piece in pieces:
-            offsets.append(end)
-            end += len(piece)
+        offsets = [choice.offsets.next(token, self.model.decode) for token in ids]
         top = [{piece: log} for piece, log in zip(pieces, logs, strict=True)]
         return {"tokens": pieces, "token_logprobs": logs, "top_logprobs": top, "text_offset": offsets}
 
@@ -216,8 +232,12 @@ class Chat(Answer):
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
         found = []
         for token, sure in zip(ids, confidence, strict=True):
-            piece = self.model.piece(token)
-            one = {"token": piece, "logprob": logarithm(sure), "bytes": list(piece.encode())}
+            raw = self.model.bytes_of(token)
+            one = {
+                "token": self.model.piece(token),
+                "logprob": logarithm(sure),
+                "bytes": None if raw is None else [*raw],
+            }
             found.append({**one, "top_logprobs": [one]})
         return {"content": found, "refusal": None}
 

@@ -18,7 +18,7 @@ from dgraph.serve.decisions import Deciding, DecisionRequest
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
-from dgraph.serve.protocol import ChatRequest, CompletionRequest
+from dgraph.serve.protocol import OWN, ChatRequest, CompletionRequest, kind_of
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import Running
 from dgraph.serve.served_model import ServedModel
@@ -28,6 +28,8 @@ from dgraph.serve.translate import Order, chat_order, completion_order
 from dgraph.viewer import FILES
 
 NO_JSON = Refusal(400, "the body is not JSON.", code="json_invalid")
+TOLD = (OWN, "missing", "too_short", "too_long")
+"""Types of errors that say themselves what there is."""
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -185,7 +187,8 @@ def _described(errors: Sequence[Any]) -> Refusal:
         return NO_JSON
     if not where:
         return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
-    return Refusal(400, f"{'.'.join(where)}: {first['msg']}.", param=where[0])
+    got = "" if first["type"] in TOLD else f", got {kind_of(first['input'])}"
+    return Refusal(400, f"{'.'.join(where)}: {first['msg']}{got}.", param=where[0])
 
 
 def _add_page(app: FastAPI) -> None:

@@ -17,7 +17,7 @@ from starlette.types import Receive
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.questions import Answer
 from dgraph.errors import EngineBusy, InputError
-from dgraph.serve.protocol import Lenient, Name, Text
+from dgraph.serve.protocol import CONTENT, Lenient, Name, Text, one_of
 from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
@@ -36,7 +36,7 @@ class Part(Lenient):
     text: Text | None = None
 
 
-Content = Text | list[Part]
+Content = Annotated[Text | list[Part], one_of(CONTENT)]
 
 
 class Turn(Lenient):
@@ -57,7 +57,7 @@ class Predicate(Lenient):
 class Option(Lenient):
     """One of the answers of a choice; true is another one than "true"."""
 
-    value: Annotated[Text, Field(min_length=1)] | bool
+    value: Annotated[Annotated[Text, Field(min_length=1)] | bool, one_of("a text that is not empty, true or false")]
     description: Text | None = None
 
 
@@ -93,7 +93,10 @@ class DecisionRequest(Lenient):
     """POST /v1/decisions."""
 
     model: Text | None = None
-    input: Text | Annotated[list[Turn], Field(min_length=1)]
+    input: Annotated[
+        Text | Annotated[list[Turn], Field(min_length=1)],
+        one_of("a text, or a list of messages with a role and a content"),
+    ]
     questions: Annotated[list[Question], Field(min_length=1, max_length=200)]
 
 

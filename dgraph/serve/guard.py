@@ -8,6 +8,7 @@ import logging
 import random
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -21,6 +22,8 @@ from dgraph.serve.streams import refusal_response
 LOGGER = logging.getLogger("dgraph.serve")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """An id that a client gives with a request."""
+DROPPED = 64 << 20
+"""Bytes of a refused body that are read all the same, at most."""
 
 
 class ClientLeft(Exception):
@@ -51,6 +54,8 @@ class Guard:
                 self._check_key(scope)
                 receive = await self._with_body(scope, receive)
             except Refusal as refusal:
+                if refusal.status != 408 and _closes(scope):
+                    await self._drop_body(receive)
                 await refusal_response(refusal)(scope, receive, answering)
                 return
             await self._app(scope, receive, answering)
@@ -106,6 +111,19 @@ class Guard:
 
         return replay
 
+    async def _drop_body(self, receive: Receive) -> None:
+        """Read what still comes of a body, but not for ever: a connection that is closed with something unread on it is
+        reset, and the client never sees the answer.
+        """
+        left = DROPPED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.body_timeout):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+
     @staticmethod
     def _too_large(most: int) -> Refusal:
         return Refusal(413, f"the body of a request has at most {most} bytes here.", code="too_large")
@@ -131,6 +149,15 @@ def any_equal(digest: bytes, known: Sequence[bytes]) -> bool:
     for one in known:
         found |= hmac.compare_digest(digest, one)
     return found
+
+
+def _closes(scope: Scope) -> bool:
+    """Whether the connection is closed after the answer, and the client sends its body without waiting for a word. On
+    one that stays, whoever serves the application reads on.
+    """
+    headers = scope["headers"]
+    last = scope["http_version"] == "1.0" or b"close" in _header(headers, b"connection").lower()
+    return last and not _header(headers, b"expect")
 
 
 def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:

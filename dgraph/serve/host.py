@@ -21,6 +21,10 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 GRACE = 3
 """Seconds for connections to close when nothing is left to say on them."""
+LOOK = 1.0
+"""Seconds between two looks at whether an engine has died."""
+WAKE = 10.0
+"""Seconds that a server goes on once one has, so that /health and /metrics tell of it, and clients ask elsewhere."""
 
 Loader = Callable[[Callable[[str], None]], Mapping[str, Engine]]
 """Makes the engines; it is given a function that it tells what it does."""
@@ -73,7 +77,8 @@ class Host(uvicorn.Server):
     """Serves on a socket while a thread loads the engines, and afterwards.
 
     The first SIGTERM or SIGINT drains: no more requests are taken, those that there are go on for a while, then they
-    are ended. The second ends them at once.
+    are ended. The second ends them at once. A server whose engine has died ends, too, with that error: nothing but a
+    process that begins anew revives it.
 
     Args:
         listener: see `bind`.
@@ -96,6 +101,7 @@ class Host(uvicorn.Server):
         self._listener, self._shutdown_timeout = listener, shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     def serve_with(self, load: Loader, tell: Callable[[str], None], ready: Callable[[str], None]) -> None:
@@ -106,7 +112,7 @@ class Host(uvicorn.Server):
             tell: called with what is being done while it loads.
             ready: called with the address, once, when requests are taken.
 
-        Raises what `load` does.
+        Raises what `load` does, and `EngineClosed` where an engine has died.
         """
 
         def loading() -> None:
@@ -143,7 +149,17 @@ class Host(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer."""
         self._loop = asyncio.get_running_loop()
+        self._watch = asyncio.create_task(self._watching())
         await super().startup(sockets)
+
+    async def _watching(self) -> None:
+        """End some time after an engine has died."""
+        while (dead := self.lifetime.dead) is None:
+            await asyncio.sleep(LOOK)
+        self._failure = dead
+        await asyncio.sleep(WAKE)
+        if self._drain is None:
+            self.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What a signal does."""

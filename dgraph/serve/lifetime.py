@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from dgraph.engine.engine import Engine
+from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.serve.refusal import Refusal, unavailable
 from dgraph.serve.served_model import ServedModel
 
@@ -48,6 +48,14 @@ class Lifetime:
     def alive(self) -> bool:
         """Whether no engine has died."""
         return all(model.engine.alive for model in self.models.values())
+
+    @property
+    def dead(self) -> EngineClosed | None:
+        """Which engine has died, and of what; None as long as none has."""
+        for name, model in self.models.items():
+            if model.engine.dead is not None:
+                return EngineClosed(f"the engine of {name!r} has stopped: {model.engine.dead}")
+        return None
 
     @property
     def ready(self) -> bool:

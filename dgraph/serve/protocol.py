@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
+
+OWN = "own"
+"""The type of errors that need no other words than their own."""
 
 
 def _whole(text: str) -> str:
@@ -13,8 +16,33 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError("text", "a text has no half of a character (a lone surrogate)") from None
+        raise PydanticCustomError(OWN, "a text has no half of a character (a lone surrogate)") from None
     return text
+
+
+def one_of(forms: str) -> WrapValidator:
+    """Of a field that has several forms: refuses what has none of them by naming the forms, not by what each misses."""
+
+    def check(value: Any, valid: Any) -> Any:
+        try:
+            return valid(value)
+        except ValidationError as error:
+            own = [each["msg"] for each in error.errors() if each["type"] == OWN]
+            said = own[0] if own else f"expected {forms}, got {kind_of(value)}"
+            raise PydanticCustomError(OWN, "{said}", {"said": said}) from None
+
+    return WrapValidator(check)
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, without the texts in it, which are not for everybody."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (int, float)):
+        return str(value) if abs(value) < 10**20 else "a number too large"
+    if isinstance(value, str):
+        return f"a text of length {len(value)}"
+    return f"a list of length {len(value)}" if isinstance(value, list) else "an object"
 
 
 Text = Annotated[str, AfterValidator(_whole)]
@@ -25,6 +53,11 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Segment = Annotated[Text | Positive, one_of("a text that is fixed, or a number of free positions, at least 1")]
+Prompt = Annotated[
+    Text | list[Text] | list[Id] | list[list[Id]],
+    one_of("a text, a list of texts, a list of ids (whole numbers from 0), or a list of such lists"),
+]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -81,7 +114,7 @@ class Asked(Lenient):
     model: Text | None = None
     max_tokens: Positive | None = None
     n: Positive | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Annotated[Stop | list[Stop] | None, one_of("a text of 1 to 1000 characters, or a list of such texts")] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
@@ -96,15 +129,19 @@ class Asked(Lenient):
     block_length: Positive | None = None
     stream_mode: Literal["committed", "draft"] | None = None
     return_step_map: bool | None = None
-    canvas: Annotated[list[Text | Positive], Field(min_length=1)] | None = None
+    canvas: Annotated[list[Segment], Field(min_length=1)] | None = None
 
 
 class CompletionRequest(Asked):
     """POST /v1/completions. A prompt is a text as it is, without a chat frame, or ids."""
 
-    prompt: Text | list[Text] | list[Id] | list[list[Id]]
+    prompt: Prompt
     echo: bool | None = None
     logprobs: Count | None = None
+
+
+CONTENT = "a text, or a list of parts with a type and a text"
+"""What a message says."""
 
 
 class Part(Lenient):
@@ -118,7 +155,7 @@ class Message(Lenient):
     """A turn of a conversation."""
 
     role: Annotated[Name, Field(min_length=1)]
-    content: Text | list[Part] | None = None
+    content: Annotated[Text | list[Part] | None, one_of(CONTENT)] = None
 
 
 class ChatRequest(Asked):

@@ -62,7 +62,7 @@ class Running:
         except (EngineBusy, EngineClosed) as error:
             raise not_now(error) from None
         except (InputError, UnknownName) as error:
-            raise refused(error) from None
+            raise refused(error, self.order.where) from None
         if self._cancelled:  # meanwhile
             self.cancel()
 
@@ -75,6 +75,7 @@ class Running:
                 sink=mailbox.to(self._putting(index)),
                 canvas=order.canvas,
                 index=index,
+                number=index // order.choices,
                 draft=order.draft,
             )
             for index in range(self.left)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dgraph.engine.engine import Engine
+from dgraph.engine.writer import BROKEN
 from dgraph.errors import InputError
 
 
@@ -51,6 +52,16 @@ class ServedModel:
         if found is None:
             found = self._pieces[token] = self.decode([token])
         return found
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """What one id is of a text in UTF-8; None for a part of a character where the tokenizer has no `bytes_of`, or
+        does not know.
+        """
+        piece, found = self.piece(token), getattr(self.engine.tokenizer, "bytes_of", None)
+        if BROKEN not in piece:
+            return piece.encode()
+        raw: bytes | None = None if found is None else found(token)
+        return raw
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each id."""

@@ -28,7 +28,7 @@ class Order:
     """What an engine is asked for one request of a client: every prompt `choices` times.
 
     Attributes:
-        prompts: ids of each.
+        prompts: ids of each; where: the field that has them.
         decodings: how each prompt is continued.
         canvas: the response as far as it is fixed, None where it is free; None for nothing fixed.
         texts: what `echo` puts before the responses of each prompt; "" without.
@@ -40,6 +40,7 @@ class Order:
     """
 
     prompts: list[list[int]]
+    where: str
     decodings: list[Decoding]
     canvas: list[int | None] | None
     texts: list[str]
@@ -137,6 +138,7 @@ def _order(
     options = body.stream_options
     return Order(
         prompts=prompts,
+        where=where,
         decodings=[decoding] * len(prompts),
         canvas=canvas,
         texts=texts or [""] * len(prompts),
@@ -217,9 +219,13 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         raise refused(error) from None
 
 
-def refused(error: DgraphError) -> Refusal:
-    """The refusal for what dgraph says of a request: the first field that its message names is at fault."""
+def refused(error: DgraphError, where: str | None = None) -> Refusal:
+    """The refusal for what dgraph says of a request: the first field that its message names is at fault. where: the
+    field that has the prompts, if they have been read.
+    """
     message = str(error)
+    if re.match(r"prompt \d+\b", message):
+        return Refusal(400, message, param=where)
     found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else (*DECODING, "canvas")
     named = [name for name in found if re.search(rf"\b{name}\b", message)]
     return Refusal(400, message, param=named[0] if named else None)

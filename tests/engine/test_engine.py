@@ -148,11 +148,12 @@ def test_a_thread_that_dies_in_mid_step_tells_everybody(served: Served, error: B
     assert served.free_at_the_end, "whoever uses the model next finds every page"
 
 
-def test_a_sink_that_raises_ends_its_own_request(served: Served) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, asyncio.CancelledError])
+def test_a_sink_that_raises_ends_its_own_request(served: Served, kind: type[BaseException]) -> None:
     heard: list[str] = []
 
     def broken(event: Event) -> None:
-        raise ValueError("nobody listens")
+        raise kind("nobody listens")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda args: heard.append(str(args.exc_value)))
@@ -232,6 +233,36 @@ def test_an_id_is_free_when_its_last_event_is_there(served: Served) -> None:
         served.submit(request_id="one")
     served.gate.open.set()
     assert again.wait(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sink": None}, "sink is a function that is called with every event, got None"),
+        ({"request_id": [1]}, r"request_id is a text, or None to make one, got \[1\]"),
+        ({"prompt": 5}, r"prompt 0 is 5, expected a text or a list of ids, as \[5, 6\]"),
+        ({"prompt": b"abc"}, "prompt 0 is b'abc', expected a text or a list of ids"),
+        ({"prompt": None, "index": 3}, "prompt 3 is None, expected a text or a list of ids"),
+        ({"prompt": [99], "index": 2}, "prompt 2: token 0 is 99, outside the vocabulary"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(served: Served, wrong: dict[str, Any], message: str) -> None:
+    asked = {"prompt": [1], "sink": lambda event: None, **wrong}
+    with pytest.raises(InputError, match=message):
+        served.engine.submit(asked.pop("prompt"), **asked)
+    assert served.engine.stats.waiting == 0
+
+
+def test_prompts_of_another_type_are_refused(served: Served) -> None:
+    for prompts, message in (
+        (None, "got None"),
+        (5, "got 5"),
+        ([5, 6], "prompt 0 is 5, expected"),
+        ([[1], 6], "prompt 1"),
+    ):
+        wrong: Any = prompts
+        with pytest.raises(InputError, match=message):
+            served.engine.generate(wrong, max_new_tokens=4)
 
 
 def test_an_id_that_is_made_is_nobody_elses(served: Served) -> None:

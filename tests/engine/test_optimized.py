@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from typing import Any
@@ -130,6 +131,36 @@ def test_while_an_engine_is_open_the_model_is_its_own(made: Optimized) -> None:
     with pytest.raises(EngineClosed):
         asyncio.run(late())
     assert len(made.generate(PROMPTS[0], max_new_tokens=4).token_ids[0]) <= 4, "and then it is free again"
+
+
+def test_an_engine_that_nobody_has_any_more_gives_the_model_back(made: Optimized) -> None:
+    async def streamed() -> None:
+        engine = made.engine(max_sequences=2, max_tokens=160)
+        async for _ in engine.stream(PROMPTS[0], max_new_tokens=4):
+            pass
+
+    gc.disable()  # it is in no cycle, so it need not be looked for
+    try:
+        for _ in range(2):
+            assert made.engine(max_sequences=2, max_tokens=160).generate(PROMPTS[0], max_new_tokens=4)
+        asyncio.run(streamed())
+        assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids
+        answer = made.engine(max_sequences=2, max_tokens=160).decide(PROMPTS[0], [[5], [6]])
+        assert sum(answer.result(20)) == pytest.approx(1), "what was asked is answered"
+        ended = threading.Event()
+        made.engine(max_sequences=2, max_tokens=160).submit(
+            PROMPTS[0], sink=lambda event: event.finish_reason == "length" and ended.set(), ignore_eos=True
+        )
+        with pytest.raises(InputError, match="the model is in use"):  # by a request that goes on
+            made.generate(PROMPTS[0], max_new_tokens=4)
+        assert ended.wait(20)
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name == "dgraph engine":
+            thread.join(20)
+            assert not thread.is_alive()
+    assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids
 
 
 def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

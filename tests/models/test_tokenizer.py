@@ -123,6 +123,28 @@ def test_special_tokens_that_somebody_types_are_text(name: str) -> None:
     assert tokenizer.decode(tokenizer.encode_text("\U000f5e5e2\U000f5e5f \U000f5e5ex")) != "", "marks are only ours"
 
 
+def test_the_bytes_of_ids_make_the_text(tmp_path: Path, trained: dict[str, Any]) -> None:
+    tokenizer = read_tokenizer(byte_level(tmp_path / "m", trained))
+    assert tokenizer is not None
+    for text in ("日本🎉é naïve ﷽ \ufffd", "a\x00b\n\t ~¡¬\xad®ÿĀ", "<0xE2>"):
+        pieces = [tokenizer.bytes_of(token) for token in tokenizer.encode_text(text)]
+        assert b"".join(piece for piece in pieces if piece is not None) == text.encode()
+    (mask,) = tokenizer.encode("<|mask|>")[-1:]
+    assert tokenizer.bytes_of(mask) == b""
+
+
+def test_bytes_of_a_vocabulary_that_falls_back_to_them() -> None:
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+
+    vocabulary = {"<unk>": 0, "é": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    made = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = FileTokenizer(made)
+    ids = tokenizer.encode_text("é日")
+    assert [tokenizer.bytes_of(token) for token in ids] == ["é".encode(), b"\xe6", b"\x97", b"\xa5"]
+
+
 def test_conversations_that_a_template_refuses() -> None:
     tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
     assert tokenizer is not None

@@ -11,6 +11,7 @@ import pytest
 
 import dgraph
 from dgraph.serve.protocol import CompletionRequest
+from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.translate import completion_order
 from tests.serve.asking import SORTED, WORDS, chat, chunks_of, complete, refused
@@ -138,6 +139,42 @@ def test_logprobs_are_those_of_commits(http: httpx.Client) -> None:
     for chunk in chunks_of(complete(http, max_tokens=24, ignore_eos=True, logprobs=1, stream=True).text):
         offsets += chunk["choices"][0]["logprobs"]["text_offset"]
     assert offsets == logs["text_offset"]
+
+
+SPLIT = "日本🎉é"
+"""A text whose characters lie over several tokens each."""
+
+
+def test_logprobs_of_parts_of_characters(http: httpx.Client) -> None:
+    found = chat(http, canvas=[SPLIT, 3], logprobs=True).json()["choices"][0]
+    marks = found["logprobs"]["content"]
+    assert len(marks) > len(SPLIT) + 3, "each of them is a token here"
+    assert b"".join(bytes(one["bytes"]) for one in marks).decode() == found["message"]["content"]
+    whole = complete(http, canvas=[SPLIT, 3], ignore_eos=True, logprobs=1, return_step_map=True).json()["choices"][0]
+    offsets = whole["logprobs"]["text_offset"]
+    sizes = [len(character.encode()) for character in SPLIT]
+    begin = [place for place, size in enumerate(sizes) for _ in range(size)]
+    assert offsets[: len(begin) + 1] == [*begin, len(SPLIT)], "a part of a character begins where it does"
+    assert offsets[-1] == len(whole["text"]) - len(whole["tokens"][-1])
+    streamed = []
+    for chunk in chunks_of(complete(http, canvas=[SPLIT, 3], ignore_eos=True, logprobs=1, stream=True).text):
+        streamed += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert streamed == offsets
+
+
+def test_a_tokenizer_that_knows_no_bytes(live: Live) -> None:
+    model = live.host.lifetime.model("tiny_sdar")
+    word, *_ = model.encode_text("Sorted")
+    part, *_ = model.encode_text("日")
+    assert (model.bytes_of(word), model.bytes_of(part)) == (b"Sorted", b"\xe6")
+    tokenizer: Any = model.engine.tokenizer
+
+    class Plain:
+        decode = tokenizer.decode
+
+    engine: Any = type("Engine", (), {"tokenizer": Plain()})()
+    plain = ServedModel("plain", engine)
+    assert (plain.bytes_of(word), plain.bytes_of(part)) == (b"Sorted", None)
 
 
 def test_a_bidirectional_model_and_settings_of_its_own(http: httpx.Client, live: Live) -> None:

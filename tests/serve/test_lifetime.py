@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -13,11 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from dgraph.engine.engine import EngineClosed
 from dgraph.engine.tickets import Ticket
 from dgraph.errors import InputError
 from dgraph.runtime.scoring import Scorer
 from dgraph.serve.host import Host, address, bind
 from dgraph.serve.settings import ServeSettings
+from tests.engine.test_engine import Served
 from tests.serve.asking import chunks_of, complete, refused
 from tests.serve.live import WAIT, Held, taken, until
 
@@ -251,6 +254,35 @@ def test_an_engine_that_dies_says_so_to_everybody(
     assert http.get("/health").status_code == http.get("/ready").status_code == 503
     assert refused(complete(http, "abc"), 503)["code"] == "closed"
     assert http.get("/metrics").status_code == 200
+
+
+def test_a_server_whose_engine_has_died_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever runs it, as docs/dgraph.service, starts it again."""
+    monkeypatch.setattr("dgraph.serve.host.LOOK", 0.01)
+    monkeypatch.setattr("dgraph.serve.host.WAKE", 0.2)
+    served, addresses, ended = Served(), queue.SimpleQueue[str](), queue.SimpleQueue[BaseException]()
+
+    def serve() -> None:
+        host = Host(bind("127.0.0.1", 0), ServeSettings(), WAIT)
+        try:
+            host.serve_with(lambda tell: {"fake": served.engine}, lambda what: None, addresses.put)
+        except BaseException as error:
+            ended.put(error)
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    served.gate.act = fail
+    thread = threading.Thread(target=serve)
+    thread.start()
+    url = addresses.get(timeout=WAIT)
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert refused(httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2], "max_tokens": 4}), 500)
+    assert httpx.get(f"{url}/health").status_code == 503, "it is told of for a while"
+    error = ended.get(timeout=WAIT)
+    thread.join(WAIT)
+    assert isinstance(error, EngineClosed)
+    assert str(error) == "the engine of 'fake' has stopped: the device is gone"
 
 
 def test_a_port_that_is_taken() -> None:

@@ -95,6 +95,46 @@ def test_a_field_that_cannot_be_served_is_named(http: httpx.Client, field: str, 
     assert error["type"] == "invalid_request_error"
 
 
+PROMPT = "expected a text, a list of texts, a list of ids (whole numbers from 0), or a list of such lists"
+STOP = "expected a text of 1 to 1000 characters, or a list of such texts"
+SEGMENT = "expected a text that is fixed, or a number of free positions, at least 1"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop", "", f"stop: {STOP}, got a text of length 0."),
+        ("stop", 7, f"stop: {STOP}, got 7."),
+        ("stop", ["a", ""], f"stop: {STOP}, got a list of length 2."),
+        ("prompt", None, f"prompt: {PROMPT}, got null."),
+        ("prompt", [3, "secret"], f"prompt: {PROMPT}, got a list of length 2."),
+        ("prompt", {"text": "secret"}, f"prompt: {PROMPT}, got an object."),
+        ("canvas", ["ab", 2.5], f"canvas.1: {SEGMENT}, got 2.5."),
+        ("canvas", [True], f"canvas.0: {SEGMENT}, got true."),
+        ("max_tokens", 0, "max_tokens: Input should be greater than or equal to 1, got 0."),
+        ("max_tokens", 10**30, "max_tokens: Input should be less than or equal to 2147483647, got a number too large."),
+        ("stream", "secret", "stream: Input should be a valid boolean, got a text of length 6."),
+        ("temperature", [], "temperature: Input should be a valid number, got a list of length 0."),
+    ],
+)
+def test_what_was_expected_and_what_came_is_said(http: httpx.Client, field: str, value: Any, message: str) -> None:
+    error = refused(http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, field: value}))
+    assert (error["message"], error["param"]) == (message, field)
+
+
+def test_a_message_that_has_no_form_is_told_the_forms(http: httpx.Client) -> None:
+    forms = "messages.0.content: expected a text, or a list of parts with a type and a text"
+    for content, got in ((5, "5"), ([{"text": "secret"}], "a list of length 1"), ({}, "an object")):
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        assert refused(answer)["message"] == f"{forms}, got {got}."
+
+
+def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client) -> None:
+    error = refused(complete(http, [[1], [2, 99]], max_tokens=4, n=2))
+    assert error["message"].startswith("prompt 1: token 1 is 99, outside the vocabulary")
+    assert error["param"] == "prompt"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -173,6 +213,35 @@ def test_a_body_that_is_too_large(http: httpx.Client, held: Held) -> None:
     # The server may hang up before all was sent.
     with httpx.Client(base_url=held.live.url, timeout=WAIT) as client, contextlib.suppress(httpx.TransportError):
         assert client.post("/v1/completions", content=endless()).status_code == 413
+
+
+def refused_before_its_end(url: str, version: str, *more: str) -> bytes:
+    """What a client is told that sends all of a large body, on a connection that is closed then, before it reads."""
+    host, port = url.removeprefix("http://").split(":")
+    body = b"a" * (8 << 20)
+    head = [f"POST /v1/completions HTTP/{version}", "host: x", f"content-length: {len(body)}", *more]
+    with socket.create_connection((host, int(port)), timeout=WAIT) as line:
+        line.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        return b"".join(iter(lambda: line.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(("version", "more"), [("1.1", ["connection: close"]), ("1.0", [])])
+def test_who_is_refused_reads_why_though_the_connection_closes(held: Held, version: str, more: list[str]) -> None:
+    answer = refused_before_its_end(held.live.url, version, *more)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"code":"too_large"' in answer
+    with Held({"api_keys": ("first",)}) as server:
+        assert b'"code":"invalid_api_key"' in refused_before_its_end(server.live.url, version, *more)
+
+
+def test_a_client_that_waits_for_a_word_need_not_send_its_body(held: Held) -> None:
+    host, port = held.live.url.removeprefix("http://").split(":")
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\nexpect: 100-continue\r\nconnection: close"
+    )
+    with socket.create_connection((host, int(port)), timeout=WAIT) as line:
+        line.sendall(f"{head}\r\n\r\n".encode())
+        assert line.recv(4096).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_that_does_not_come(http: httpx.Client, held: Held) -> None:
