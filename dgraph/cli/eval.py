@@ -67,8 +67,9 @@ def evaluate(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this task of the model or of --data, or one that dgraph brings along: gsm8k, svamp, mawps, "
-            "bbh/NAME; hard/NAME are harder ones of an embedded model. hard and bbh are all of them; may be repeated.",
+            help="Only this task of the model or of --data, or one that dgraph brings along: facts, gsm8k, svamp, "
+            "mawps, bbh/NAME; hard/NAME are harder ones of an embedded model. hard and bbh are all of them; may be "
+            "repeated.",
             show_default="all",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """When a response is right: how an answer is found in a text, and what it must be equal to.
 
 An answer stands after the last '####'. A response without one is searched from its end, so that a model which was never
-taught the mark can be right, too; only `exact` insists on it.
+taught the mark can be right, too; only `exact` insists on it, and `says` does not care where an answer stands.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ def words(answer: str, text: str) -> bool:
     return _words(final) == _words(answer)
 
 
+def says(answer: str, text: str) -> bool:
+    """The answer, or one of several between which stands a '|', is somewhere in the text: as whole words, in whatever
+    case. That it may be denied there counts for nothing.
+    """
+    return any(re.search(rf"(?<!\w){re.escape(a.strip())}(?!\w)", text, re.IGNORECASE) for a in answer.split("|"))
+
+
 def _final(text: str) -> tuple[bool, str]:
     """Whether a text has a '####', and what follows the last one; the whole text without."""
     _, marker, final = text.rpartition(MARKER)
@@ -107,5 +114,6 @@ COMPARISONS: dict[str, Callable[[str, str], bool]] = {
     "option": option,
     "verdict": verdict,
     "words": words,
+    "says": says,
 }
 """By name: (answer, text of the response) -> whether it is right."""

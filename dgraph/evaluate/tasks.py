@@ -19,7 +19,7 @@ class Task:
 
     Attributes:
         compare: how a response is compared with the answer, a name of `dgraph.evaluate.comparisons.COMPARISONS`.
-        ask: follows each problem, on a line of its own.
+        ask: follows each problem, on a line of its own; "" for nothing.
         new_tokens: length limit of a response where nobody gives one.
     """
 
@@ -33,6 +33,7 @@ _SUM = Task("number", f"{_STEPS} the number.")
 _VERDICT = f"{_STEPS} Yes or No."
 
 TASKS: dict[str, Task] = {
+    "facts": Task("says", "", 64),
     "gsm8k": _SUM,
     "svamp": _SUM,
     "mawps": _SUM,
@@ -60,4 +61,5 @@ def questions_of(name: str, count: int | None = None, seed: int | None = None) -
         found = parse_questions(file.read(), str(path))
     if seed is not None:
         random.Random(f"{name} {seed}").shuffle(found)
-    return [Question(name, f"{q.prompt}\n{task.ask}", q.answer, task.compare) for q in found[:count]]
+    end = f"\n{task.ask}" if task.ask else ""
+    return [Question(name, q.prompt + end, q.answer, task.compare) for q in found[:count]]

@@ -1,7 +1,8 @@
 """Dialogues that a chat model writes itself: what it is made a diffusion model with, so that nothing else changes.
 
-The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or the
-prompts are given and it writes the answers alone.
+The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or of the
+user's turn, too, such as "Who", for what it would rarely ask itself; or the prompts are given and it writes the answers
+alone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ class Frame:
     before: list[int]
     after: list[int]
 
+    def opened(self, tokenizer: ChatTokenizer, opening: str) -> list[int]:
+        """Ids up to where a user's turn goes on that begins with a text."""
+        if not opening:
+            return self.before
+        ids = tokenizer.encode(opening)
+        return ids[: len(ids) - len(self.after)]
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -79,6 +87,7 @@ def write(
     tell: Callable[[int], None] = lambda done: None,
     ranks: Group | None = None,
     temperature: float = TEMPERATURE,
+    openings: Sequence[str] = ("",),
 ) -> int:
     """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
     `until`; how many there are then.
@@ -91,15 +100,21 @@ def write(
         rows: dialogues of a batch.
         ranks: who writes together, each every so many batches; rank 0 writes the file, which is that of one rank.
         temperature: of the answers, above 0. The lower it is, the more likely and the more alike they are.
+        openings: texts with which the user's turns of a batch begin, one after the other, where the model asks itself;
+            "" for none.
 
     Raises:
-        InputError: a temperature of 0 or less, the base has no chat template or a sliding window, the prompts do not
-            last, or none of `GIVE_UP_AFTER` batches has a dialogue that is new and ends.
+        InputError: a temperature of 0 or less, no openings, or openings beside prompts, the base has no chat template
+            or a sliding window, the prompts do not last, or none of `GIVE_UP_AFTER` batches has a dialogue that is new
+            and ends.
     """
     if not temperature > 0:
         raise InputError(f"the temperature of answers must be above 0, got {temperature}; 0.01 is as good as none.")
+    if not openings or (prompts is not None and any(openings)):
+        raise InputError(f"openings are of prompts that the base writes itself, at least one text, got {openings!r}.")
     ranks = ranks or Alone()
     frame, writer = frame_of(base.tokenizer), Writer(base)
+    begun = [frame.opened(base.tokenizer, opening) for opening in openings]
     generator = torch.Generator(base.model.device)
     lines = _lines_of_all(path, ranks)
     seen = {line["prompt"] for line in lines}
@@ -111,7 +126,7 @@ def write(
             if ranks.exchange(time.monotonic() >= until)[0]:
                 return
             seeded(generator, "dialogues", seed, start + ranks.rank)
-            made = _batch(writer, frame, prompts, start + ranks.rank, rows, temperature, generator)
+            made = _batch(writer, frame, begun, prompts, start + ranks.rank, rows, temperature, generator)
             yield from enumerate(ranks.exchange(made), start)
 
     tell(min(done, total))
@@ -139,17 +154,21 @@ def write(
 def _batch(
     writer: Writer,
     frame: Frame,
+    begun: Sequence[list[int]],
     prompts: Sequence[str] | None,
     number: int,
     rows: int,
     temperature: float,
     generator: torch.Generator,
 ) -> list[Pair] | None:
-    """The dialogues of a batch; None if no prompts are left for it."""
+    """The dialogues of a batch; None if no prompts are left for it. begun: ids with which rows begin, in turns."""
     tokenizer, end = writer.base.tokenizer, writer.base.eos_ids[0]
     if prompts is None:
-        turns = _turns(writer, [frame.before] * rows, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE, generator)
-        asked = [tokenizer.decode(turn.ids).strip() for turn in turns if turn.ended]
+        rows_begun = [begun[row % len(begun)] for row in range(rows)]
+        turns = _turns(writer, rows_begun, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE, generator)
+        opened = [ids[len(frame.before) :] for ids in rows_begun]
+        written = zip(opened, turns, strict=True)
+        asked = [tokenizer.decode(opening + turn.ids).strip() for opening, turn in written if turn.ended]
     else:
         asked = list(prompts[number * rows : (number + 1) * rows])
         if not asked:

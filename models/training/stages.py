@@ -72,6 +72,7 @@ class Plan:
         seed: of them.
         asked: the first so many of them are asked in the evaluation, and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
+        openings: how its questions begin then, in turns; "" for as it likes.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
         variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`); what
             comes of it is data of its own, TASK_renumbered.
@@ -102,6 +103,7 @@ class Plan:
     seed: int = 0
     asked: int = 128
     prompts: str | None = None
+    openings: Sequence[str] = ("",)
     problems: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, int] = field(default_factory=dict)
     calculations: Mapping[str, int] = field(default_factory=dict)
@@ -194,7 +196,17 @@ class Work:
         base, rows = load_base(plan.base, plan.mask_token, self.device), plan.dialogue_rows
         with convert.progress("dialogues", plan.dialogues, ranks) as tell:
             done = dialogues.write(
-                base, path, plan.dialogues, prompts, rows, plan.seed, until, tell, ranks, plan.temperature
+                base,
+                path,
+                plan.dialogues,
+                prompts,
+                rows,
+                plan.seed,
+                until,
+                tell,
+                ranks,
+                plan.temperature,
+                plan.openings,
             )
         if ranks.rank:
             return

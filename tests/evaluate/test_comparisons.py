@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from dgraph.evaluate.comparisons import number, option, read_number, verdict, words
+from dgraph.evaluate.comparisons import number, option, read_number, says, verdict, words
 
 NUMBERS = [
     ("#### 18", 18),
@@ -110,3 +110,21 @@ def test_a_verdict_is_a_word(text: str, right: bool) -> None:
 )
 def test_words_are_in_order(text: str, right: bool) -> None:
     assert words("barn damp it&t", text) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("Paris", "It is paris, the capital of France.", True),
+        ("Paris", "A comparison; Parisian. #### Rome", False),
+        ("7 | seven", "There are Seven days.", True),
+        ("7 | seven", "7 days", True),
+        ("7 | seven", "There are 17 days, or seventeen.", False),
+        ("New York", "In New York.", True),
+        ("New York", "York is new.", False),
+        ("O", "Gold is Au.", False),
+        ("Au", "", False),
+    ],
+)
+def test_an_answer_is_said_anywhere_as_whole_words(answer: str, text: str, right: bool) -> None:
+    assert says(answer, text) is right

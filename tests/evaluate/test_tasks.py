@@ -8,7 +8,7 @@ from dgraph.errors import UnknownName
 from dgraph.evaluate.comparisons import COMPARISONS
 from dgraph.evaluate.tasks import FOLDER, TASKS, questions_of
 
-SIZES = {"gsm8k": 1319, "svamp": 1000, "mawps": 373}
+SIZES = {"facts": 128, "gsm8k": 1319, "svamp": 1000, "mawps": 373}
 LICENSED = ("gsm8k", "svamp", "bbh")
 LARGEST = 3 * 2**20
 

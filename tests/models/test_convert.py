@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -403,6 +404,17 @@ def test_answers_have_their_own_temperature(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(dialogues, "_turns", turns)
     dialogues.write(base, tmp_path / "a.jsonl", 4, rows=4, temperature=0.3)
     assert seen == {(dialogues.PROMPT_TOKENS, 1.0), (dialogues.RESPONSE_TOKENS, 0.3)}
+
+
+def test_prompts_begin_with_openings_in_turns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_base(str(folder))
+    monkeypatch.setattr(dialogues, "_turns", _counted)
+    dialogues.write(base, tmp_path / "a.jsonl", 6, rows=6, openings=["Who wrote", "", "How many"])
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [re.sub(r"turn \d+", "*", prompt) for prompt in prompts] == ["Who wrote*", "*", "How many*"] * 2
+    for openings, given in ((["Who"], ["a b"]), ([], None)):
+        with pytest.raises(InputError, match="openings are of prompts that the base writes itself"):
+            dialogues.write(base, tmp_path / "b.jsonl", 4, given, openings=openings)
 
 
 def _counted(
