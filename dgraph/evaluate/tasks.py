@@ -33,7 +33,6 @@ _SUM = Task("number", f"{_STEPS} the number.")
 _VERDICT = f"{_STEPS} Yes or No."
 
 TASKS: dict[str, Task] = {
-    "facts": Task("says", "", 64),
     "gsm8k": _SUM,
     "svamp": _SUM,
     "mawps": _SUM,
@@ -44,6 +43,7 @@ TASKS: dict[str, Task] = {
     "bbh/object_counting": _SUM,
     "bbh/web_of_lies": Task("verdict", _VERDICT),
     "bbh/word_sorting": Task("words", f"{_STEPS} the sorted words, separated by spaces."),
+    "facts": Task("says", "", 64),
 }
 """By name, which is that of the file, too."""
 
