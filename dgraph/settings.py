@@ -100,6 +100,8 @@ def torch_device(name: str | None) -> torch.device | None:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"device {name!r} cannot be used: {reason} `dgraph doctor` lists what is there.") from None
+        reason = str(error).partition("\n")[0].rstrip(". ")
+        raise InputError(f"device {name!r} cannot be used: {reason}. `dgraph doctor` lists what is there.") from None
+    if device.type == "meta":
+        raise InputError("device 'meta' cannot be used: it holds shapes and no numbers. Choose cpu or cuda.")
     return device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dgraph.errors import (
     VerifyError,
 )
 from dgraph.graph import Graph
-from dgraph.passes import CacheKV, PackRows
+from dgraph.passes import CacheKV, PackRows, Pass
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime import FixedSteps
 from tests.tiny import BLOCK, MASK, draw
@@ -91,6 +92,15 @@ def test_optimize_with_what_is_no_recipe(model: dgraph.Model, recipe: Any) -> No
 def test_a_phase_of_what_is_no_pass(step: Any) -> None:
     with pytest.raises(InputError, match=r"phase 'step': its passes are objects of subclasses .*, as CacheKV\(\), got"):
         dgraph.Phase("step", (PackRows(), step))
+
+
+def test_a_phase_of_a_pass_that_says_too_little() -> None:
+    @dataclass(frozen=True)
+    class Idle(Pass):
+        pass
+
+    with pytest.raises(InputError, match="pass Idle must say its effect and its summary and its run; see"):
+        dgraph.Phase("step", (PackRows(), Idle()))
 
 
 @pytest.mark.parametrize("what", ["no_such_model", "tiny_sda"])

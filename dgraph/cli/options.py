@@ -141,6 +141,8 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise InputError(f"--option takes KEY=VALUE, got {text!r}.")
         if key not in defaults:
             raise UnknownName(kind, key, defaults)
+        if key in options:
+            raise InputError(f"option {key!r} is given twice, the second time as {value!r}; give it once.")
         default = defaults[key]
         read = default if isinstance(default, type) else int if default is None else type(default)
         options[key] = typed("option", key, value, read)

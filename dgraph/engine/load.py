@@ -158,7 +158,9 @@ def read_trace(path: str | Path) -> list[Request]:
             else:
                 found = [Request(**json.loads(line)) for line in file if line.strip()]
         good = all(_good(request) for request in found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise InputError(f"trace {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f'trace {path}: a line is {{"arrival": seconds, "prompt": tokens, "new": tokens}}, or a row of a CSV file '
             f"with the columns {', '.join(_BURST)}; {error!r}."

@@ -34,6 +34,8 @@ def run_passes(
     Raises:
         PassError: a pass that is not optional applied nowhere; the message lists the near misses.
         VerifyError: a pass broke a rule.
+
+        What else a pass raises is raised with a note that names it.
     """
     reports = []
     for step in passes:
@@ -46,6 +48,9 @@ def run_passes(
                 raise
             kind = PassError if isinstance(error, UnknownName) else type(error)  # that one takes no message
             raise kind(f"{step.name}: {error}") from error
+        except Exception as error:
+            error.add_note(f"It was raised while the pass {step!r} ran.")
+            raise
         rewritten = time.perf_counter()
         if not report.applied and step.name not in optional:
             raise PassError(_applied_nowhere(report))

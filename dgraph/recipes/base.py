@@ -40,6 +40,10 @@ class Phase:
                     f"phase {self.name!r}: its passes are objects of subclasses of dgraph.passes.Pass, as CacheKV(), "
                     f"got {step!r}."
                 )
+            missing = [name for name in ("effect", "summary") if not hasattr(step, name)]
+            missing += ["run"] if type(step).run is Pass.run else []
+            if missing:
+                raise InputError(f"pass {step.name} must say its {' and its '.join(missing)}; see dgraph.passes.Pass.")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

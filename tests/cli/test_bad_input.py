@@ -54,6 +54,8 @@ GENERATE = [
     ((*PROMPT, "--dtype", "int8"), ("unknown dtype 'int8'", "float32")),
     ((*PROMPT, "--device", "cuda:99"), ("device 'cuda:99' cannot be used",)),
     ((*PROMPT, "--device", "gpu"), ("device 'gpu' cannot be used",)),
+    ((*PROMPT, "-o", "alpha=1", "-o", "alpha=2"), ("option 'alpha' is given twice, the second time as '2'",)),
+    ((*PROMPT, "--device", "meta"), ("device 'meta' cannot be used", "Choose cpu or cuda")),
     ((*PROMPT, "--sed", 3), ("No such option: --sed", "--seed")),
     ((*PROMPT, "--steps", "many"), ("Invalid value for '--steps'",)),
 ]

@@ -89,7 +89,7 @@ def test_a_trace_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(InputError, match=r"trace .*trace\.jsonl"):
         read_trace(file)
-    with pytest.raises(InputError, match=r"missing\.jsonl"):
+    with pytest.raises(InputError, match=r"missing\.jsonl cannot be read: No such file"):
         read_trace(tmp_path / "missing.jsonl")
 
 

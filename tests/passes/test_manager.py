@@ -99,6 +99,15 @@ def test_a_pass_that_applied_nowhere_is_an_error_that_lists_the_near_misses() ->
         run_passes(small(), [Do(label="Blind")])
 
 
+def test_what_a_pass_raises_names_it() -> None:
+    def stumbles(graph: Graph, report: Report) -> None:
+        raise KeyError("layer")
+
+    with pytest.raises(KeyError, match="layer") as caught:
+        run_passes(small(), [Do(stumbles, "Clumsy")])
+    assert any("while the pass Do(" in note and "Clumsy" in note for note in caught.value.__notes__)
+
+
 def test_an_optional_pass_may_apply_nowhere() -> None:
     graph = small()
     (report,) = run_passes(graph, [Do(label="Blind")], optional=frozenset({"Blind"}))
