@@ -203,7 +203,7 @@ def _run(args: argparse.Namespace) -> None:
         prompts = [pair.prompt for pair in read_pairs(args.prompts) if pair.prompt] if args.prompts else None
         until, rows, seed = began + 60 * args.minutes, args.dialogue_rows, args.seed
         with progress("dialogues", args.dialogues, ranks) as tell:
-            path, openings = files[-1][0], args.opening or [""]
+            path, openings = files[-1][0], args.opening
             made = dialogues.write(
                 base, path, args.dialogues, prompts, rows, seed, until, tell, ranks, args.temperature, openings
             )
@@ -262,9 +262,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
-    parser.add_argument(
-        "--opening", action="append", help='what it asks itself begins so, as "Who"; in turns if several'
-    )
+    parser.add_argument("--opening", action="append", default=[], help="how it begins to ask itself, half of the time")
     parser.add_argument("--dialogue-rows", type=int, default=64, help="dialogues written at once")
     parser.add_argument("--temperature", type=float, default=dialogues.TEMPERATURE, help="of the answers in them")
     parser.add_argument("--mask-token", help="a special token that no text has, or a new one")

@@ -1,8 +1,8 @@
 """Dialogues that a chat model writes itself: what it is made a diffusion model with, so that nothing else changes.
 
-The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or of the
-user's turn, too, such as "Who", for what it would rarely ask itself; or the prompts are given and it writes the answers
-alone.
+The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or that of
+the user's turn as well, such as "Who wrote", for short questions that it would rarely ask itself; or the prompts are
+given and it writes the answers alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Frame:
 
     def opened(self, tokenizer: ChatTokenizer, opening: str) -> list[int]:
         """Ids up to where a user's turn goes on that begins with a text."""
-        if not opening:
-            return self.before
         ids = tokenizer.encode(opening)
         return ids[: len(ids) - len(self.after)]
 
@@ -87,7 +85,7 @@ def write(
     tell: Callable[[int], None] = lambda done: None,
     ranks: Group | None = None,
     temperature: float = TEMPERATURE,
-    openings: Sequence[str] = ("",),
+    openings: Sequence[str] = (),
 ) -> int:
     """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
     `until`; how many there are then.
@@ -100,18 +98,18 @@ def write(
         rows: dialogues of a batch.
         ranks: who writes together, each every so many batches; rank 0 writes the file, which is that of one rank.
         temperature: of the answers, above 0. The lower it is, the more likely and the more alike they are.
-        openings: texts with which the user's turns of a batch begin, one after the other, where the model asks itself;
-            "" for none.
+        openings: texts with which the user's turns of every other batch begin, one after the other, where the model
+            asks itself. Such turns go on at the temperature of answers: what is likely is asked.
 
     Raises:
-        InputError: a temperature of 0 or less, no openings, or openings beside prompts, the base has no chat template
+        InputError: a temperature of 0 or less, openings beside prompts or an empty one, the base has no chat template
             or a sliding window, the prompts do not last, or none of `GIVE_UP_AFTER` batches has a dialogue that is new
             and ends.
     """
     if not temperature > 0:
         raise InputError(f"the temperature of answers must be above 0, got {temperature}; 0.01 is as good as none.")
-    if not openings or (prompts is not None and any(openings)):
-        raise InputError(f"openings are of prompts that the base writes itself, at least one text, got {openings!r}.")
+    if openings and (prompts is not None or not all(openings)):
+        raise InputError(f"openings are texts, of prompts that the base writes itself, got {list(openings)!r}.")
     ranks = ranks or Alone()
     frame, writer = frame_of(base.tokenizer), Writer(base)
     begun = [frame.opened(base.tokenizer, opening) for opening in openings]
@@ -161,14 +159,16 @@ def _batch(
     temperature: float,
     generator: torch.Generator,
 ) -> list[Pair] | None:
-    """The dialogues of a batch; None if no prompts are left for it. begun: ids with which rows begin, in turns."""
+    """The dialogues of a batch; None if no prompts are left for it. begun: ids with which rows of every other
+    batch begin, in turns.
+    """
     tokenizer, end = writer.base.tokenizer, writer.base.eos_ids[0]
     if prompts is None:
-        rows_begun = [begun[row % len(begun)] for row in range(rows)]
-        turns = _turns(writer, rows_begun, frame.after[0], PROMPT_TOKENS, PROMPT_TEMPERATURE, generator)
-        opened = [ids[len(frame.before) :] for ids in rows_begun]
-        written = zip(opened, turns, strict=True)
-        asked = [tokenizer.decode(opening + turn.ids).strip() for opening, turn in written if turn.ended]
+        opened = bool(begun) and number % 2 == 1
+        each = [begun[row % len(begun)] if opened else frame.before for row in range(rows)]
+        warmth = temperature if opened else PROMPT_TEMPERATURE
+        turns = zip(each, _turns(writer, each, frame.after[0], PROMPT_TOKENS, warmth, generator), strict=True)
+        asked = [tokenizer.decode(ids[len(frame.before) :] + turn.ids).strip() for ids, turn in turns if turn.ended]
     else:
         asked = list(prompts[number * rows : (number + 1) * rows])
         if not asked:

@@ -36,7 +36,7 @@ import torch
 from dgraph import parallel
 from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.questions import read_questions
-from dgraph.evaluate.tasks import TASKS
+from dgraph.evaluate.tasks import TASKS, questions_of
 from dgraph.families import DIFFERENCE
 
 from . import calculations, convert, dialogues
@@ -72,7 +72,7 @@ class Plan:
         seed: of them.
         asked: the first so many of them are asked in the evaluation, and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
-        openings: how its questions begin then, in turns; "" for as it likes.
+        openings: how its questions begin then in every other batch, in turns.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
         variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`); what
             comes of it is data of its own, TASK_renumbered.
@@ -80,7 +80,8 @@ class Plan:
             `calculations`), data of its own, too, TASK_calculations.
         notes: whether solutions keep the notes of their calculations, <<48/2=24>>, and calculations are noted so, too.
         names: whether people have other names, too, where numbers are others (see `rename`).
-        without: JSONL of questions (see `read_questions`) that are not trained on, though the base may write them, too.
+        without: JSONL of questions (see `read_questions`) that are not trained on, though the base may write them, too;
+            nor are those of the tasks.
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
             it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
@@ -103,7 +104,7 @@ class Plan:
     seed: int = 0
     asked: int = 128
     prompts: str | None = None
-    openings: Sequence[str] = ("",)
+    openings: Sequence[str] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, int] = field(default_factory=dict)
     calculations: Mapping[str, int] = field(default_factory=dict)
@@ -213,7 +214,8 @@ class Work:
         if done < plan.dialogues:
             print(f"{done} of {plan.dialogues} dialogues; the same command goes on.")
             return
-        apart = set() if plan.without is None else {question.prompt for question in read_questions(plan.without)}
+        apart = {question.prompt for name in TASKS for question in questions_of(name)}
+        apart |= set() if plan.without is None else {question.prompt for question in read_questions(plan.without)}
         written = read_pairs(path)[: plan.dialogues]
         asked = ({"task": "dialogue", "prompt": pair.prompt} for pair in written[: plan.asked])
         _write(self.out / QUESTIONS, list(asked))

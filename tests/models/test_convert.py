@@ -406,15 +406,28 @@ def test_answers_have_their_own_temperature(folder: Path, tmp_path: Path, monkey
     assert seen == {(dialogues.PROMPT_TOKENS, 1.0), (dialogues.RESPONSE_TOKENS, 0.3)}
 
 
-def test_prompts_begin_with_openings_in_turns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = load_base(str(folder))
-    monkeypatch.setattr(dialogues, "_turns", _counted)
-    dialogues.write(base, tmp_path / "a.jsonl", 6, rows=6, openings=["Who wrote", "", "How many"])
+def test_prompts_of_every_other_batch_begin_with_openings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, warmth = load_base(str(folder)), list[float]()
+
+    def turns(
+        writer: Writer, began: list[list[int]], stop: int, most: int, temperature: float, g: torch.Generator
+    ) -> Any:
+        warmth.append(temperature)
+        return _counted(writer, began, stop, most, temperature, g)
+
+    monkeypatch.setattr(dialogues, "_turns", turns)
+    dialogues.write(base, tmp_path / "a.jsonl", 12, rows=4, temperature=0.6, openings=["Who wrote", "How many"])
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [re.sub(r"turn \d+", "*", prompt) for prompt in prompts] == ["Who wrote*", "*", "How many*"] * 2
-    for openings, given in ((["Who"], ["a b"]), ([], None)):
-        with pytest.raises(InputError, match="openings are of prompts that the base writes itself"):
-            dialogues.write(base, tmp_path / "b.jsonl", 4, given, openings=openings)
+    plain, opened = ["*"] * 4, ["Who wrote*", "How many*"] * 2
+    assert [re.sub(r"turn \d+", "*", prompt) for prompt in prompts] == [*plain, *opened, *plain]
+    assert warmth == [1.0, 0.6, 0.6, 0.6, 1.0, 0.6]
+    dialogues.write(base, tmp_path / "b.jsonl", 4, rows=4, temperature=0.6)
+    assert (tmp_path / "a.jsonl").read_text().startswith((tmp_path / "b.jsonl").read_text())
+    for openings, given in ((["Who"], ["a b"]), (["Who", ""], None)):
+        with pytest.raises(InputError, match="openings are texts, of prompts that the base writes itself"):
+            dialogues.write(base, tmp_path / "c.jsonl", 4, given, openings=openings)
 
 
 def _counted(

@@ -12,7 +12,7 @@ import pytest
 import dgraph
 from dgraph import parallel
 from dgraph.errors import InputError
-from dgraph.evaluate.tasks import TASKS
+from dgraph.evaluate.tasks import TASKS, questions_of
 from dgraph.families import DIFFERENCE
 from models.training import convert, dialogues, stages
 from models.training.pairs import Pair, read_pairs
@@ -86,6 +86,11 @@ def test_dialogues_that_are_asked_are_not_trained_on(
     (tmp_path / "apart.json").write_text(json.dumps(apart))
     run(tmp_path / "apart.json", "dialogues", tmp_path)
     assert read_pairs(tmp_path / "training.jsonl") == [*training[:3], *training[4:]]
+    written = (tmp_path / "dialogues.jsonl").read_text()
+    fact = json.dumps(questions_of("facts", 1)[0].prompt)
+    (tmp_path / "dialogues.jsonl").write_text(written.replace(json.dumps(training[4].prompt), fact))
+    run(plan, "dialogues", tmp_path)
+    assert read_pairs(tmp_path / "training.jsonl") == [*training[:4], *training[5:]], "what a task asks is not learnt"
 
 
 def test_solutions_keep_their_notes_and_people_get_other_names_where_the_plan_says_so(
