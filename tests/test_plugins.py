@@ -108,6 +108,8 @@ class Wait(Pass):
     often: int = 1
     effect = Effect.EXACT
     summary = "waits"
+    def run(self, graph, report):
+        report.did("waited")
 
 @dataclass(frozen=True)
 class Nearby(Region):
