@@ -42,9 +42,8 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
         raise InputError(f"{out} is no run of models.training.convert: no {SETTINGS}, or no {MODEL}/ yet.")
     described = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
     name, mask, data = (described.pop(key) for key in ("base", "mask_token", "data"))
-    for key in ("begin", "own"):  # the difference is one from the base, whatever the run began with and learnt from
-        described.pop(key, None)
-    settings = replace(Settings(**described), rank=0, teacher_share=0.0)
+    described.pop("begin", None)  # the difference is one from the base, whatever the run began with
+    settings = Settings(**described)
     base = load_base(name, mask, device)
     documents = documents_of_files(base, [Path(path) for path in data], settings)
     before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
@@ -57,7 +56,7 @@ def compress(out: Path, folder: Path, megabytes: float, bits: int = 8, device: s
     restored, plain = difference.restore(before, parts, dtype), difference.restore(before, {}, dtype)
     losses: dict[str, float | None] = {}
     autocast = torch.bfloat16 if base.model.device.type == "cuda" else torch.float32
-    conversion = Conversion(base, settings, documents, autocast=autocast)
+    conversion = Conversion(base, replace(settings, rank=0), documents, autocast=autocast)
     for key, weights in (("base", plain), ("converted", made), ("restored", restored)):
         base.model.load_state_dict(weights, strict=False)  # what is tied is not named
         losses[key] = conversion.held_out_loss()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,6 @@ from .data import BLOCK, RESPONSE, Batch, Document
 from .masked_diffusion import masked_diffusion
 from .objective import BLOCKWISE_SHARE, Inputs, Noise, block_diffusion, learning_prompts
 from .pairs import Pair, Pairs, Passes, chat_document, read_pairs, text_documents
-from .teacher import Teacher
 from .trainer import Trainer
 
 FORMS = ("block_causal", "bidirectional")
@@ -59,8 +58,7 @@ class Settings:
         anneal: share of the steps over which the block length doubles from 4 up to `block`, as the warm-up of LLaDA2.0
             grows it (arXiv 2512.15745); 0 for the same length throughout.
         learn_prompts: prompts are masked and learnt, too (see `learning_prompts`).
-        by_rate, complementary, shift, smallest_rate, padding_weight, blockwise, later_weight, ordered: see `Noise`.
-        teacher_share, teacher_temperature: of documents that the base wrote itself, see `Teacher`.
+        by_rate, complementary, shift, smallest_rate, padding_weight, blockwise, later_weight: see `Noise`.
         rows, length: of a batch, in tokens; a document that is longer is left out.
         learnt: tokens of a row that are masked in a step of the form "block_causal", clean copies aside.
         rate: peak of the learning rate, reached after 100 steps; it falls to zero at the last.
@@ -83,9 +81,6 @@ class Settings:
     padding_weight: float = 0.2
     blockwise: float = BLOCKWISE_SHARE
     later_weight: float = 1.0
-    ordered: float = 0.0
-    teacher_share: float = 0.0
-    teacher_temperature: float = 1.0
     rows: int = 48
     length: int = 1024
     learnt: int = 512
@@ -104,9 +99,6 @@ class Settings:
             "shift": (self.shift in (0, 1), "0 or 1"),
             "blockwise": (0 <= self.blockwise <= 1, "in [0, 1]"),
             "later_weight": (self.later_weight >= 0, "at least 0"),
-            "ordered": (0 <= self.ordered <= (not self.by_rate), "in [0, 1], and 0 by rate"),
-            "teacher_share": (0 <= self.teacher_share <= 1, "in [0, 1]"),
-            "teacher_temperature": (self.teacher_temperature > 0, "above 0"),
             "length": (self.length > 0 and self.length % BLOCK == 0, f"a multiple of {BLOCK}"),
             "learnt": (0 < self.learnt <= self.length and self.learnt % BLOCK == 0, learnt),
             "steps": (self.steps > 0, "at least 1"),
@@ -254,13 +246,6 @@ def write_model(base: Base, settings: Settings, folder: Path, dtype: torch.dtype
     base.tokenizer.save(folder)
 
 
-def _teacher(base: Base, settings: Settings, dtype: torch.dtype, own: Collection[int]) -> Teacher | None:
-    if not settings.teacher_share:
-        return None
-    model = Adopted(base.model.to(dtype).requires_grad_(False))
-    return Teacher(model, settings.teacher_share, settings.teacher_temperature, frozenset(own))
-
-
 class Conversion:
     """A base on its way.
 
@@ -273,11 +258,6 @@ class Conversion:
         times: see `Passes`.
         ranks: who trains it together, each on a part of every batch's rows. Weights are those of one rank, but for the
             order of sums.
-        teacher: the base as it was, another copy of it; None where `settings` ask for none.
-        own: numbers of the files that the base wrote itself, which it teaches.
-
-    Raises:
-        InputError: no document that fits into a row, or a teacher is asked for and there is none, or nothing for it.
 
     Attributes:
         trainer: its `done` is the number of steps so far.
@@ -293,12 +273,8 @@ class Conversion:
         autocast: torch.dtype = torch.bfloat16,
         times: Mapping[int, float] = MappingProxyType({}),
         ranks: Group | None = None,
-        teacher: Base | None = None,
-        own: Collection[int] = (),
     ) -> None:
         self.base, self.settings, self.ranks = base, settings, ranks or Alone()
-        if settings.teacher_share and (teacher is None or not own):
-            raise InputError("teacher_share is of documents that the base wrote itself, and there are none; see --own.")
         training, held_out = divide(documents, settings.held_out, settings.seed)
         self.data = Passes(training, settings.rows, settings.length, settings.seed, times)
         self.held_out = Pairs(held_out, HELD_OUT_ROWS, settings.length, settings.seed)
@@ -307,7 +283,7 @@ class Conversion:
             generator = torch.Generator().manual_seed(settings.seed)
             low_rank.add_low_rank(base.model, settings.rank, base.mask_id, generator, base.factors)
         if compiled:
-            for layer in [*base.model.model.layers, *(teacher.model.model.layers if teacher else ())]:
+            for layer in base.model.model.layers:
                 layer.compile(dynamic=False)
         decay = 0.0 if settings.rank else settings.decay
         self.trainer = Trainer(
@@ -321,7 +297,6 @@ class Conversion:
             decay=decay,
             autocast=autocast,
             ranks=self.ranks,
-            teacher=None if teacher is None else _teacher(teacher, settings, autocast, own),
         )
         self.generator = torch.Generator(self.trainer.device)
 
@@ -356,7 +331,6 @@ class Conversion:
             padding_weight=0.0,
             blockwise=BLOCKWISE_SHARE,
             later_weight=1.0,
-            ordered=0.0,
             learn_prompts=False,
         )
         total = count = 0.0

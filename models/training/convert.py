@@ -7,8 +7,7 @@ A run is continued by the same command: OUT holds the data it wrote itself (dial
 course (log.csv, loss.png) and, after every session, the model as it then is (model/), which `dgraph generate OUT/model`
 takes. `--minutes` ends a session early. An interrupt loses what came after the last save. Where nothing is left of a
 run but the few megabytes that `models.training.compress` wrote, `--begin` starts a new one with what it learnt. A file
-after which "=0.5" is written comes with every other of its documents in a pass, one with "=2" twice. With
-`--teacher-share`, what the base wrote itself (its dialogues, and files of `--own`) is learnt by its distributions, too.
+after which "=0.5" is written comes with every other of its documents in a pass, one with "=2" twice.
 
 On several GPUs of a host the same run goes faster, each on a part of every batch's rows, and goes on with any number:
 
@@ -197,7 +196,7 @@ def _run(args: argparse.Namespace) -> None:
     began, ranks = time.monotonic(), ranks_of_run(args.device)
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     base = load_base(args.base, args.mask_token, args.device, args.begin)
-    files = [data_of(text) for text in [*args.data, *args.own]]
+    files = [data_of(text) for text in args.data]
     if args.dialogues:
         args.out.mkdir(parents=True, exist_ok=True)
         files.append((args.out / dialogues.FILE, 1.0))
@@ -215,11 +214,8 @@ def _run(args: argparse.Namespace) -> None:
         raise InputError("there is nothing to learn from: give --data FILE, --dialogues N, or both.")
     documents = documents_of_files(base, [path for path, _ in files], settings)
     data = {str(path): {"sha256": _digest(path), "times": n} for path, n in files}
-    own = range(len(args.data), len(files))
-    teacher = load_base(args.base, args.mask_token, args.device) if settings.teacher_share else None
     begun = None if args.begin is None else _digest(args.begin / DIFFERENCE)
     described = {"base": args.base, "mask_token": args.mask_token, **asdict(settings), "data": data, "begin": begun}
-    described |= {"own": [str(files[number][0]) for number in own]}
     folder = Folder(args.out, described, writes=ranks.rank == 0)
     cuda = base.model.device.type == "cuda"
     conversion = Conversion(
@@ -231,8 +227,6 @@ def _run(args: argparse.Namespace) -> None:
         autocast=getattr(torch, args.autocast or ("bfloat16" if cuda else "float32")),
         times={number: times for number, (_, times) in enumerate(files)},
         ranks=ranks,
-        teacher=teacher,
-        own=own,
     )
     left = args.minutes - (time.monotonic() - began) / 60
     with progress("steps", settings.steps, ranks) as tell:
@@ -265,13 +259,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         help='JSONL of {"prompt", "response"} or {"text"}, and how often a pass has a document of it; may repeat',
-    )
-    parser.add_argument(
-        "--own",
-        metavar="FILE[=TIMES]",
-        action="append",
-        default=[],
-        help="as --data, of what the base wrote itself: dialogues of another run",
     )
     parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')

@@ -7,13 +7,13 @@ goes block by block meets it: earlier blocks are clean, later ones all masked, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from .data import EOS_PADDING, RESPONSE, Batch
-from .objective import NOISE, Inputs, Noise, in_order, loss_weights, nearness, places, shifted, weighed
+from .objective import NOISE, SMALLEST_RATE, Inputs, Noise, loss_weights, shifted, weighed
 
 START_SHARE = 0.25
 """Of the documents noised block by block, the share whose current block is all masked, as at its first step."""
@@ -27,57 +27,39 @@ def masked_diffusion(batch: Batch, generator: torch.Generator, noise: Noise = NO
     With complementary masks the rows come twice. The block is that of decoding, drawn from `BLOCK_LENGTHS`.
     """
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    chances = mask_chance(batch, response, generator, noise)
-    chance, later, ordered = chances.chance, chances.later, chances.ordered
+    chance, later = mask_chance(batch, response, generator, noise.blockwise, noise.smallest_rate)
     drawn = torch.rand(chance.shape, generator=generator, device=chance.device)
-    drawn = torch.where(ordered, in_order(chances.place, chances.size), drawn)
     masked = response & (drawn < chance)
     if noise.complementary:
         left_to_chance = (chance > 0) & (chance < 1)  # earlier blocks stay clean, later ones masked
-        other = torch.where(ordered, response & (drawn < 1 - chance), masked ^ left_to_chance)
-        masked = torch.cat((masked, response & torch.where(left_to_chance, other, masked)))
+        masked = torch.cat((masked, response & (masked ^ left_to_chance)))
         chance = torch.cat((chance, torch.where(left_to_chance, 1 - chance, chance)))
-        later, ordered = later.repeat(2, 1), ordered.repeat(2, 1)
+        later = later.repeat(2, 1)
         batch = Batch(**{field.name: getattr(batch, field.name).repeat(2, 1) for field in fields(batch)})
     docs = batch.docs
     weights = loss_weights(batch.kinds, False, noise.padding_weight) * (chance > 0)
     weights = torch.where(later, noise.later_weight * weights, weights)
-    if noise.ordered:
-        copies = len(docs) // len(chances.place)
-        place, size = chances.place.repeat(copies, 1), chances.size.repeat(copies, 1)
-        first = (size * (1 - chance) + 0.5).floor()
-        weights = torch.where(ordered, weights * nearness(place - first), weights)
     weights, scale = weighed(weights, masked, chance.clamp_min(noise.smallest_rate), noise)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return docs[row, query] == docs[row, key]
 
     ids = batch.tokens.masked_fill(masked, noise.mask_id)
-    own = places(docs)
-    inputs = Inputs(ids, batch.positions, visible, batch.tokens, weights, scale, batch.tasks, batch, own)
-    return shifted(inputs, own - 1, docs) if noise.shift else inputs
+    inputs = Inputs(ids, batch.positions, visible, batch.tokens, weights, scale, batch.tasks)
+    if noise.shift == 0:
+        return inputs
+    return shifted(inputs, torch.arange(-1, docs.shape[1] - 1, device=docs.device).expand_as(docs), docs)
 
 
-@dataclass(frozen=True)
-class Chances:
-    """Of each token, all [rows, length]: what its document has drawn for it.
-
-    Attributes:
-        chance: to be masked, were it of a response, f32.
-        later: whether it is in a block after the current one of a document that is noised block by block.
-        ordered: whether it is in a current block that is masked from a token on.
-        place, size: in its block, and of that, i64.
-    """
-
-    chance: Tensor
-    later: Tensor
-    ordered: Tensor
-    place: Tensor
-    size: Tensor
-
-
-def mask_chance(batch: Batch, response: Tensor, generator: torch.Generator, noise: Noise) -> Chances:
-    """How tokens are masked, drawn per document.
+def mask_chance(
+    batch: Batch,
+    response: Tensor,
+    generator: torch.Generator,
+    blockwise: float,
+    smallest_rate: float = SMALLEST_RATE,
+) -> tuple[Tensor, Tensor]:
+    """f32 [rows, length], each token's chance to be masked, were it of a response, drawn per document; and bool of the
+    same shape, whether it is in a block after the current one of a document that is noised block by block.
 
     Without reading a size from the device: no document has fewer than eight tokens, and the last place of each table
     is that of padding, whose document is -1. Rates are spread evenly over the documents of a batch.
@@ -89,8 +71,8 @@ def mask_chance(batch: Batch, response: Tensor, generator: torch.Generator, nois
         return torch.rand(count, generator=generator, device=device)
 
     golden = torch.arange(count, device=device, dtype=torch.float64) * 0.6180339887498949
-    rate = ((golden + uniform()[:1]) % 1).float().clamp_min(noise.smallest_rate)
-    by_block = uniform() < noise.blockwise
+    rate = ((golden + uniform()[:1]) % 1).float().clamp_min(smallest_rate)
+    by_block = uniform() < blockwise
     rate = rate.masked_fill(by_block & (uniform() < START_SHARE), 1.0)
     lengths = torch.tensor(BLOCK_LENGTHS, device=device)
     size = lengths[(uniform() * len(lengths)).long()]
@@ -101,17 +83,9 @@ def mask_chance(batch: Batch, response: Tensor, generator: torch.Generator, nois
     last = _per_document(batch.positions.where(response, -1), docs, count, "amax")
     blocks = torch.minimum(end - first, last - first) // size + 1  # those the answer touches
     current = (uniform() * blocks).long()
-    in_order = uniform() < noise.ordered if noise.ordered else torch.zeros_like(by_block)
-    since = batch.positions - first[docs]
-    block, place = since // size[docs], since % size[docs]
+    block = (batch.positions - first[docs]) // size[docs]
     in_turn = torch.where(block == current[docs], rate[docs], (block > current[docs]).float())
-    return Chances(
-        chance=torch.where(by_block[docs], in_turn, rate[docs]),
-        later=by_block[docs] & (block > current[docs]),
-        ordered=(by_block & in_order)[docs] & (block == current[docs]),
-        place=place,
-        size=size[docs],
-    )
+    return torch.where(by_block[docs], in_turn, rate[docs]), by_block[docs] & (block > current[docs])
 
 
 def _per_document(values: Tensor, docs: Tensor, count: int, reduce: str) -> Tensor:

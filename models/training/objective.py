@@ -8,7 +8,7 @@ Row i predicts its own token, or with a shift the token after it; see `Noise`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ EOS_PADDING_WEIGHT = 0.2
 BLOCKWISE_SHARE = 0.5
 SMALLEST_RATE = 0.02
 """Lower end of the masking rate t, so that 1 / t stays bounded."""
-HALF_AFTER = 4
-"""Where a block is masked from a token on: so many tokens after it, one counts half of what that one does."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,6 @@ class Noise:
             them: earlier blocks clean, later ones all masked.
         later_weight: in these, of tokens in blocks after the current one, which nobody decodes yet; 0 learns the
             current block alone.
-        ordered: share of blocks that are masked from a token on, as a decoder that is mostly right from left to right
-            meets them, t being the share of the block; of a bidirectional model, of the current blocks. The tokens that
-            are committed next count most (`HALF_AFTER`). With complementary masks the second time masks 1 - t of it.
     """
 
     mask_id: int = MASK_ID
@@ -64,7 +59,6 @@ class Noise:
     shift: int = 0
     blockwise: float = BLOCKWISE_SHARE
     later_weight: float = 1.0
-    ordered: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,7 @@ class Inputs:
     """One forward's inputs and its loss: the last `targets.shape[1]` rows predict `targets`.
 
     input_ids, positions i64 [R, T]; targets i64 [R, P]; weights f32 [R, P] (0 where nothing is learnt);
-    scale: what the weighted sum of losses is divided by; tasks i64 [R, P] for the log. clean: the batch that all this
-    is of, R rows of it; origin i64 [R, P]: which token of its row each target is.
+    scale: what the weighted sum of losses is divided by; tasks i64 [R, P] for the log.
     """
 
     input_ids: Tensor
@@ -83,8 +76,6 @@ class Inputs:
     weights: Tensor
     scale: Tensor
     tasks: Tensor
-    clean: Batch
-    origin: Tensor
 
 
 NOISE = Noise()
@@ -106,10 +97,9 @@ def part_of(inputs: Inputs, rank: int, world: int) -> Inputs:
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return of_all(row + first, head, query, key)
 
-    given = (inputs.input_ids, inputs.positions, inputs.targets, inputs.weights, inputs.tasks, inputs.origin)
-    ids, positions, targets, weights, tasks, origin = (each[first:end] for each in given)
-    clean = Batch(**{field.name: getattr(inputs.clean, field.name)[first:end] for field in fields(Batch)})
-    return Inputs(ids, positions, visible, targets, weights, inputs.scale, tasks, clean, origin)
+    given = (inputs.input_ids, inputs.positions, inputs.targets, inputs.weights, inputs.tasks)
+    ids, positions, targets, weights, tasks = (each[first:end] for each in given)
+    return Inputs(ids, positions, visible, targets, weights, inputs.scale, tasks)
 
 
 def loss_weights(kinds: Tensor, with_text_prompts: bool, padding_weight: float = EOS_PADDING_WEIGHT) -> Tensor:
@@ -132,16 +122,10 @@ def next_token(batch: Batch) -> Inputs:
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (docs[row, query] == docs[row, key]) & (key <= query)
 
-    weights, own = loss_weights(batch.kinds, with_text_prompts=True), places(docs)
-    scale = weights.sum()
-    inputs = Inputs(batch.tokens, batch.positions, visible, batch.tokens, weights, scale, batch.tasks, batch, own)
-    inputs = shifted(inputs, own - 1, docs)
+    weights = loss_weights(batch.kinds, with_text_prompts=True)
+    inputs = Inputs(batch.tokens, batch.positions, visible, batch.tokens, weights, weights.sum(), batch.tasks)
+    inputs = shifted(inputs, torch.arange(-1, docs.shape[1] - 1, device=docs.device).expand_as(docs), docs)
     return replace(inputs, scale=inputs.weights.sum())
-
-
-def places(docs: Tensor) -> Tensor:
-    """i64 [R, T], the number of every row of docs i64 [R, T]."""
-    return torch.arange(docs.shape[1], device=docs.device).expand_as(docs)
 
 
 def shifted(inputs: Inputs, before: Tensor, docs: Tensor) -> Inputs:
@@ -158,16 +142,15 @@ def shifted(inputs: Inputs, before: Tensor, docs: Tensor) -> Inputs:
     width = inputs.input_ids.shape[1]
     own = docs[:, width - before.shape[1] :]
     valid = (before >= 0) & (docs.gather(1, before.clamp_min(0)) == own)
-    taken = before.where(valid, width)  # a last column takes what no row predicts
+    places = before.where(valid, width)  # a last column takes what no row predicts
 
     def placed(values: Tensor) -> Tensor:
         room = values.new_zeros(values.shape[0], width + 1)
-        return room.scatter_(1, taken, values)[:, :width]
+        return room.scatter_(1, places, values)[:, :width]
 
     weights = torch.zeros_like(docs, dtype=inputs.weights.dtype)
-    weights = F.pad(weights, (0, 1)).scatter_add_(1, taken, inputs.weights)[:, :width]
-    targets, tasks, origin = (placed(values) for values in (inputs.targets, inputs.tasks, inputs.origin))
-    return replace(inputs, targets=targets, weights=weights, tasks=tasks, origin=origin)
+    weights = F.pad(weights, (0, 1)).scatter_add_(1, places, inputs.weights)[:, :width]
+    return replace(inputs, targets=placed(inputs.targets), weights=weights, tasks=placed(inputs.tasks))
 
 
 def block_diffusion(batch: Batch, noisy_blocks: int, generator: torch.Generator, noise: Noise = NOISE) -> Inputs:
@@ -192,22 +175,12 @@ def block_diffusion(batch: Batch, noisy_blocks: int, generator: torch.Generator,
     strata = torch.randperm(count, generator=generator, device=device)
     rate = (strata + torch.rand(count, generator=generator, device=device)) / count
     rate = rate.clamp_min(noise.smallest_rate).view(rows, noisy_blocks).repeat_interleave(size, 1)
-    learnt = noisy(response)
-    drawn = torch.rand(rate.shape, generator=generator, device=device)
-    ordered = torch.zeros_like(learnt)
-    if noise.ordered:
-        per_block = torch.rand(rows, noisy_blocks, generator=generator, device=device) < noise.ordered
-        ordered = per_block.repeat_interleave(size, 1)
-        drawn = torch.where(ordered, in_order(noisy(batch.positions) % size, size), drawn)
-    masked = learnt & (drawn < rate)
+    masked = noisy(response) & (torch.rand(rate.shape, generator=generator, device=device) < rate)
     if noise.complementary:
-        masked = torch.cat((masked, learnt & torch.where(ordered, drawn < 1 - rate, drawn >= rate)), 1)
+        masked = torch.cat((masked, noisy(response) & ~masked), 1)
         rate = torch.cat((rate, (1 - rate).clamp_min(noise.smallest_rate)), 1)
-        chosen, ordered = chosen.repeat(1, 2), ordered.repeat(1, 2)
+        chosen = chosen.repeat(1, 2)
     targets, weights = noisy(batch.tokens), loss_weights(noisy(batch.kinds), False, noise.padding_weight)
-    if noise.ordered:
-        after = masked.view(rows, -1, size).cumsum(-1).flatten(1) - 1
-        weights = torch.where(ordered, weights * nearness(after), weights)
     weights, scale = weighed(weights, masked, rate, noise)
 
     docs = torch.cat((batch.docs, noisy(batch.docs)), 1)
@@ -222,26 +195,12 @@ def block_diffusion(batch: Batch, noisy_blocks: int, generator: torch.Generator,
         return (docs[row, query] == docs[row, key]) & torch.where(key >= length, itself, earlier)
 
     ids = torch.cat((batch.tokens, targets.masked_fill(masked, noise.mask_id)), 1)
-    tasks, origin = noisy(batch.tasks), noisy(places(batch.docs))
-    inputs = Inputs(ids, positions, visible, targets, weights, scale, tasks, batch, origin)
+    inputs = Inputs(ids, positions, visible, targets, weights, scale, noisy(batch.tasks))
     if noise.shift == 0:
         return inputs
     before = torch.arange(length - 1, docs.shape[1] - 1, device=device).view(1, -1, size).repeat(rows, 1, 1)
     before[:, :, 0] = chosen * size - 1
     return shifted(inputs, before.flatten(1), docs)
-
-
-def in_order(place: Tensor, size: int | Tensor) -> Tensor:
-    """What stands for a draw from [0, 1) where a block is masked from a token on: the later, the sooner masked.
-
-    place: of a token in its block of `size` tokens, both i64 and of shapes that go together.
-    """
-    return (size - place - 0.5) / size
-
-
-def nearness(after: Tensor) -> Tensor:
-    """f32 weight of a token that is so many masked ones after the first masked of its block."""
-    return HALF_AFTER / (HALF_AFTER + after.clamp_min(0))
 
 
 def weighed(weights: Tensor, masked: Tensor, rate: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:

@@ -243,7 +243,7 @@ class Work:
         argv += ["--mask-token", plan.mask_token] if plan.mask_token is not None else []
         argv += ["--begin", plan.begin[name]] if name in plan.begin else []
         for key, file in files.items():
-            argv += ["--own" if key == "dialogues" else "--data", f"{file}={plan.times.get(key, 1.0)}"]
+            argv += ["--data", f"{file}={plan.times.get(key, 1.0)}"]
         for key, value in plan.models[name].items():
             if value is not False:
                 argv += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]

@@ -16,7 +16,6 @@ from dgraph.groups import Alone, Group
 from .data import KIND_NAMES, Batch
 from .model import Mask
 from .objective import Inputs, dense_mask, part_of, token_losses
-from .teacher import Teacher, taught_losses
 from .tokenizer import EOS_ID
 
 LogLine = dict[str, Any]
@@ -52,9 +51,8 @@ class Trainer:
 
     A phase is over after `steps` or `minutes`, whichever comes first, and the rate follows what is closer to its end.
     `dense` asks for dense masks (any device), else FlexAttention's; `compiled` compiles the loss and the masks.
-    `decay`: of matrices. `autocast`: what matrix products are computed in. `teacher`: whose distributions are learnt in
-    a step, too. Only parameters that ask for a gradient are trained. Of several `ranks` each takes a part of a batch's
-    rows, and gradients are added: a step is that of one.
+    `decay`: of matrices. `autocast`: what matrix products are computed in. Only parameters that ask for a gradient are
+    trained. Of several `ranks` each takes a part of a batch's rows, and gradients are added: a step is that of one.
 
     Attributes:
         done: steps so far.
@@ -74,21 +72,19 @@ class Trainer:
         decay: float = 0.1,
         autocast: torch.dtype = torch.bfloat16,
         ranks: Group | None = None,
-        teacher: Teacher | None = None,
     ) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in self.trained if p.dim() == 2]
         vectors = [p for p in self.trained if p.dim() != 2]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.model, self.steps, self.minutes, self.dense = model, steps, minutes, dense
-        self.autocast, self.ranks, self.teacher = autocast, ranks or Alone(), teacher
+        self.autocast, self.ranks = autocast, ranks or Alone()
         self.peak, self.final, self.warmup = peak, final, min(warmup, max(1, steps // 10))
         self.device = model.lm_head.weight.device
         cuda = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=cuda)
         self.block_mask: Callable[..., Any] = torch.compile(create_block_mask) if compiled else create_block_mask
         self.losses: Callable[..., Tensor] = torch.compile(token_losses) if compiled else token_losses
-        self.taught: Callable[..., Tensor] = torch.compile(taught_losses) if compiled else taught_losses
         self.done, self.clock = 0, 0.0
         self.began = time.perf_counter()
 
@@ -131,20 +127,14 @@ class Trainer:
             return dense_mask(inputs.visible, rows, length, self.device)
         return self.block_mask(inputs.visible, rows, None, length, length, device=self.device)
 
-    def forward(self, inputs: Inputs, teacher: Teacher | None = None) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """The unweighted loss per row [R, P], 0 where a row has no weight: of such rows no logits are made."""
         learnt = inputs.weights > 0
         chosen = learnt.flatten().nonzero().flatten()
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast != torch.float32):
             hidden = self.model.hidden(inputs.input_ids, inputs.positions, self.mask(inputs))
             rows = hidden[:, -learnt.shape[1] :].flatten(0, 1).index_select(0, chosen)  # whose gradient is quick to add
-            targets, head = inputs.targets.flatten()[chosen], self.model.lm_head.weight
-            if teacher is None:
-                losses = self.losses(rows[None], head, targets[None])[0]
-            else:
-                taught = teacher.hidden(inputs, self.mask).flatten(0, 1)[chosen]
-                shares, other = teacher.shares(inputs).flatten()[chosen], teacher.model.lm_head.weight
-                losses = self.taught(rows, head, targets, taught, other, shares, teacher.temperature)
+            losses = self.losses(rows[None], self.model.lm_head.weight, inputs.targets.flatten()[chosen][None])[0]
         return torch.zeros_like(inputs.weights).masked_scatter(learnt, losses)
 
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -156,7 +146,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         inputs = part_of(inputs, self.ranks.rank, self.ranks.world)
-        losses = self.forward(inputs, self.teacher)
+        losses = self.forward(inputs)
         loss = (losses * inputs.weights).sum() / inputs.scale
         loss.backward()
         loss = self._added(loss.detach())

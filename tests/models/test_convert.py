@@ -69,9 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def conversion(folder: Path, settings: Settings, group: Group | None = None) -> Conversion:
     base = load_base(str(folder))
-    teacher = load_base(str(folder)) if settings.teacher_share else None
-    documents = documents_of(base, pairs(), settings)
-    return Conversion(base, settings, documents, autocast=torch.float32, ranks=group, teacher=teacher, own=[0])
+    return Conversion(base, settings, documents_of(base, pairs(), settings), autocast=torch.float32, ranks=group)
 
 
 VARIANTS = {
@@ -79,7 +77,6 @@ VARIANTS = {
     "low rank": replace(SMALL, rank=2),
     "bidirectional": replace(SMALL, form="bidirectional", learn_prompts=True),
     "annealed": replace(SMALL, anneal=0.5, by_rate=True, complementary=True),
-    "taught": replace(SMALL, complementary=True, shift=1, ordered=0.5, teacher_share=0.5, teacher_temperature=0.7),
 }
 
 
@@ -104,7 +101,7 @@ def test_a_run_that_is_continued_makes_the_weights_of_one_that_is_not(
     assert whole.held_out_loss() == part.held_out_loss() != conversion(folder, settings).held_out_loss()
 
 
-@pytest.mark.parametrize("variant", ["low rank", "bidirectional", "annealed", "taught"])
+@pytest.mark.parametrize("variant", ["low rank", "bidirectional", "annealed"])
 def test_ranks_train_the_weights_of_one(variant: str, folder: Path) -> None:
     settings = VARIANTS[variant]
     alone = conversion(folder, settings)
@@ -500,25 +497,3 @@ def test_the_table_of_objectives_is_trained_once(
     two = [{"arm": "a", "form": "f", "held_out_loss": value} for value in (1.0, 2.0)]
     assert ablate.render(two).endswith("| a | f | 2 | 1.5 (1 to 2) | - | - | - |")
     assert all(replace(SMALL, **changes) for changes in ablate.ARMS.values())
-
-
-@pytest.mark.parametrize("form", ["block_causal", "bidirectional"])
-def test_a_teacher_says_of_each_token_what_the_base_would_after_all_before_it(form: str, folder: Path) -> None:
-    settings = replace(VARIANTS["taught"], form=form)
-    run = conversion(folder, settings)
-    trainer, teacher = run.trainer, run.trainer.teacher
-    assert teacher is not None
-    batch = run.data[0]
-    inputs = run._inputs(batch, settings, settings.noise(run.base.mask_id), 0)
-    hidden = teacher.hidden(inputs, trainer.mask)
-    taught = teacher.shares(inputs) * (inputs.weights > 0)
-    assert set(taught.unique().tolist()) == {0.0, 0.5}
-    plain = load_base(str(folder)).model.eval()
-    for row, place in taught.nonzero().tolist()[::7]:
-        at = int(inputs.origin[row, place])
-        document = inputs.clean.docs[row] == inputs.clean.docs[row, at]
-        before = inputs.clean.tokens[row][document][: int(inputs.clean.positions[row, at])]
-        expected = plain(before[None]).logits[0, -1]
-        torch.testing.assert_close(teacher.model.lm_head(hidden[row, place]), expected, rtol=1e-4, atol=1e-4)
-        assert int(inputs.clean.tokens[row, at]) == int(inputs.targets[row, place])
-        assert int(inputs.clean.kinds[row, at]) == RESPONSE

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.training.data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch
-from models.training.masked_diffusion import mask_chance, masked_diffusion
+from models.training.masked_diffusion import masked_diffusion
 from models.training.model import TinyModel
 from models.training.objective import (
     Inputs,
@@ -20,7 +20,6 @@ from models.training.objective import (
     dense_mask,
     learning_prompts,
     next_token,
-    part_of,
     token_losses,
 )
 from models.training.tokenizer import USER_ID
@@ -98,66 +97,6 @@ def test_complementary_masks_show_every_response_token_once(objective: Objective
     if objective is whole:
         assert torch.equal(first | second, response_of(batch))
     assert float(inputs.scale) == pytest.approx(2 * float(alone.scale), rel=1e-6)
-
-
-@pytest.mark.parametrize("complementary", [False, True])
-def test_ordered_blocks_are_masked_from_a_token_on(complementary: bool) -> None:
-    """The first that is masked counts most, half of that four tokens after it, and so on; copies share the block."""
-    batch, noise = small_batch(), replace(NOISE, by_rate=False, padding_weight=1.0, ordered=1.0)
-    inputs = by_blocks(batch, replace(noise, complementary=complementary))
-    ids, targets, weights = (
-        x[:, -inputs.targets.shape[1] :] for x in (inputs.input_ids, inputs.targets, inputs.weights)
-    )
-    prompt = (ids == targets) & (batch.kinds.gather(1, inputs.origin) == PROMPT)
-    masked = [row for each in (ids == MASK).view(-1, BLOCK) for row in [each] if each.any()]
-    assert len(masked) > 2
-    for seen, weight in zip((ids == MASK).view(-1, BLOCK), weights.reshape(-1, BLOCK), strict=True):
-        count = int(seen.sum())
-        assert bool(seen[BLOCK - count :].all()), "the last ones are masked"
-        assert torch.equal(weight[seen], 4 / (4 + torch.arange(count)))
-        assert not weight[~seen].any()
-    assert not (prompt & (ids == MASK)).any()
-    if complementary:
-        first, second = (ids == MASK).view(len(ids), 2, -1, BLOCK).sum(-1).unbind(1)
-        whole = response_of(batch).gather(1, inputs.origin).view(len(ids), 2, -1, BLOCK)[:, 0].all(-1)
-        assert whole.any()
-        assert bool(((first + second)[whole] - BLOCK).abs().le(1).all())
-    plain = by_blocks(batch, replace(noise, ordered=0.0))
-    assert not torch.equal(plain.input_ids, by_blocks(batch, noise).input_ids)
-
-
-@pytest.mark.parametrize("complementary", [False, True])
-def test_ordered_current_blocks_of_a_bidirectional_model(complementary: bool) -> None:
-    batch = small_batch()
-    noise = replace(NOISE, by_rate=False, padding_weight=1.0, ordered=1.0, blockwise=1.0, complementary=complementary)
-    checked = 0
-    for seed in range(20):
-        drawn = mask_chance(batch, response_of(batch), torch.Generator().manual_seed(seed), noise)
-        inputs = masked_diffusion(batch, torch.Generator().manual_seed(seed), noise)
-        for ids, weights in zip(
-            inputs.input_ids.split(len(batch.docs)), inputs.weights.split(len(batch.docs)), strict=True
-        ):
-            for document in range(int(batch.docs.max()) + 1):
-                current = (batch.docs == document) & drawn.ordered & response_of(batch)
-                masked, place = ids[current] == MASK, drawn.place[current]
-                if not masked.any():
-                    continue
-                after = place - place[masked].min()
-                assert torch.equal(masked, after >= 0)
-                assert torch.equal(weights[current][masked], 4 / (4 + after[masked]))
-                checked += 1
-    assert checked > 20
-
-
-@EVERY
-def test_each_target_is_a_token_of_the_batch(objective: Objective) -> None:
-    for shift in (0, 1):
-        inputs = objective(small_batch(), replace(NOISE, complementary=True, shift=shift))
-        learnt = inputs.weights > 0
-        assert inputs.clean.tokens.shape[0] == inputs.input_ids.shape[0]
-        assert torch.equal(inputs.clean.tokens.gather(1, inputs.origin)[learnt], inputs.targets[learnt])
-        part = part_of(inputs, 1, 2)
-        assert torch.equal(part.clean.tokens.gather(1, part.origin)[part.weights > 0], part.targets[part.weights > 0])
 
 
 @pytest.mark.parametrize("block", [8, BLOCK])

@@ -132,8 +132,8 @@ def test_a_run_gets_the_settings_and_the_mixture_of_the_plan(
     assert [args.out for args in seen] == [tmp_path / name for name in MODELS]
     for args, settings in zip(seen, MODELS.values(), strict=True):
         assert {key: getattr(args, key) for key in settings} == settings
-        assert [convert.data_of(text) for text in args.own] == [(tmp_path / "training.jsonl", 1.0)]
         assert [convert.data_of(text) for text in args.data] == [
+            (tmp_path / "training.jsonl", 1.0),
             (tmp_path / "gsm8k.jsonl", 0.5),
             (tmp_path / "gsm8k_renumbered.jsonl", 2.0),
             (tmp_path / "gsm8k_calculations.jsonl", 1.0),

@@ -103,9 +103,9 @@ def test_only_responses_are_masked_and_weighed(share: float) -> None:
 def test_joint_noise_has_one_rate_per_document() -> None:
     batch = small_batch(20)
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    drawn = mask_chance(batch, response, torch.Generator().manual_seed(0), Noise(blockwise=0.0))
-    assert not drawn.later.any()
-    rates = [drawn.chance[rows_of(batch, number)] for number in range(60)]
+    chance, later = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=0.0)
+    assert not later.any()
+    rates = [chance[rows_of(batch, number)] for number in range(60)]
     assert all(bool((rate == rate[0]).all()) for rate in rates)
     first = torch.stack([rate[0] for rate in rates])
     assert first.mean() == pytest.approx(0.5, abs=0.05)  # spread evenly, so closer than chance would give
@@ -116,8 +116,7 @@ def test_joint_noise_has_one_rate_per_document() -> None:
 def test_blockwise_noise_is_what_block_by_block_decoding_meets() -> None:
     batch = small_batch(40)
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    drawn = mask_chance(batch, response, torch.Generator().manual_seed(0), Noise(blockwise=1.0))
-    chance, after = drawn.chance, drawn.later
+    chance, after = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=1.0)
     starts = set()
     for number in range(120):
         row, column = rows_of(batch, number)
@@ -140,8 +139,8 @@ def test_blockwise_noise_is_what_block_by_block_decoding_meets() -> None:
 def test_blocks_after_the_current_one_count_as_much_as_is_said() -> None:
     batch = small_batch(40)
     response = (batch.kinds == RESPONSE) | (batch.kinds == EOS_PADDING)
-    drawn = mask_chance(batch, response, torch.Generator().manual_seed(0), Noise(blockwise=1.0))
-    later = drawn.later & response
+    _, later = mask_chance(batch, response, torch.Generator().manual_seed(0), blockwise=1.0)
+    later = later & response
     assert later.any()
 
     def inputs(weight: float, complementary: bool = False) -> Inputs:
