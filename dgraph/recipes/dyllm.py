@@ -20,8 +20,7 @@ from dgraph.spec import ModelSpec
 
 @costing(
     Cost("tiny_sdar", "its tasks", 100, 0.0, None, 1, "dyllm"),
-    Cost("smol_sdar", "GSM8K", 1319, -1.9, (-3.5, -0.3), 1.07, "smol"),
-    Cost("another smol_sdar", "GSM8K", 1319, +1.4, (-0.2, 2.9), 1.05, "smol"),
+    Cost("three conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.3, (-0.9, 0.4), 1.05, "smol"),
 )
 @caching
 def dyllm(

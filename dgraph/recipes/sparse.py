@@ -199,8 +199,7 @@ def adaptive_rows(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"),
-    Cost("smol_sdar", "GSM8K", 1319, +0.2, (-1.7, 2.0), 1.05, "smol"),
-    Cost("another smol_sdar", "GSM8K", 1319, -0.1, (-1.9, 1.7), 1.05, "smol"),
+    Cost("three conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.5, (-1.2, 0.2), 1.05, "smol"),
 )
 @caching
 def dllm_serve(
@@ -250,8 +249,7 @@ def dllm_serve(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"),
-    Cost("smol_sdar", "GSM8K", 1319, -3.2, (-5.0, -1.4), 1.03, "smol"),
-    Cost("another smol_sdar", "GSM8K", 1319, -1.1, (-2.8, 0.6), 1.03, "smol"),
+    Cost("three conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -2.0, (-2.7, -1.3), 1.04, "smol"),
 )
 @caching
 def sparse_dllm(
