@@ -349,10 +349,19 @@ class Engine:
     ) -> list[Answer]:
         """Ask several questions at once, a prompt and labels each; see `decide`. All of them are queued or, where this
         raises, none.
+
+        Raises:
+            InputError: as `decide`, or something that is no pair.
+            EngineBusy, EngineClosed: as `submit`.
         """
         self._check_room(len(several))
         questions = []
-        for prompt, labels in several:
+        for number, pair in enumerate(several):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise InputError(
+                    f"question {number} is a prompt and its labels, as ([5, 6], [[1], [2]]), got {pair!r}."
+                )
+            prompt, labels = pair
             ids = self._encode(prompt) if isinstance(prompt, str) else prompt
             questions.append(Question.of(self.spec, ids, labels, before, after, self.max_tokens))
         with self._wake:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,8 @@ def check_stops(stops: Sequence[str]) -> None:
     """Raises `InputError` for one string in the place of several, for something else than a string, or an empty one."""
     if isinstance(stops, str):
         raise InputError(f"stop strings are a list, got the string {stops!r}; wrap it in a list.")
+    if not isinstance(stops, Iterable):
+        raise InputError(f"stop strings are a list, got {stops!r}.")
     for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise InputError(f"a stop string is a text of at least one character, got {stop!r}.")

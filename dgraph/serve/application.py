@@ -56,6 +56,7 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
 
 
 def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 as long as no engine has died."""
@@ -65,6 +66,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
     async def ping() -> Response:
         return await health()
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while the server takes requests: not while it loads, and not while it shuts down."""

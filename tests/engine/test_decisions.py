@@ -111,6 +111,9 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
         ):
             with pytest.raises(InputError, match=message):
                 engine.decide(prompt, labels, **more)
+        for pair in ([[1]], ([1], [[2]], 3), 5):
+            with pytest.raises(InputError, match=r"question 1 is a prompt and its labels, as .*, got "):
+                engine.decide_all([([1], [[2]]), pair])  # type: ignore[list-item]
         with engine._wake:  # the engine waits meanwhile
             asked = [engine.decide([1], [[2], [3]]) for _ in range(2)]
             with pytest.raises(EngineBusy, match="2 requests wait, of 2 that may"):

@@ -50,6 +50,7 @@ def test_what_is_the_default_is_not_written() -> None:
         ),
         ({"min_tokens": True}, InputError, r"min_tokens must be from 0 to max_new_tokens \(128\), got True"),
         ({"stop": "end"}, InputError, "stop strings are a list"),
+        ({"stop": 5}, InputError, "stop strings are a list, got 5"),
         ({"stop": [""]}, InputError, "at least one character"),
         ({"threshold": 0.5, "steps": 3}, InputError, "either threshold"),
         ({"policy": "lada"}, UnknownName, "Did you mean 'llada'"),

@@ -126,6 +126,14 @@ def test_a_policy_comes_back_from_json(policy: DecodeRule) -> None:
     assert set(value) - {"sampler"} == {"rule", *options_of(value["rule"])}
 
 
+def test_a_rule_without_a_name_has_no_form_in_json() -> None:
+    class Mine(DecodeRule):
+        pass
+
+    with pytest.raises(InputError, match="Mine has no name, so no form in JSON"):
+        Mine().to_json()
+
+
 def test_what_a_rule_works_out_for_itself_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Twice(ConfidenceThreshold):

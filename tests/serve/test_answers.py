@@ -233,6 +233,7 @@ def test_what_is_served(http: httpx.Client) -> None:
     assert refused(http.get("/v1/models/gpt"), 404)["code"] == "model_not_found"
     assert http.get("/version").json() == {"version": dgraph.__version__}
     assert [http.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200] * 3
+    assert [http.head(path).status_code for path in ("/health", "/ready")] == [200] * 2, "as some balancers ask"
 
 
 def test_the_page_and_its_parts(http: httpx.Client) -> None:

@@ -201,7 +201,14 @@ class DecodeRule:
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """Its name under "rule" and its settings; `policy_of(**value)` gives an equal policy."""
+        """Its name under "rule" and its settings; `policy_of(**value)` gives an equal policy.
+
+        Raises:
+            InputError: its class has no name, by which it would be found again.
+        """
+        if getattr(self, "name", None) is None:
+            kind = type(self).__name__
+            raise InputError(f"{kind} has no name, so no form in JSON; give the class name = ..., and register it.")
         values = asdict(replace(self, sampler=None))
         found = {"rule": self.name, **{f.name: values[f.name] for f in fields(self) if f.init and f.name != "sampler"}}
         return found if self.sampler is None else {**found, "sampler": self.sampler.to_json()}
