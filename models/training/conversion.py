@@ -184,10 +184,14 @@ def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings, task: in
     """
     rng, stop = random.Random(f"blocks {settings.seed}"), base.eos_ids[0]
     found: list[Document] = []
+    framed = [pair for pair in pairs if pair.prompt]
+    prompts = base.tokenizer.encode_prompts([pair.prompt for pair in framed])
+    responses = base.tokenizer.encode_texts([pair.response for pair in framed])
+    encoded = zip(prompts, responses, strict=True)
     for prompt, response, ended in pairs:
         if prompt:
             more = rng.randint(0, MORE_BLOCKS) if settings.form == "bidirectional" else 0
-            found.append(chat_document(base.tokenizer, prompt, response, stop, task, more=more, ended=ended))
+            found.append(chat_document(*next(encoded), stop, task, more=more, ended=ended))
         else:
             found += text_documents(base.tokenizer, response, stop, settings.length, task)
     return [document for document in found if RESPONSE in document.kinds]

@@ -176,7 +176,7 @@ def _batch(
     asked = [prompt for prompt in dict.fromkeys(asked) if prompt]
     if not asked:
         return []
-    began = [tokenizer.encode(prompt) for prompt in asked]
+    began = tokenizer.encode_prompts(asked)
     answers = _turns(writer, began, end, RESPONSE_TOKENS, temperature, generator)
     texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     found = zip(asked, texts, answers, strict=True)

@@ -80,21 +80,19 @@ def _pair(line: str) -> Pair | None:
 
 
 def chat_document(
-    tokenizer: ChatTokenizer,
-    prompt: str,
-    response: str,
+    before: list[int],
+    after: list[int],
     eos_id: int,
     task: int = 0,
     block: int = BLOCK,
     more: int = 0,
     ended: bool = True,
 ) -> Document:
-    """A prompt in its chat form and a response: whole blocks, filled up with the stop token if it has ended.
+    """Ids of a prompt in its chat form and of a response: whole blocks, filled up with the stop token if it has ended.
 
     task: the number of the file that it is from, for the log. more: blocks of stop tokens after that, as a
     bidirectional model sees them after a short answer.
     """
-    before, after = tokenizer.encode(prompt), tokenizer.encode_text(response)
     if ended:
         return _ended(before, after, eos_id, task, block, more)
     ids = [*before, *after][: (len(before) + len(after)) // block * block]

@@ -46,17 +46,17 @@ def test_a_document_is_framed_ended_and_fills_its_block() -> None:
     tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
     assert tokenizer is not None
     before, after = tokenizer.encode("Sort: b a"), tokenizer.encode_text("Sorted: a b")
-    item = chat_document(tokenizer, "Sort: b a", "Sorted: a b", EOS, task=3)
+    item = chat_document(before, after, EOS, task=3)
     assert len(item.ids) == len(item.kinds) == BLOCK
     assert item.ids == [*before, *after, *[EOS] * (BLOCK - len(before) - len(after))]
     counts = Counter(item.kinds)
     assert (counts[PROMPT], counts[RESPONSE]) == (len(before), len(after) + 1)
     assert item.kinds[-1] == EOS_PADDING
     assert item.task == 3
-    exact = chat_document(tokenizer, "Sort: b a", "Sorted: a b", EOS, block=len(before) + len(after) + 1)
+    exact = chat_document(before, after, EOS, block=len(before) + len(after) + 1)
     assert Counter(exact.kinds)[EOS_PADDING] == 0
     size = len(before) + len(after) - 1
-    cut = chat_document(tokenizer, "Sort: b a", "Sorted: a b", EOS, block=size, ended=False)
+    cut = chat_document(before, after, EOS, block=size, ended=False)
     assert cut.ids == [*before, *after][:size]
     assert cut.kinds == [PROMPT] * len(before) + [RESPONSE] * (len(after) - 1)
 

@@ -123,6 +123,19 @@ def test_special_tokens_that_somebody_types_are_text(name: str) -> None:
     assert tokenizer.decode(tokenizer.encode_text("\U000f5e5e2\U000f5e5f \U000f5e5ex")) != "", "marks are only ours"
 
 
+@pytest.mark.parametrize("name", ["tiny_sdar", "no template"])
+def test_many_are_encoded_as_one_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
+    assert tokenizer is not None
+    monkeypatch.setattr("dgraph.models.tokenizer._AT_ONCE", 3)
+    if name == "no template":
+        tokenizer = FileTokenizer(tokenizer._tokenizer)
+    texts = ["Sort: b a", "", "what <|eos|> is", tokenizer.special[0], "naïve 日本", " a  b\n", "x" * 300]
+    assert tokenizer.encode_prompts(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_texts(texts) == [tokenizer.encode_text(text) for text in texts]
+    assert tokenizer.encode_texts([]) == []
+
+
 def test_the_bytes_of_ids_make_the_text(tmp_path: Path, trained: dict[str, Any]) -> None:
     tokenizer = read_tokenizer(byte_level(tmp_path / "m", trained))
     assert tokenizer is not None
