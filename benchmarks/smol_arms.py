@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,19 +97,20 @@ class Asking:
     def run(self, arms: dict[str, str]) -> None:
         """All of them, or as many as there is time for."""
         self.out.mkdir(parents=True, exist_ok=True)
-        waiting: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        for arm in arms.items():
-            waiting.put(arm)
+        waiting = deque(arms.items())
         threads = [threading.Thread(target=self._work, args=(place, waiting)) for place in self.places]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self.failed += [name for name, _ in iter(lambda: _next(waiting), None)]
+        self.failed += [name for name, _ in waiting]
 
-    def _work(self, place: dict[str, str], waiting: queue.SimpleQueue[tuple[str, str]]) -> None:
-        while time.monotonic() < self.until and (arm := _next(waiting)) is not None:
-            name, options = arm
+    def _work(self, place: dict[str, str], waiting: deque[tuple[str, str]]) -> None:
+        while time.monotonic() < self.until:
+            try:
+                name, options = waiting.popleft()
+            except IndexError:
+                return
             with (self.out / f"{name}.log").open("a") as log:
                 argv = [*self.command, *options.split(), "--out", str(self.out / f"{name}.jsonl")]
                 process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **place})
@@ -122,13 +123,6 @@ class Asking:
             if status:
                 self.failed.append(name)
             self.tell(name, status)
-
-
-def _next(waiting: queue.SimpleQueue[tuple[str, str]]) -> tuple[str, str] | None:
-    try:
-        return waiting.get_nowait()
-    except queue.Empty:
-        return None
 
 
 def places(device: str, each: int) -> list[dict[str, str]]:
