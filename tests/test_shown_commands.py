@@ -26,7 +26,7 @@ TEXTS = {str(file.relative_to(ROOT)): file.read_text("utf-8") for file in FILES 
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 SHOWN = re.compile(r"\bdgraph (?=[a-z])[^`\n]*|-m (?:dgraph|benchmarks|models)[.\w]*[^`\n]*")
 NO_COMMAND = re.compile(r"\s#\s|&&|\sand\s|\s{3,}(?!-)")
-ELSEWHERE = {"--nproc-per-node", "--tasks"}
+ELSEWHERE = {"--nproc-per-node", "--no-deps", "--tasks"}
 """Options of other programs, beside those with an underscore."""
 BORROWED = ("dgraph.evaluate.harness",)
 """Scripts whose options are those of a package that need not be installed."""

@@ -113,10 +113,7 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
     if messages is not None and not _are_turns(messages):
         raise InputError('messages are a list of {"role": TEXT, "content": TEXT}, at least one')
     decoding = {name: value for name, value in said.items() if name not in OWN and value is not None}
-    try:
-        return Question(id, index, prompt, messages, usual.changed(decoding), line)
-    except TypeError as error:
-        raise InputError(f"a field has a value of another kind than its own ({error})") from None
+    return Question(id, index, prompt, messages, usual.changed(decoding), line)
 
 
 def _are_ids(prompt: Any) -> bool:

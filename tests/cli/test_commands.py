@@ -164,7 +164,7 @@ def test_recipes_passes_and_models(run: Run) -> None:
     assert [r["recipe"] for r in found] == list(dgraph.RECIPES)
     assert found[1]["options"]["alpha"] == 1.5
     assert all(r["summary"].endswith(".") for r in found)
-    assert [cost["page"] for cost in found[1]["costs"]] == ["focus", "hard", "smol", "smol"]
+    assert [cost["page"] for cost in found[1]["costs"]] == ["focus", "hard", "smol"]
     assert found[0]["costs"] == [], "dense is what the others are compared with"
     policies = one_object(run("policies", "--json"))["policies"]
     assert [p["policy"] for p in policies if not p["summary"].endswith((".", " as published"))] == []

@@ -68,7 +68,7 @@ def test_the_line_that_a_question_keeps_makes_the_same_question_elsewhere(tmp_pa
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'. Did you mean 'temperature'"),
         ({"prompt": "a", "threshold": 2}, "threshold is a probability in (0, 1], got 2"),
         ({"prompt": "a", "max_new_tokens": "8"}, "max_new_tokens must be at least 1, got '8'"),
-        ({"prompt": "a", "stop": 5}, "a field has a value of another kind than its own"),
+        ({"prompt": "a", "stop": 5}, "stop strings are a list, got 5"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:
