@@ -37,6 +37,7 @@ CANVAS_RECIPES = (
 ARMS: dict[str, dict[str, str]] = {
     "smol_sdar": {
         "facts": f"{FACTS} {AT} -r dense -r focus",
+        "facts-sequential": f"{FACTS} --policy sequential -r dense",
         **{f"gsm8k-{r}": f"{ALL} --task gsm8k {AT} -r {r}" for r in RECIPES},
         "gsm8k-sequential": f"{ALL} --task gsm8k --policy sequential -r dense",
         **{f"dialogue-{r}": f"{SDAR} --max-new-tokens 256 --task dialogue {AT} -r {r} --judge base" for r in RECIPES},
@@ -46,6 +47,8 @@ ARMS: dict[str, dict[str, str]] = {
         **{f"bbh-{r}": f"{ALL} --task bbh {AT} -r {r}" for r in ("dense", "focus")},
         "keep": f"{SOME} {AT} -r focus:keep=4 -r focus:keep=4,select=random -r focus:keep=4,select=bottom"
         " -r focus:keep=2 -r focus:keep=8",
+        "keep-signals": f"{SOME} {AT} -r focus:keep=4,signal=importance -r focus:keep=4,after=2"
+        " -r focus:keep=4,signal=importance,after=2 -r focus:keep=8,after=2 -r focus:keep=8,signal=importance,after=2",
         "tau": f"{SOME} {AT} -r dyllm:tau=0.95 -r dyllm:tau=0.98 -r dyllm:tau=0.995 -r dyllm:tau=0.9",
         "ratio-sparse_dllm": f"{SOME} {AT} -r sparse_dllm:ratio=0.75 -r sparse_dllm:ratio=0.25"
         " -r sparse_dllm:ratio=0.9",

@@ -57,5 +57,5 @@ def test_what_there_is_no_time_for_is_ended_or_not_begun(tmp_path: Path) -> None
 def test_an_unknown_arm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["smol_sdar", "--out", str(tmp_path / "out"), "--only", "nothing"])
-    assert "nothing is none of facts, gsm8k-dense" in capsys.readouterr().err
+    assert "nothing is none of facts, facts-sequential" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
