@@ -126,6 +126,28 @@ def test_a_run_becomes_a_folder_that_loads_beside_its_base(run: Path, tmp_path: 
         compress(tmp_path, tmp_path, 1)
 
 
+def test_the_mean_of_folders_is_stored_as_one(run: Path, tmp_path: Path) -> None:
+    one, other, twice, both = (tmp_path / name for name in ("one", "other", "twice", "both"))
+    compress(run, one, megabytes=0.03)
+    compress(run, other, megabytes=0.014)  # the same with less of it
+    compress(run, twice, megabytes=0.03, mean=[one, one])
+    report = compress(run, both, megabytes=0.1, mean=[one, other])
+    weights = [dgraph.load(folder).module.state_dict() for folder in (one, other, twice, both)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    base = difference.tensors_of(load_causal(str(run / "base")).module.model)
+    for name in base:
+        at = f"model.{name}"
+        mean = (weights[0][at] + weights[1][at]) / 2
+        torch.testing.assert_close(weights[2][at], weights[0][at], rtol=0.02, atol=1e-3)
+        torch.testing.assert_close(weights[3][at], mean, rtol=0.02, atol=1e-3)
+    losses = report["held_out_loss"]
+    assert losses["restored"] == pytest.approx(losses["converted"], rel=0.01)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "attention": "bidirectional"}))
+    with pytest.raises(InputError, match=r"other and .*one have different config\.json; give models of one form"):
+        compress(run, both, megabytes=0.1, mean=[one, other])
+
+
 def test_the_base_is_read_once_and_weights_are_made_in_the_dtype_they_are_stored_for(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
