@@ -67,15 +67,18 @@ def arms_table(evaluation: Evaluation) -> Table:
 
 
 def judged_table(evaluation: Evaluation) -> Table:
-    """What the judge says of each arm, with repetition and length; no rows without a judge."""
+    """What the judge says of each arm, with repetition and length; a row per task where there are several, since a
+    dialogue and a sum read quite differently. No rows without a judge.
+    """
+    tasks: list[tuple[str, ...]] = [(task,) for task in evaluation.tasks] if len(evaluation.tasks) > 1 else [()]
     rows: list[tuple[str, ...]] = []
-    for arm in evaluation.arms if evaluation.judge is not None else ():
-        score = evaluation.score(arm)
+    for arm, task in itertools.product(evaluation.arms if evaluation.judge is not None else (), tasks):
+        score = evaluation.score(arm, *task)
         if score.prompts:
             nll = (score.nll_per_token, score.perplexity)
             cells = (*("n/a" if x is None else f"{x:.3f}" for x in nll), percent(score.repetition))
-            rows.append((arm.label, str(score.judged), *cells, number(score.tokens_per_response)))
-    return JUDGED, rows
+            rows.append((arm.label, *task, str(score.judged), *cells, number(score.tokens_per_response)))
+    return (JUDGED if tasks == [()] else (JUDGED[0], "task", *JUDGED[1:])), rows
 
 
 def paired_table(evaluation: Evaluation) -> Table:

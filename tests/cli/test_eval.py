@@ -100,7 +100,9 @@ def test_a_judge_reads_the_responses_once(run: Run, folder: Path, data: Path, ju
     result = run(*command)
     assert result.exit_code == 0, result.stderr
     (table,) = (part for part in result.stdout.split("\n\n") if "perplexity" in part)
-    assert [line.split(";")[0] for line in table.splitlines()[1:]] == ["dense", "focus"]
+    shown = [(line.split(";")[0], line.split()[2]) for line in table.splitlines()[1:]]
+    assert shown == [(arm, task) for arm in ("dense", "focus") for task in ("one", "two")], "a line for each task"
+    assert all(line.split()[3] == "2" for line in table.splitlines()[1:]), "of the responses to it"
     found = json.loads(run(*command, "--json").stdout)
     assert found["judge"]["model"] == judge_folder.name
     for arm in found["arms"]:
