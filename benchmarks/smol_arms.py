@@ -88,6 +88,7 @@ class Asking:
         until: `time.monotonic()` when none is begun any more, and what runs is ended.
         tell: is given the name of each that is over, and its exit status.
         failed: names of those whose status was not 0.
+        late: names of those that time was over for: not begun, or ended.
     """
 
     command: Sequence[str]
@@ -96,6 +97,7 @@ class Asking:
     until: float = float("inf")
     tell: Callable[[str, int], None] = lambda name, status: None
     failed: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
     def run(self, arms: dict[str, str]) -> None:
         """All of them, or as many as there is time for."""
@@ -106,7 +108,7 @@ class Asking:
             thread.start()
         for thread in threads:
             thread.join()
-        self.failed += [name for name, _ in waiting]
+        self.late += [name for name, _ in waiting]
 
     def _work(self, place: dict[str, str], waiting: deque[tuple[str, str]]) -> None:
         while time.monotonic() < self.until:
@@ -123,8 +125,9 @@ class Asking:
                 except subprocess.TimeoutExpired:
                     process.terminate()
                     status = process.wait()
-            if status:
-                self.failed.append(name)
+                    self.late.append(name)
+                else:
+                    self.failed += [name] if status else []
             self.tell(name, status)
 
 
@@ -166,8 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         until = time.monotonic() + 60 * args.minutes
         asking = Asking(command, args.out, places(args.device, args.each), until, tell)
         asking.run(chosen)
-    if asking.failed:
-        raise SystemExit(f"not over: {', '.join(asking.failed)}; their .log says why, and the same command goes on.")
+    why = {"failed, as their .log says": asking.failed, "not over in the time": asking.late}
+    if said := [f"{what}: {', '.join(names)}" for what, names in why.items() if names]:
+        raise SystemExit(f"{'; '.join(said)}. The same command goes on.")
 
 
 if __name__ == "__main__":

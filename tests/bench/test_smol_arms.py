@@ -40,7 +40,7 @@ def test_what_fails_and_what_is_left_is_named(tmp_path: Path) -> None:
     )
     asking.run({"b": "fine", "a": "wrong", "c": "last"})
     assert over == [("b", 0), ("a", 3), ("c", 0)], "in their order"
-    assert asking.failed == ["a"]
+    assert (asking.failed, asking.late) == (["a"], [])
     assert (tmp_path / "a.jsonl").read_text() == "wrong"
     assert (tmp_path / "c.log").read_text() == "said last\n"
 
@@ -50,7 +50,7 @@ def test_what_there_is_no_time_for_is_ended_or_not_begun(tmp_path: Path) -> None
     asking = Asking([sys.executable, "-c", SCRIPT], tmp_path, [{}], until=began + 3)
     asking.run({"first": "long", "second": "fine"})
     assert time.monotonic() - began < 30
-    assert asking.failed == ["first", "second"]
+    assert (asking.failed, asking.late) == ([], ["first", "second"])
     assert not (tmp_path / "second.jsonl").exists()
 
 
