@@ -85,6 +85,8 @@ class Plan:
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
             it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
+        means: by a name of its own, models whose weights are averaged and published as that one (see `compress`): such
+            as differ in `seed` alone.
         megabytes: of a difference, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
         tasks: by a task, how many problems are asked.
@@ -113,6 +115,7 @@ class Plan:
     without: str | None = None
     times: Mapping[str, float] = field(default_factory=dict)
     begin: Mapping[str, str] = field(default_factory=dict)
+    means: Mapping[str, Sequence[str]] = field(default_factory=dict)
     megabytes: float = 10.0
     judge: str = "base"
     tasks: Mapping[str, int] = field(default_factory=dict)
@@ -136,9 +139,13 @@ class Plan:
             ("calculations", self.calculations, list(self.problems)),
             ("times", self.times, ["dialogues", *self.learnt]),
             ("begin", self.begin, list(self.models)),
+            *((f"the mean {name}", names, list(self.models)) for name, names in self.means.items()),
         ):
             if other := [key for key in found if key not in known]:
                 raise InputError(f"{what} names {other[0]!r}, expected one of {', '.join(known)}.")
+        for name, names in self.means.items():
+            if name in self.models or not names:
+                raise InputError(f"a mean has a name of its own and one model at least, got {name!r} of {list(names)}.")
         if not 0 <= self.asked < self.dialogues:
             raise InputError(f"asked must be fewer than the {self.dialogues} dialogues, got {self.asked}.")
 
@@ -250,15 +257,18 @@ class Work:
         convert.main(argv)
 
     def compress(self, name: str) -> None:
-        """Make the difference of a model, and what it loses."""
-        small = self.out / name / SMALL
-        trained = self.out / name / convert.MODEL
-        if not trained.is_dir():
-            raise InputError(f"{trained} is not there yet; run the stage train first.")
-        if (small / REPORT).is_file() and (small / REPORT).stat().st_mtime > _changed(trained):
+        """Make the difference of a model or of a mean, and what it loses."""
+        small, parts = self.out / name / SMALL, self.plan.means.get(name, ())
+        mean = [self.out / part / SMALL for part in parts]
+        made_of = mean or [self.out / name / convert.MODEL]
+        if missing := [folder for folder in made_of if not folder.is_dir()]:
+            before = f"compress --model {missing[0].parent.name}" if mean else "train"
+            raise InputError(f"{missing[0]} is not there yet; run the stage {before} first.")
+        if (small / REPORT).is_file() and (small / REPORT).stat().st_mtime > max(map(_changed, made_of)):
             print(f"{small} is there already.")
             return
-        print(json.dumps(compress(self.out / name, small, self.plan.megabytes, device=self.device)))
+        run = self.out / (parts[0] if parts else name)
+        print(json.dumps(compress(run, small, self.plan.megabytes, device=self.device, mean=mean)))
 
     def evaluate(self, name: str) -> None:
         """Ask the small folder of a model the tasks' problems and the dialogues' prompts; both go on where they were.
@@ -402,9 +412,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise InputError(f"the stage {args.stage} runs in one process; start it without torchrun.")
         plan = Plan.read(args.plan)
         work = Work(plan, args.out, args.device, args.minutes)
-        names = args.model or list(plan.models)
-        if other := [name for name in names if name not in plan.models]:
-            raise InputError(f"{args.plan} has no model {other[0]!r}; it has {', '.join(plan.models)}.")
+        known = [*plan.models, *(plan.means if args.stage != "train" else ())]
+        names = args.model or known
+        if other := [name for name in names if name not in known]:
+            raise InputError(f"{args.plan} has no model {other[0]!r}; it has {', '.join(known)}.")
         if args.stage == "dialogues":
             work.dialogues()
         else:

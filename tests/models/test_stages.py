@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,37 @@ def test_stages_of_one_process_are_refused_on_ranks(
         run(plan, "compress", tmp_path)
 
 
+def test_a_mean_is_made_of_what_is_compressed(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads(plan.read_text()) | {"means": {"both": ["causal", "causal"]}}
+    (tmp_path / "plan.json").write_text(json.dumps(described))
+    seen: list[Any] = []
+
+    def made(*args: Any, **options: Any) -> dict[str, int]:
+        seen.append((*args, options))
+        return {"bytes": 1}
+
+    monkeypatch.setattr(stages, "compress", made)
+    with pytest.raises(SystemExit, match=r"causal.small is not there yet; run the stage compress --model causal first"):
+        run(tmp_path / "plan.json", "compress", tmp_path, "--model", "both")
+    with pytest.raises(SystemExit, match=r"has no model 'both'; it has causal, both_ways\."):
+        run(tmp_path / "plan.json", "train", tmp_path, "--model", "both")
+    small = tmp_path / "causal" / stages.SMALL
+    small.mkdir(parents=True)
+    (small / DIFFERENCE).touch()
+    run(tmp_path / "plan.json", "compress", tmp_path, "--model", "both")
+    out = tmp_path / "both" / stages.SMALL
+    assert seen == [(tmp_path / "causal", out, 0.03, {"device": "cpu", "mean": [small, small]})]
+    out.mkdir(parents=True)
+    (out / "compression.json").touch()
+    os.utime(small / DIFFERENCE, (0, 0))
+    os.utime(small, (0, 0))
+    run(tmp_path / "plan.json", "compress", tmp_path, "--model", "both")
+    assert "is there already" in capsys.readouterr().out
+    assert len(seen) == 1
+
+
 def test_an_evaluation_that_fails_is_told(plan: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = tmp_path / "causal" / stages.SMALL
     small.mkdir(parents=True)
@@ -184,6 +216,9 @@ WRONG = [
     ('{"base": "b", "models": {"m": {}}, "times": {"gsm8k": 1}}', r"times names 'gsm8k', expected one of dialogues\."),
     ('{"base": "b", "models": {"m": {}}, "variants": {"gsm8k": 1}}', r"variants names 'gsm8k', expected one of "),
     ('{"base": "b", "models": {"m": {}}, "dialogues": 5, "asked": 5}', r"asked must be fewer than the 5 dialogues"),
+    ('{"base": "b", "models": {"m": {}}, "means": {"n": ["o"]}}', r"the mean n names 'o', expected one of m\."),
+    ('{"base": "b", "models": {"m": {}}, "means": {"m": ["m"]}}', r"a mean has a name of its own .*got 'm' of"),
+    ('{"base": "b", "models": {"m": {}}, "means": {"n": []}}', r"and one model at least, got 'n' of \[\]"),
     ("{", r"cannot be read"),
 ]
 
