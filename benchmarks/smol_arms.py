@@ -40,6 +40,7 @@ ARMS: dict[str, dict[str, str]] = {
         "facts-sequential": f"{FACTS} --policy sequential -r dense",
         **{f"gsm8k-{r}": f"{ALL} --task gsm8k {AT} -r {r}" for r in RECIPES},
         "gsm8k-sequential": f"{ALL} --task gsm8k --policy sequential -r dense",
+        "gsm8k-surest": f"{ALL} --task gsm8k --policy fixed_steps:steps=32 -r dense",
         **{f"dialogue-{r}": f"{SDAR} --max-new-tokens 256 --task dialogue {AT} -r {r} --judge base" for r in RECIPES},
         **{f"sums-{r}": f"{ALL} --task svamp --task mawps {AT} -r {r}" for r in RECIPES},
         **{f"lower-{r}": f"{ALL} --task gsm8k --threshold 0.7 -r {r}" for r in RECIPES},
@@ -63,7 +64,7 @@ ARMS: dict[str, dict[str, str]] = {
         "rules-parts": f"{SOME} --policy dynamic_threshold --policy sub_blocks --policy hierarchical -r dense",
         "rules-others": f"{SOME} --policy fast_dllm_v2 --policy relative_threshold --policy jetengine_dynamic"
         " --policy hierarchical_remask -r dense",
-        "rules-steps": f"{SOME} --policy dinfer_factor --policy fixed_steps:steps=16 --policy fixed_steps:steps=32"
+        "rules-steps": f"{SOME} --policy dinfer_factor --policy fixed_steps:steps=16"
         " --policy dream_entropy:steps=16,top_k=0 --policy joint_threshold -r dense",
         "sums-lower": f"{ALL} --task svamp --task mawps --threshold 0.7 -r dense -r focus",
     },
