@@ -128,7 +128,8 @@ class Asking:
                     status = process.wait()
                     self.late.append(name)
                 else:
-                    self.failed += [name] if status else []
+                    if status:
+                        self.failed.append(name)
             self.tell(name, status)
 
 

@@ -194,24 +194,25 @@ def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a damaged file, or another base than it was made from.
     """
-    parts, base = read_parts(folder, loaded)
-    return restore(base, parts, getattr(torch, _header(folder)["dtype"]))
+    base = tensors_of(loaded.module.model)
+    return restore(base, read_parts(folder, base), getattr(torch, _header(folder)["dtype"]))
 
 
 def read_factors(folder: Path, loaded: Causal) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """A folder's weights in fp32, and by name those factors of which products are in them; see `read`."""
-    parts, base = read_parts(folder, loaded)
+    base = tensors_of(loaded.module.model)
+    parts = read_parts(folder, base)
     names = [part.removesuffix("/left") for part in parts if part.endswith("/left")]
     return restore(base, parts), {name: _factors(name, parts) for name in names}
 
 
-def read_parts(folder: Path, loaded: Causal) -> tuple[Parts, dict[str, Tensor]]:
-    """What the file of a folder holds, all of which the base has, and the base's weights; see `read`."""
+def read_parts(folder: Path, base: Mapping[str, Tensor]) -> Parts:
+    """What the file of a folder holds, all of which the base has, whose weights are given by name; see `read`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = folder / DIFFERENCE
-    header, base = _header(folder), tensors_of(loaded.module.model)
+    header = _header(folder)
     if digest_of(base) != header["digest"]:
         raise CheckpointError(
             f"{path} is a difference from another {header['base']} than the one that is here; install the version "
@@ -223,7 +224,7 @@ def read_parts(folder: Path, loaded: Causal) -> tuple[Parts, dict[str, Tensor]]:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     if other := sorted({part.rpartition("/")[0] for part in parts} - set(base)):
         raise CheckpointError(f"{path} is damaged: it has {other[0]}, and the base does not.")
-    return parts, base
+    return parts
 
 
 def base_of(folder: Path) -> Causal | None:

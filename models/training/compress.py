@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.causal import Causal, load_causal
 from dgraph.errors import DgraphError, InputError
 from dgraph.families import DIFFERENCE
 from dgraph.models import difference
@@ -62,7 +61,7 @@ def compress(
     base = load_base(name, mask, device)
     documents = documents_of_files(base, [Path(path) for path in data], settings)
     before = {key: value.cpu().clone() for key, value in difference.tensors_of(base.model).items()}
-    made = _mean(mean, load_causal(name, torch.float32)) if mean else read_tensors(out / MODEL)
+    made = _mean(mean, before) if mean else read_tensors(out / MODEL)
     parts = difference.compress(before, made, int(megabytes * MEGABYTE), bits, device)
     base_name = str(Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
     dtype = next(iter(made.values())).dtype
@@ -85,11 +84,11 @@ def compress(
     return report
 
 
-def _mean(folders: Sequence[Path], loaded: Causal) -> dict[str, Tensor]:
-    """The mean of folders' weights, taken in fp32, in bf16."""
+def _mean(folders: Sequence[Path], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of folders' weights, taken in fp32, in bf16. base: the weights of their base."""
     total: dict[str, Tensor] = {}
     for folder in folders:
-        weights, _ = difference.read_factors(folder, loaded)
+        weights = difference.restore(base, difference.read_parts(folder, base))
         total = {name: value + total[name] if total else value for name, value in weights.items()}
     return {name: (value / len(folders)).bfloat16() for name, value in total.items()}
 

@@ -86,7 +86,7 @@ class Plan:
             it is not said.
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
         means: by a name of its own, models whose weights are averaged and published as that one (see `compress`): such
-            as differ in `seed` alone.
+            as begin with the same weights.
         megabytes: of a difference, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
         tasks: by a task, how many problems are asked.
