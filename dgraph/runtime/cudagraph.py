@@ -6,8 +6,10 @@ buckets of a stage use the same buffers, and all graphs of a model the same memo
 after another, and what a stage leaves in its buffers is read before the next step. The first stage's inputs are copied
 whole, before the host has read how many of their rows there are: all that is left to do then is the replay.
 
-A cache that has grown lies elsewhere, so nobody will replay the graphs that read the old one: `GraphPool.keep` lets
-them go. So does a pool that is full with a graph that nobody has replayed for long.
+A cache that has grown is another one, so nobody will replay the graphs that read the old one: `GraphPool.keep` lets
+them go. It may lie where the old one lay, since memory is handed out in pieces of 2 MiB, and a kernel that was told
+how many pages there are finds zeros in those after them: so a cache is known by its place and its size (`place_of`).
+A pool that is full lets a graph go that nobody has replayed for long.
 
 After a cut the host has just read how many rows live on, and the device waits for it. So such a stage copies nothing:
 its graph reads the buffers of the stages before, whose addresses belong to the key, and begins with the gathers of what
@@ -37,8 +39,15 @@ GRAPH_ROWS = 2048
 model so. From 1,024 rows on it is busy for longer than the host takes to launch, and all that is gained is that the
 host is free; a graph of 2,048 holds 96 MiB more (benchmarks/results/serving.md).
 """
+Place = tuple[int, int]
+"""Where a tensor begins in memory, and how many elements it has."""
 IDLE = 16
 """A full pool lets a graph go that was not replayed in the last IDLE * limit runs: recording costs as much as many."""
+
+
+def place_of(value: Tensor) -> Place:
+    """What a graph that was recorded with a tensor knows it by."""
+    return value.data_ptr(), value.numel()  # a shape takes the host longer, and every step asks for each cache
 
 
 class Replay(Protocol):
@@ -75,12 +84,12 @@ class Held:
     """A graph that the pool counts.
 
     Attributes:
-        places: addresses that it reads or writes in place, outside of its buffers.
+        places: of what it reads or writes in place, outside of its buffers.
         forget: removes it from where its owner keeps it.
         used: number of the run that replayed it last.
     """
 
-    places: frozenset[int]
+    places: frozenset[Place]
     forget: Callable[[], object]
     used: int
 
@@ -111,7 +120,7 @@ class GraphPool:
     _anchor: Any = None
     _held: OrderedDict[Held, None] = field(default_factory=OrderedDict)  # the least recently used first
     _runs: int = 0
-    _places: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, Place] = field(default_factory=dict)
 
     @property
     def live(self) -> int:
@@ -119,15 +128,15 @@ class GraphPool:
         return len(self._held)
 
     def keep(self, caches: Mapping[str, Tensor]) -> None:
-        """Say where the caches lie now, by name; graphs that read one where it lay before are let go."""
-        now = {name: cache.data_ptr() for name, cache in caches.items()}
+        """Say what the caches are now, by name; graphs that read what one was before are let go."""
+        now = {name: place_of(cache) for name, cache in caches.items()}
         gone = {place for name, place in self._places.items() if now.get(name, place) != place}
         self._places |= now
         if gone:
             for held in [held for held in self._held if held.places & gone]:
                 self.let_go(held)
 
-    def hold(self, name: str, rows: int, places: Iterable[int], forget: Callable[[], object]) -> Held:
+    def hold(self, name: str, rows: int, places: Iterable[Place], forget: Callable[[], object]) -> Held:
         """Count a graph that was recorded; see `Held`."""
         held = Held(frozenset(places), forget, self._runs)
         self._held[held] = None
@@ -283,7 +292,7 @@ class _GraphStage:
 
         Whoever calls that has just learnt the bucket, and the device waits: so all that can be found before is.
         """
-        places = tuple(slots[slot].data_ptr() for slot in self._placed)
+        places = tuple(place_of(slots[slot]) for slot in self._placed)
         bridged = self._graphs_of_bridge(slots)
         alone = None if self.stage.bridge else self._graphs_alone(slots, places)
         return partial(self._run, slots, places, bridged, alone, self._send_ahead(slots))
@@ -314,7 +323,7 @@ class _GraphStage:
                 if slot in copied and len(slots[slot]) < rows:
                     copied[slot][len(slots[slot]) :].zero_()
 
-    def _graphs_alone(self, slots: Slots, places: tuple[int, ...]) -> _Graphs:
+    def _graphs_alone(self, slots: Slots, places: tuple[Place, ...]) -> _Graphs:
         """By bucket, graphs of the steps that read caches in those places, and other inputs of the shapes of these."""
         return self._alone.setdefault((*places, *(slots[slot].shape for slot in self._whole)), {})
 
@@ -328,7 +337,7 @@ class _GraphStage:
         key: list[Hashable] = []
         for slot in stage.inputs:
             if slot in stage.in_place:
-                key.append(slots[slot].data_ptr())
+                key.append(place_of(slots[slot]))
                 continue
             buffer = slots.fixed.get(slot)
             if buffer is None:
@@ -341,7 +350,7 @@ class _GraphStage:
     def _run(
         self,
         slots: Slots,
-        places: tuple[int, ...],
+        places: tuple[Place, ...],
         bridged: _Graphs | None,
         alone: _Graphs | None,
         sent: _Sent,
@@ -420,5 +429,5 @@ class _GraphStage:
             return None
         ran = self.pool.recorder is not None or not self._warm
         self._warm = True
-        held = self.pool.hold(stage.name, rows, (slots[slot].data_ptr() for slot in stage.in_place), forget)
+        held = self.pool.hold(stage.name, rows, map(place_of, (slots[slot] for slot in stage.in_place)), forget)
         return _Recorded(graph, copied, outputs, buffers, ran, held)

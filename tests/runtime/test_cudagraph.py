@@ -130,6 +130,21 @@ def test_graphs_of_caches_that_have_grown_are_let_go() -> None:
     assert not pool.refused
 
 
+def test_a_cache_that_has_grown_where_it_lies_is_another_one() -> None:
+    """An allocator hands out pieces of 2 MiB, so a few pages more may begin where the old ones did. Bulk copies of a
+    graph that was recorded before take what lies after the old pages for zeros.
+    """
+    pool, room, x = GraphPool(recorder=Recorder), torch.zeros(3, 4), torch.arange(4.0)
+    step = stage_of(pool)
+    for pages in (2, 3, 3):
+        cache = room[:pages].zero_()
+        pool.keep({"k_cache_0": cache})
+        step(cache, x)
+        assert cache.equal(x.expand(pages, 4))
+        assert pool.live == 1
+    assert len(pool.recorded) == 2
+
+
 def test_a_session_lets_graphs_go_when_its_caches_grow(phases: tuple[dgraph.Model, dict[str, dgraph.Graph]]) -> None:
     pool = GraphPool(recorder=Recorder)
     session = recorded_session(phases, pool)
