@@ -339,7 +339,9 @@ class DecodeState(ABC):
         """The transition after a forward of `rows`; returns the committed columns, bool[b, B + 1]: the last stands for
         the position after the block.
 
-        Sequences that took no part stay as they are. noise f32[b, B]: uniform, for policies that draw.
+        Sequences that took no part stay as they are, and so do those with a NaN, but for `broken`: its token may be no
+        token, and the next step may be launched before the host knows.
+        noise f32[b, B]: uniform, for policies that draw.
         """
         before, part = copy.copy(self), self.granted & self.active
         editing, masked, start = edits(policy), self.block_masked, self.start
@@ -349,7 +351,7 @@ class DecodeState(ABC):
         token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
         token_after = read(results.token, following, -1)
         confidence_after = read(results.confidence, following, -math.inf)
-        invalid = confidence.isnan().any(dim=1) | confidence_after.isnan()
+        invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
         candidates = Candidates(
             token=token,
             confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
@@ -377,7 +379,7 @@ class DecodeState(ABC):
         progressed = choose(per_sequence("may_wait", policy, self.kind), candidates.committable, commit & masked)
         masks_left = masked.any(dim=1)
         # Once set it stays set: the host may look only some steps later.
-        self.broken = self.broken | part & (invalid | (masks_left & ~progressed.any(dim=1)))
+        self.broken = self.broken | (part & masks_left & ~progressed.any(dim=1))
 
         self.commit_rows = self.commit_rows + self._own_rows()
         own = rows.sequence == torch.arange(len(self.start), device=masked.device)[:, None]
@@ -408,9 +410,11 @@ class DecodeState(ABC):
         self._advance(masked, policy, block_cache, recommit, settled)
         moved = self.start != start
         self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
-        self._keep(before, ~part)
+        valid = part & ~invalid
+        self._keep(before, ~valid)
+        self.broken = self.broken | invalid
         self.grant()
-        return torch.cat([commit, after[:, None]], dim=1) & part[:, None]
+        return torch.cat([commit, after[:, None]], dim=1) & valid[:, None]
 
     def _keep(self, before: DecodeState, waiting: Tensor) -> None:
         """Undo what a transition did to sequences bool[b]."""

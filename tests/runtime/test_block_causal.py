@@ -229,12 +229,21 @@ def test_a_mask_token_as_an_answer_counts_as_decoded() -> None:
     assert state.masked.tolist() == [[False, False, False, True]]
 
 
-def test_nan_is_found() -> None:
+def test_nan_is_found_and_nothing_of_it_is_committed() -> None:
+    """A kernel gives 2 ** 31 - 1 for the token of a row without numbers, and an embedding on a GPU ends the process at
+    such an id: in the step after this one, which may be launched before the host has read that this one went wrong.
+    """
     state = begin([[1], [2]], 3)
-    rows = state.rows(8)
+    rows, before = state.rows(8), state.canvas[1].clone()
     confidence = torch.tensor([NONE, 0.5, 0.5, 0.5, NONE, 0.5, torch.nan, 0.5])
-    state.apply(rows, RowResults(torch.ones(8).long(), confidence, rows.candidate), ONE, "off", True)
+    token = torch.tensor([1, 1, 1, 1, 1, 1, 2**31 - 1, 1])
+    committed = state.apply(rows, RowResults(token, confidence, rows.candidate), ConfidenceThreshold(0.4), "off", True)
     assert state.broken.tolist() == [False, True]
+    assert committed.any(dim=1).tolist() == [True, False]
+    assert state.canvas[1].equal(before)
+    assert state.masked[1].any()
+    again = state.rows(8)
+    assert (again.sequence[again.live] == 1).sum() == (rows.sequence[rows.live] == 1).sum()
 
 
 def test_seeds_are_a_function_of_what_is_drawn() -> None:
