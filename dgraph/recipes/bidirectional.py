@@ -19,7 +19,7 @@ DKV_VARIANTS = ("decode", "greedy")
 
 @costing(
     Cost("tiny_llada", "hard tasks", 100, +1.0, (-3.0, 5.1), 1.02, "hard"),
-    Cost("smol_llada", "GSM8K", 330, +0.3, (-2.1, 2.8), 1, "smol"),
+    Cost("smol_llada", "GSM8K", 330, -0.3, (-2.8, 2.1), 1.02, "smol"),
 )
 @caching
 def fast_dllm(
@@ -62,7 +62,7 @@ def published_first(spec: ModelSpec) -> str:
 
 @costing(
     Cost("tiny_llada", "its tasks", 200, 0.0, None, 1, "rules"),
-    Cost("smol_llada", "GSM8K", 330, -0.9, (-3.8, 1.9), 1, "smol"),
+    Cost("smol_llada", "GSM8K", 330, +0.6, (-1.9, 3.2), 1.01, "smol"),
 )
 @caching
 def dkv_cache(
@@ -108,7 +108,7 @@ def dkv_cache(
 
 @costing(
     Cost("tiny_llada", "its tasks", 200, -0.5, None, 1, "rules"),
-    Cost("smol_llada", "GSM8K", 330, 0.0, (-2.5, 2.5), 1.01, "smol"),
+    Cost("smol_llada", "GSM8K", 330, -0.3, (-2.5, 1.8), 1.02, "smol"),
 )
 @caching
 def vicinity(

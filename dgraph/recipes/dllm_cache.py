@@ -14,7 +14,7 @@ from dgraph.recipes.dense import GATED, phases_of
 from dgraph.spec import ModelSpec
 
 
-@costing(Cost("smol_llada", "GSM8K", 330, 0.0, (-2.7, 2.7), 1.09, "smol"))
+@costing(Cost("smol_llada", "GSM8K", 330, -0.9, (-3.7, 1.8), 1.12, "smol"))
 @caching
 def dllm_cache(
     spec: ModelSpec,
