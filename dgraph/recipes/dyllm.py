@@ -20,7 +20,7 @@ from dgraph.spec import ModelSpec
 
 @costing(
     Cost("tiny_sdar", "its tasks", 100, 0.0, None, 1, "dyllm"),
-    Cost("four conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.3, (-0.9, 0.3), 1.05, "smol"),
+    Cost("five conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.5, (-1.0, 0.0), 1.05, "smol"),
 )
 @caching
 def dyllm(

@@ -199,7 +199,7 @@ def adaptive_rows(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"),
-    Cost("four conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.4, (-1.0, 0.2), 1.05, "smol"),
+    Cost("six conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.8, (-1.3, -0.3), 1.05, "smol"),
 )
 @caching
 def dllm_serve(
@@ -249,7 +249,7 @@ def dllm_serve(
 
 @costing(
     Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"),
-    Cost("four conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -2.3, (-2.9, -1.6), 1.04, "smol"),
+    Cost("six conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -2.3, (-2.8, -1.8), 1.04, "smol"),
 )
 @caching
 def sparse_dllm(
