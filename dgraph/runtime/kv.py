@@ -16,6 +16,9 @@ from dgraph.spec import ModelSpec
 NO_PAGE = -1
 PARTS = 2
 """Windows of a prompt that a call prefills of one sequence at most, where keys behind a window are let go."""
+SPARE = 32
+"""A pool that may grow gets one page more for so many: batches after the first are seldom of its size to the page, and
+CUDA graphs that read a cache are recorded anew when it has grown."""
 
 
 class KVStore:
@@ -272,7 +275,8 @@ class KVStore:
                     f"{self.limit} are free."
                 )
         if missing > 0:
-            self._grow(self._pages + missing)
+            pages = self._pages + missing
+            self._grow(pages if self.limit is not None else pages + pages // SPARE)
 
     def _take(self, count: int) -> list[int]:
         pages = [self._free.pop() for _ in range(count)]

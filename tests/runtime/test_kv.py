@@ -12,7 +12,7 @@ from torch import Tensor
 from dgraph.errors import DgraphError, InputError
 from dgraph.ops.scales import by_head
 from dgraph.runtime import KVStore
-from dgraph.runtime.kv import check_page_size
+from dgraph.runtime.kv import SPARE, check_page_size
 from dgraph.shapes import InputSpec
 from tests.runtime.fake import caches, fake_spec
 
@@ -72,7 +72,7 @@ def test_pages_are_disjoint_and_come_back() -> None:
     for handle in live:
         kv.free(handle)
     assert kv.free_pages == kv.pages
-    assert kv.pages == most  # freed pages are used again before new ones are made
+    assert most <= kv.pages <= most + most // SPARE  # freed pages are used again before new ones are made
 
 
 def test_it_grows_by_what_is_missing_and_keeps_what_is_there() -> None:
@@ -93,6 +93,19 @@ def test_it_grows_by_what_is_missing_and_keeps_what_is_there() -> None:
     kv.allocate([6])
     assert kv.tensors()["k_cache_0"] is before  # nothing moves while pages are free
     assert kv.page_table([]).shape == (0, 0)
+
+
+def test_a_pool_that_may_grow_has_room_for_a_few_more() -> None:
+    """So that the batch after the first, which is of another size by a few pages, finds the caches that there are."""
+    kv = store(page_size=2)
+    for pages, made in ((64, 66), (66, 66), (67, 69)):
+        (handle,) = kv.allocate([2 * pages])
+        assert (kv.pages, kv.free_pages) == (made, made - pages)
+        kv.free(handle)
+    kv.unlimited()
+    kv.limit = 70
+    (handle,) = kv.allocate([2 * 70])
+    assert kv.pages == 70
 
 
 def test_positions_before_the_first_have_no_pages() -> None:
