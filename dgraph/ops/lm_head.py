@@ -29,7 +29,8 @@ nothing but logits, T and seed: not on batch, chunk or device.
 margin is the difference of the two largest values of p, entropy -sum p log p in nats; both are of p itself
 (T = 1 for temperature 0), whatever was drawn.
 Rows that are no candidates, and padding rows (candidate = False), give token -1, confidence and margin -inf and
-entropy inf; they may hold anything.
+entropy inf; they may hold anything. A candidate whose logits are no numbers gives NaN for the three, and a token that
+may be no id.
 Deterministic. The chunk length may change the last bits of the logits, as it does for any matrix product."""
 
 MASK32 = 0xFFFFFFFF

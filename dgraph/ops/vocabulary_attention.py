@@ -30,7 +30,8 @@ f32[N] of p in nats; soft [N, d]: p @ weight, in the dtype of h. confidence and 
 A draw depends on nothing but x and seed: not on batch, tiles or device. p is rounded to the dtype of h before its
 product with weight; sums are in fp32.
 Padding rows may hold anything, influence no other row, and give best and token -1, confidence -inf, entropy inf and a
-soft of zeros. Deterministic. No tensor of [N, V] exists: x is computed for some ids at a time, with running maxima."""
+soft of zeros. A row whose x are no numbers gives NaN for confidence, entropy and soft, and may give no id.
+Deterministic. No tensor of [N, V] exists: x is computed for some ids at a time, with running maxima."""
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
