@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+COUNTS = (
+    *("finished", "admitted", "preempted", "prompt_tokens", "completion_tokens", "steps", "rows", "padded"),
+    *("refresh_rows", "mixed_rows", "prefix_asked", "prefix_found"),
+)
+"""Fields of `EngineStats` that only grow."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,17 @@ class EngineStats:
         """Share of the prompts' tokens that were in the prefix cache; 0 before the first."""
         return self.prefix_found / self.prefix_asked if self.prefix_asked else 0.0
 
+    def since(self, before: EngineStats) -> EngineStats:
+        """The same, but counted from an earlier moment on."""
+        return replace(self, **{name: _more(getattr(self, name), getattr(before, name)) for name in COUNTS})
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
+
+
+def _more(now: Any, before: Any) -> Any:
+    """What a count, or each of some by name, has grown by."""
+    if not isinstance(now, Mapping):
+        return now - before
+    return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -234,7 +234,7 @@ class Metrics(Collector):
         """Every metric of every model."""
         models = list(self._lifetime.models.values())
         labels = [(model.id, str(place)) for place, model in enumerate(models)]
-        stats = [model.engine.stats for model in models]
+        stats = [model.stats for model in models]
         yield from self._counted(GAUGES, GaugeMetricFamily, labels, stats)
         yield from self._counted(COUNTERS, CounterMetricFamily, labels, stats)
         meters = [self.of(model.id) for model in models]

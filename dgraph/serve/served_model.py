@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dgraph.engine.engine import Engine
+from dgraph.engine.stats import EngineStats
 from dgraph.engine.writer import BROKEN
 from dgraph.errors import InputError
 
@@ -21,7 +22,13 @@ class ServedModel:
 
     def __init__(self, id: str, engine: Engine):
         self.id, self.engine, self.created = id, engine, int(time.time())
+        self._began = engine.stats
         self._pieces: dict[int, str] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done for clients, and how it stands: without what it did before, as its warm-up."""
+        return self.engine.stats.since(self._began)
 
     @property
     def has_text(self) -> bool:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dgraph.cli.app import Imported
+from dgraph.engine.stats import COUNTS
+from dgraph.serve.served_model import ServedModel
 from tests.serve.asking import SORTED, chat
 from tests.serve.live import Live
 
@@ -94,6 +97,26 @@ def test_metrics_say_what_was_served(live: Live, http: httpx.Client) -> None:
     assert value("vllm:inter_token_latency_seconds_count") == 48 - 2
     assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == 0
     assert value("dgraph:steps_total") > 0
+
+
+def test_what_an_engine_did_before_it_is_served_is_no_client_s(live: Live, http: httpx.Client) -> None:
+    """As its warm-up, whose request stood in the counters of a server that nobody had asked anything."""
+    chat(http, max_tokens=8)
+    assert live.settled()
+    engine = next(iter(live.engines.values()))
+    later = ServedModel("later", engine)
+    whole, mine = engine.stats, later.stats
+    assert whole.steps > 0 < sum(whole.finished.values())
+    assert {name for name in COUNTS if any(_numbers(getattr(mine, name)))} == set()
+    assert (mine.pages, mine.budget_fill) == (whole.pages, whole.budget_fill)
+    chat(http, max_tokens=8)
+    assert live.settled()
+    assert sum(later.stats.finished.values()) == later.stats.admitted == 1
+    assert sum(later.stats.rows.values()) > 0
+
+
+def _numbers(value: object) -> list[int]:
+    return list(value.values()) if isinstance(value, Mapping) else [value]  # type: ignore[list-item]
 
 
 def test_the_container_is_made_of_what_there_is() -> None:
