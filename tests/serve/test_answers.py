@@ -172,7 +172,7 @@ def test_a_tokenizer_that_knows_no_bytes(live: Live) -> None:
     class Plain:
         decode = tokenizer.decode
 
-    engine: Any = type("Engine", (), {"tokenizer": Plain()})()
+    engine: Any = type("Engine", (), {"tokenizer": Plain(), "stats": model.engine.stats})()
     plain = ServedModel("plain", engine)
     assert (plain.bytes_of(word), plain.bytes_of(part)) == (b"Sorted", None)
 
