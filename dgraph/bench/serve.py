@@ -159,19 +159,19 @@ def _told(
     engine: Engine, before: EngineStats, served: list[Served], clients: int, warm_up: float, limit: float | None
 ) -> ServedLoad:
     stats, summary = engine.stats, summarise(served, warm_up, limit)
+    mine = stats.since(before)
     came = sorted(s.arrived for s in served)
     span = came[-1] - came[0]
     offered = (len(came) - 1) / span if span > 0 and not clients else None
-    asked = stats.prefix_asked - before.prefix_asked
     return ServedLoad(
         policy=engine.policy,
         clients=clients,
         offered=offered,
         steady=steady(served, clients, warm_up) or summary.requests_per_second,
         summary=summary,
-        refresh_rows=stats.refresh_rows - before.refresh_rows,
-        preempted=stats.preempted - before.preempted,
-        prefix_hit_rate=(stats.prefix_found - before.prefix_found) / asked if asked else 0.0,
+        refresh_rows=mine.refresh_rows,
+        preempted=mine.preempted,
+        prefix_hit_rate=mine.prefix_hit_rate,
         stats=stats,
         served=tuple(served),
     )

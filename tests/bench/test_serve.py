@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.events import Event, Usage
 from dgraph.engine.load import Request
 from dgraph.engine.served import Served
+from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
 from dgraph.families import load as load_model
@@ -117,7 +117,7 @@ def test_two_loads_on_one_engine_are_told_apart(dense: Optimized, engine: Engine
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
     clock = itertools.count().__next__
-    stats = SimpleNamespace(refresh_rows=0, preempted=0, prefix_asked=0, prefix_found=0)
+    stats = EngineStats(0, 0, {}, 0, 0, 0, 0, 0, {}, {}, 0, 0.0, 0, 0, 0, 0)
 
     class Late:
         def __init__(self) -> None:
