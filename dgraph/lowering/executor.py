@@ -21,7 +21,7 @@ from dgraph.lowering.fused import Fused
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, Stage, prepared
-from dgraph.lowering.stage import Cut, LoweredStage, Runner, run_steps
+from dgraph.lowering.stage import Cut, Launch, LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import (
     AnyStep,
     Observer,
@@ -190,37 +190,28 @@ class LoweredProgram:
         slots = Slots(None if value is None else weight(value) for value in self._template)
         for name, (slot, _) in self._inputs.items():
             slots[slot] = inputs[name]
-        for stage, cut in zip(self.lowered, self._cuts, strict=True):
+        for stage in self.lowered:
             run_steps(stage)(slots)(rows)
-            if cut is not None:
-                slots[cut.index] = slots[cut.index][:rows]
 
-    def _on(self, slots: Slots, least: tuple[str, float], first: Callable[[int], None], rows: int) -> ProgramResult:
+    def _on(self, slots: Slots, least: tuple[str, float], launch: Launch, rows: int) -> ProgramResult:
         """Run on so many live rows; least: the input with the fewest rows, and how many. Nothing of it needs gradients,
         and whoever calls it has turned them off: to do so here would take the device 10 us to wait for.
         """
         if least[1] < rows:
             raise LoweringError(f"input {least[0]!r} has {least[1]} rows, expected at least {rows}.")
-        padded = self._bucket(rows)
-        if self.tuning is None:
-            return self._run(slots, first, rows, padded)
-        if self.tuning.is_open:
+        live, padded = rows, self._bucket(rows)
+        if self.tuning is not None and self.tuning.is_open:
             self.tuning.prepare(self.graph, self._sizes(slots), padded)
-        with self.tuning.choices.in_use():
-            return self._run(slots, first, rows, padded)
-
-    def _run(self, slots: Slots, run: Callable[[int], None], live: int, padded: int) -> ProgramResult:
         all_live, all_padded, seconds = [], [], []
         start = time.perf_counter()
-        for i, cut in enumerate(self._cuts):
-            run(padded)
+        for i in range(len(self._runners)):
+            living = launch(padded)
             all_live.append(live)
             all_padded.append(padded)
-            if cut is not None:
-                run = self._runners[i + 1](slots)
-                live = int(slots[cut.offsets][-1])  # the one host read: the next stage's bucket depends on it
+            if i + 1 < len(self._runners):
+                launch = self._runners[i + 1](slots)
+                live = living()  # the one host read: the next stage's bucket depends on it
                 padded = self._bucket(live)
-                slots[cut.index] = slots[cut.index][:padded]
             now = time.perf_counter()
             seconds.append(now - start)
             start = now
@@ -309,8 +300,9 @@ class LoweredProgram:
                     index=before.index if before else None,
                     ahead=() if before else tuple(sorted((later & given) - inputs)),
                     outputs=tuple(sorted(written & outside)),
-                    last=cut is None,
+                    live=cut.offsets if cut else None,
                     graph_rows=min((rows for rows in bounds if rows is not None), default=None),
+                    choices=None if self.tuning is None else self.tuning.choices,
                 )
             )
         return tuple(lowered)

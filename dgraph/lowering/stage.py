@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from dgraph.lowering.steps import AnyStep, Slots, Step
 from dgraph.ops.per_stage import one_stage
+from dgraph.ops.tuning import Choices
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,15 @@ class LoweredStage:
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         sources: those of `inputs` that are only gathered from. Rows that no index names may hold anything there, and
             there may be any number of them.
-        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut before it, as many as the
-            bucket has; None for the first stage.
+        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut before it, with room for
+            every row of the stage before; None for the first stage.
         ahead: inputs of the program that only later stages read; none but for the first stage. A runner that keeps
             copies of its inputs keeps some of these too, so that nothing is left to copy after a cut.
         outputs: slots that bridge or steps write and that something outside reads, ascending.
-        last: whether no stage runs after this one.
+        live: the slot, among `outputs`, of the offsets per sequence of the rows that live on after it, of which the
+            last is their number; None for the last stage.
         graph_rows: rows up to which a runner may record it as a CUDA graph; None for any number.
+        choices: tilings that its launches take; None for the kernels' own.
     """
 
     name: str
@@ -45,19 +50,34 @@ class LoweredStage:
     index: int | None
     ahead: tuple[int, ...]
     outputs: tuple[int, ...]
-    last: bool
+    live: int | None
     graph_rows: int | None
+    choices: Choices | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether no stage runs after this one."""
+        return self.live is None
+
+    def tuned(self) -> AbstractContextManager[None]:
+        """To be entered while its steps run."""
+        return nullcontext() if self.choices is None else self.choices.in_use()
+
+
+Living = Callable[[], int]
+"""Waits for the device, and says how many rows live on after a stage; not to be called after the last one."""
+Launch = Callable[[int], Living]
+"""Runs a stage, given its bucket, to which it cuts the slot `index`."""
 
 
 class Runner(Protocol):
     """Runs one stage, reading and writing slots.
 
     It is called before the host reads how many rows the stage has, so that what does not depend on them is done while
-    the device still runs what is before it. It returns what runs the stage, given its bucket; the slot `index` is cut
-    to that by then.
+    the device still runs what is before it.
     """
 
-    def __call__(self, slots: Slots) -> Callable[[int], None]: ...
+    def __call__(self, slots: Slots) -> Launch: ...
 
 
 def cut_rows(slots: Slots, rowed: Iterable[int], rows: int) -> None:
@@ -70,15 +90,21 @@ def cut_rows(slots: Slots, rowed: Iterable[int], rows: int) -> None:
             slots[slot] = value[:rows]
 
 
+def live_rows(slots: Slots, stage: LoweredStage) -> int:
+    """How many rows live on after a stage that is not the last; reading it waits for the device."""
+    return int(slots[stage.live][-1]) if stage.live is not None else 0
+
+
 def run_steps(stage: LoweredStage) -> Runner:
     """The plain runner: one step after the other."""
 
-    def ready(slots: Slots) -> Callable[[int], None]:
-        def run(rows: int) -> None:
-            cut_rows(slots, stage.rowed, rows)
-            with one_stage():
+    def ready(slots: Slots) -> Launch:
+        def run(rows: int) -> Living:
+            cut_rows(slots, stage.rowed if stage.index is None else (stage.index,), rows)
+            with one_stage(), stage.tuned():
                 for step in (*stage.bridge, *stage.steps):
                     step.run(slots)
+            return partial(live_rows, slots, stage)
 
         return run
 

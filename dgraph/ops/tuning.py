@@ -16,8 +16,8 @@ confidence, the cosine of partial_attention) can fall on its other side only whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -145,14 +145,24 @@ class Choices:
         """The tiling for a shape; None if none was chosen."""
         return self._tilings.get((op, shape))
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """Let kernels that are launched inside of the block, by this thread, take these tilings."""
-        token = _IN_USE.set(self)
-        try:
-            yield
-        finally:
-            _IN_USE.reset(token)
+        return _InUse(self)
+
+
+class _InUse:
+    """Choices while they are in use. Every step enters one while the device waits, and a generator takes the host 10 us
+    there.
+    """
+
+    def __init__(self, choices: Choices):
+        self._choices = choices
+
+    def __enter__(self) -> None:
+        self._token = _IN_USE.set(self._choices)
+
+    def __exit__(self, *error: object) -> None:
+        _IN_USE.reset(self._token)
 
 
 _IN_USE: ContextVar[Choices | None] = ContextVar("choices in use", default=None)

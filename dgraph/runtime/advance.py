@@ -1,11 +1,12 @@
-"""What happens between two forwards: commit, state transition, packing the next rows.
+"""What happens between two forwards: commit and state transition, then packing the next rows.
 
-All of it is one function over tensors that stay where they are. On a GPU it is two hundred launches of a microsecond
-each, which the host takes longer to issue than the device to run; so it is captured once as a CUDA graph and replayed.
-Compiled, it is about twenty launches: the graph has those where somebody compiled the transition before (a warm-up in
-this process, or an earlier process that shares the artifact cache). Otherwise it is captured op by op at first, since
-no generation should wait seconds for a compiler in its third step, and compiled once it has run often
-(`TraceCompiler.often`).
+Each of the two is a function over tensors that stay where they are. The first ends with the report, which the host
+reads while the device packs: it knows then how many rows there will be, and launches the step before they are there. On
+a GPU the two are two hundred launches of a microsecond each, which the host takes longer to issue than the device to
+run; so they are captured once as one CUDA graph and replayed. Compiled, they are about twenty launches: the graph has
+those where somebody compiled them before (a warm-up in this process, or an earlier process that shares the artifact
+cache). Otherwise they are captured op by op at first, since no generation should wait seconds for a compiler in its
+third step, and compiled once they have run often (`TraceCompiler.often`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dgraph.ops.statistics import GIVEN
 from dgraph.private.torch import copy_all
 from dgraph.runtime.cudagraph import GraphPool, Held, Replay
 from dgraph.runtime.decode_state import DecodeState
+from dgraph.runtime.mapped import Mapped
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
 from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
@@ -64,11 +66,26 @@ class Decision:
     committed: Tensor
 
 
+@dataclass(frozen=True)
+class Half:
+    """One of the two functions between forwards.
+
+    Attributes:
+        name: what messages call it.
+        updates: what tensors become by it, given what they are; nothing is written.
+        reads_results: whether it reads what a step gave, and writes the report.
+    """
+
+    name: str
+    updates: Callable[[Advance], list[Assignment]]
+    reads_results: bool
+
+
 class Advance:
     """State, rows and program inputs of b slots, and the transition from step to step.
 
     A step goes: the program runs on `inputs`; `take` what it gives; write slots anew (`admit`, `retire`, `order`);
-    `move` on, which applies the step to the sequences that took part in it, and packs the rows of the next one.
+    `move` on, which applies the step to the sequences that took part in it, reports, and packs the rows of the next.
 
     Args:
         rule: how to decode.
@@ -81,7 +98,7 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step programs, by name, computed and carried; row inputs are padded to `capacity`.
-        report: i64[b, ...], see `DecodeState.report`; what the host reads before a step.
+        report: i64[b, ...], see `DecodeState.report`; what the host reads before a step, of the last `move` or `pack`.
     """
 
     def __init__(
@@ -96,13 +113,15 @@ class Advance:
         state.carry(rule.policy)
         state.grant()
         self.rows = self._rows_of(state)
-        self.report = state.report()
+        report = state.report()
+        self.report = Mapped(report.shape, report.dtype, report.device)
         self._names = (*(spec.name for spec in rule.inputs), *NEEDED)
         self.carried = {spec.name: spec for spec in rule.inputs if spec.carried}
         if rule.guided:
             self.carried |= {TWIN + name: replace(spec, name=TWIN + name) for name, spec in self.carried.items()}
         self.inputs = computed(self._names, Moment(self.rows, state, rule), late=False) | self._initial()
         self._given: dict[str, Tensor] = {}
+        self._fill: dict[str, Tensor] = {}
         self._graph: tuple[Replay, Held] | None = None
         self._plain = False  # whether it was captured op by op, and might be compiled
         self._fits = True  # whether memory sufficed for capturing it
@@ -152,10 +171,12 @@ class Advance:
         self.state.mixed.index_copy_(0, at, values)
 
     def pack(self) -> None:
-        """Pack the rows of the next step where no step has run since slots were written."""
+        """Report, and pack the rows of the next step, where no step has run since slots were written."""
         state = copy.copy(self.state)
         state.grant()
-        _write(self._packed(state, {name: self.inputs[name] for name in self.carried}))
+        _write(_distinct([*_pairs(self.state, state), (self.report.tensor, state.report())]))
+        self.report.post()
+        _write(self._packed())
 
     def _write_fixed(self) -> None:
         moment = Moment(self.rows, self.state, self.rule)
@@ -187,7 +208,9 @@ class Advance:
         """
         self._steps += 1
         if observed:
-            return self._transition()
+            updates, decision = self._next()
+            self._go(lambda: _write(updates), lambda: _write(self._packed()))
+            return decision
         if self._pool is not None:
             # The first step runs op by op: a short generation is over before a capture would have paid.
             often = self._compiler is not None and self._steps >= self._compiler.often
@@ -198,7 +221,7 @@ class Advance:
                 self._pool.use(held)
                 graph.replay()
                 return None
-        self._transition()
+        self._go(*(self._op_by_op(half) for half in HALVES))
         return None
 
     def let_go(self) -> None:
@@ -210,34 +233,29 @@ class Advance:
         """Compile the transition for outputs of these types, unless that has been done before."""
         self.take(outputs)
         self._next()  # what policies make once, such as tables on the device, is no part of the transition
-        self._compiled(ahead=True)
+        for half in HALVES:
+            self._compiled(half, ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:
         """Keep the results of a step: token and confidence; draw if it gives one, kept if it evicts, and its states."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        pairs: list[Assignment] = []
         for name in (*FILLERS, *self.carried):
             if name not in outputs:
                 continue
             value = outputs[name][: self.capacity] if name in FILLERS else outputs[name]
             if name not in self._given:
-                self._given[name] = value.new_empty(
-                    (self.capacity, *value.shape[1:]) if name in FILLERS else value.shape
-                )
+                rows = self.capacity if name in FILLERS else len(value)
+                self._given[name] = value.new_empty((rows, *value.shape[1:]))
             buffer = self._given[name]
-            targets.append(buffer[: len(value)])
-            sources.append(value)
+            pairs.append((buffer[: len(value)], value))
             if name in FILLERS and len(value) < len(buffer):
-                buffer[len(value) :].fill_(FILLERS[name])
-        copy_all(targets, sources)
-
-    def _transition(self) -> Decision:
-        updates, decision = self._next()
-        _write(updates)
-        return decision
+                if name not in self._fill:
+                    self._fill[name] = torch.full_like(buffer, FILLERS[name])
+                pairs.append((buffer[len(value) :], self._fill[name][len(value) :]))
+        _write(pairs)
 
     def _next(self) -> tuple[list[Assignment], Decision]:
-        """What every tensor here becomes, and why; nothing is written."""
+        """What a step makes of everything but its rows, and why; nothing is written."""
         rule, given = self.rule, self._given
         measured = {s: given[s.name] for s in GIVEN if s.name in given}
         if "measured" in given:
@@ -247,7 +265,9 @@ class Advance:
         )
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
         committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.recommit, self._noise())
-        return self._packed(after, self._carried(after)), Decision(results, committed)
+        carried = self._carried(after)
+        pairs = [*_pairs(self.state, after), *((self.inputs[name], value) for name, value in carried.items())]
+        return _distinct([*pairs, (self.report.tensor, after.report())]), Decision(results, committed)
 
     def _carried(self, after: DecodeState) -> dict[str, Tensor]:
         """The states that passes declared, as the next step is given them."""
@@ -267,68 +287,73 @@ class Advance:
         columns = torch.arange(self.state.block, device=self.state.start.device)
         return policy_noise(self.state.keys.T, self.state.start[:, None] + columns, self.state.counter)
 
-    def _packed(self, state: DecodeState, carried: Mapping[str, Tensor]) -> list[Assignment]:
-        """What every tensor here becomes where the next step finds that state, and these declared ones."""
-        rows = self._rows_of(state)
-        inputs = computed(self._names, Moment(rows, state, self.rule), late=False, fixed=False) | dict(carried)
-        pairs = [
-            *_pairs(self.state, state),
-            *_pairs(self.rows, rows),
-            *((self.inputs[name], value) for name, value in inputs.items()),
-            (self.report, state.report()),
-        ]
-        held = {id(old) for old, _ in pairs}
-        updates = {id(old): (old, new) for old, new in pairs if old is not new}
-        # A tensor that moves to another place (a policy may return what it was given) must be read before it changes.
-        return [(old, new.clone() if id(new) in held else new) for old, new in updates.values()]
+    def _packed(self) -> list[Assignment]:
+        """The rows of the next step and what is computed of them; nothing is written."""
+        rows = self._rows_of(self.state)
+        inputs = computed(self._names, Moment(rows, self.state, self.rule), late=False, fixed=False)
+        return _distinct([*_pairs(self.rows, rows), *((self.inputs[name], value) for name, value in inputs.items())])
 
-    def _compiled(self, ahead: bool = False) -> Callable[[], object] | None:
-        """The compiled transition of this batch's tensors; None if it runs op by op. ahead: compile it if need be."""
+    # -- how it runs ----------------------------------------------------------------------------------------------
+
+    def _go(self, moving: Callable[[], object], packing: Callable[[], object]) -> None:
+        moving()
+        self.report.post()
+        packing()
+
+    def _op_by_op(self, half: Half) -> Callable[[], object]:
+        return lambda: _write(half.updates(self))
+
+    def _compiled(self, half: Half, ahead: bool = False) -> Callable[[], object] | None:
+        """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if need be."""
         if self._compiler is None:
             return None
-        held = self._held()
-        given = tuple((name, value.dtype) for name, value in self._given.items())
+        held = self._held(half)
+        given = tuple((name, value.dtype) for name, value in self._given.items()) if half.reads_results else ()
         values = (getattr(self.state, field.name) for field in fields(self.state))
         fixed = tuple(value for value in values if not isinstance(value, Tensor | dict))
         shapes = tuple(value.shape for value in held)
-        key = (self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
-        name = f"the transition between steps under policy {self.rule.policies}"
-        return self._compiler.function(name, self._traceable(held), held, key, ahead)
+        key = (half.name, self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
+        name = f"the {half.name} between steps under policy {self.rule.policies}"
+        return self._compiler.function(name, self._traceable(half, held), held, key, ahead)
 
-    def _held(self) -> list[Tensor]:
-        """Every tensor that a transition reads or writes, once."""
-        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values(), self.report]
-        return list({id(tensor): tensor for tensor in (*everything, *self._given.values())}.values())
+    def _held(self, half: Half) -> list[Tensor]:
+        """Every tensor that a half may read or write, once."""
+        everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values()]
+        if half.reads_results:
+            everything += [self.report.tensor, *self._given.values()]
+        return list({id(tensor): tensor for tensor in everything}.values())
 
-    def _traceable(self, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
-        """The transition as a function of those tensors: which of them it updates, and what they become."""
+    def _traceable(self, half: Half, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
+        """A half as a function of those tensors: which of them it updates, and what they become."""
         numbers = {id(tensor): number for number, tensor in enumerate(held)}
 
         def function(*tensors: Tensor) -> list[tuple[int, Tensor]]:
             def other(value: Any) -> Any:
-                return tensors[numbers[id(value)]] if isinstance(value, Tensor) else value
+                number = numbers.get(id(value)) if isinstance(value, Tensor) else None
+                return value if number is None else tensors[number]
 
             twin = copy.copy(self)
             twin.state = _each(self.state, other)
             twin.rows = _each(self.rows, other)
             twin.inputs = {name: other(value) for name, value in self.inputs.items()}
             twin._given = {name: other(value) for name, value in self._given.items()}
-            twin.report = other(self.report)
+            twin.report = copy.copy(self.report)
+            twin.report.tensor = other(self.report.tensor)
             own = {id(tensor): number for number, tensor in enumerate(tensors)}
-            updates, _ = twin._next()
-            return [(own[id(old)], new) for old, new in updates]
+            return [(own[id(old)], new) for old, new in half.updates(twin)]
 
         return function
 
     def _capture(self, pool: GraphPool) -> None:
         if self._graph is None and not pool.has_room("transition", self.capacity):
             return
-        before = [(tensor, tensor.clone()) for tensor in self._held()]
+        before = [(tensor, tensor.clone()) for tensor in self._held(HALVES[0]) if tensor is not self.report.tensor]
         often = self._compiler is not None and self._steps >= self._compiler.often
-        function = self._compiled(ahead=often)
-        self._plain = function is None and not often
+        compiled = [self._compiled(half, ahead=often) for half in HALVES]
+        self._plain = None in compiled and not often
+        moving, packing = (found or self._op_by_op(half) for half, found in zip(HALVES, compiled, strict=True))
         try:
-            graph = pool.record(function or self._transition, warm=False)
+            graph = pool.record(lambda: self._go(moving, packing), warm=False)
         except torch.OutOfMemoryError as error:
             pool.refuse("transition", self.capacity, str(error).partition("\n")[0])
             self._fits = False
@@ -338,7 +363,7 @@ class Advance:
                 f"the transition between steps cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
                 f"Policy {self.rule.policies} may read values on the host; decode with graphs=False."
             ) from error
-        finally:  # a capture runs the transition to warm up
+        finally:  # a capture runs it to warm up
             for tensor, value in before:
                 tensor.copy_(value)
         self.let_go()
@@ -346,6 +371,9 @@ class Advance:
 
     def _forget(self) -> None:
         self._graph = None
+
+
+HALVES = (Half("transition", lambda advance: advance._next()[0], True), Half("packing", Advance._packed, False))
 
 
 def _each(holder: Any, change: Callable[[Any], Any]) -> Any:
@@ -373,6 +401,14 @@ def _tensors(holder: Any) -> list[Tensor]:
 def _pairs(target: Any, source: Any) -> list[Assignment]:
     """Every tensor of a dataclass with the same field of another."""
     return list(zip(_tensors(target), _tensors(source), strict=True))
+
+
+def _distinct(pairs: Sequence[Assignment]) -> list[Assignment]:
+    """Those of assignments that change something, each tensor once."""
+    held = {id(old) for old, _ in pairs}
+    updates = {id(old): (old, new) for old, new in pairs if old is not new}
+    # A tensor that moves to another place (a policy may return what it was given) must be read before it changes.
+    return [(old, new.clone() if id(new) in held else new) for old, new in updates.values()]
 
 
 def _write(updates: Sequence[Assignment]) -> None:

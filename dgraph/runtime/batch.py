@@ -27,7 +27,7 @@ from dgraph.runtime.kv import KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.page_tables import PageTables
-from dgraph.runtime.report import Report, Reports
+from dgraph.runtime.report import Report, all_rows
 from dgraph.runtime.requests import (
     Programs,
     Request,
@@ -106,7 +106,6 @@ class Batch:
         self._tables = PageTables(kv, 2 if rule.guided else 1, shape.slots, shape.pages)
         self.advance = advance(rule, self._begin([], kv.device))
         self.order(range(shape.slots))
-        self._reports = Reports(self.advance.report)
         self._last: Report | None = None
         self._counts: RowCounts | None = None
         self._ahead = foresee and rule.block_cache == "off" and observer is None
@@ -204,7 +203,6 @@ class Batch:
         self.rule, self.programs = rule, programs
         self.advance = self._make(rule, self._begin([], self.kv.device))
         self.advance.adopt(before)
-        self._reports = Reports(self.advance.report)
 
     def clear(self) -> None:
         """Retire everything, whatever has happened."""
@@ -268,32 +266,33 @@ class Batch:
             self._move(self._flying)
         else:
             self.advance.pack()
-        self._reports.post()
         self._decide.failed = {}
         foreseen = self._foreseen()
         if foreseen is not None:
             rows, whole = foreseen
             step = self._bound(whole)
             self._launched(step, step.run(rows), rows, list(self.running))
-            found = self._last = self._reports.read()
+            found = self._last = Report(self.advance.report.read().copy())
             self._hear(found)
             return found
         # From when the report is there the device waits: what can be done before is done now, and the rest after.
         bound = self._bound([]) if self.programs.select is None else None
-        found = self._last = self._reports.read()
+        numbers = self.advance.report.read()
+        self._flying, rows, result = None, all_rows(numbers), None
+        if bound is not None and rows and not self.kv.renews:
+            result = bound.run(rows)
+        found = self._last = Report(numbers.copy())
         if self.kv.renews:
             starts = found.start.tolist()
             moved = (one for slot, one in self.running.items() if one.start != starts[slot])
             self.kv.renew([handle for one in moved for handle in one.handles])
-        counts: list[int] = found.rows.tolist()
-        rows = sum(counts)
-        self._flying = None
         if rows:
             if bound is None:
                 actions = found.action.tolist()
                 bound = self._bound([slot for slot in self.running if actions[slot] != REUSE])
-            result = bound.run(rows)
-            took_part = [slot for slot, count in enumerate(counts) if count and slot in self.running]
+            if result is None:
+                result = bound.run(rows)
+            took_part = [slot for slot, count in enumerate(found.rows.tolist()) if count and slot in self.running]
             self._launched(bound, result, rows, took_part)
         self._hear(found)
         return found

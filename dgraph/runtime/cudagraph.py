@@ -11,10 +11,11 @@ them go. It may lie where the old one lay, since memory is handed out in pieces 
 how many pages there are finds zeros in those after them: so a cache is known by its place and its size (`place_of`).
 A pool that is full lets a graph go that nobody has replayed for long.
 
-After a cut the host has just read how many rows live on, and the device waits for it. So such a stage copies nothing:
-its graph reads the buffers of the stages before, whose addresses belong to the key, and begins with the gathers of what
-lives on. These take whole buffers, since the bucket of the stage before, which says how many rows of them are filled,
-is no part of the key: the rows that an index names are always filled.
+After a cut the host has just read how many rows live on, and the device waits for it. So the stage before says it in
+the midst of its graph, before outputs are copied, and this one copies nothing: its graph reads the buffers of the
+stages before, whose addresses belong to the key, and begins with the gathers of what lives on. These take whole
+buffers, since the bucket of the stage before, which says how many rows of them are filled, is no part of the key: the
+rows that an index names are always filled.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import warn
-from dgraph.lowering.stage import LoweredStage, Runner, cut_rows, run_steps
+from dgraph.lowering.stage import Launch, Living, LoweredStage, Runner, cut_rows, live_rows, run_steps
 from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
+from dgraph.runtime.mapped import Mapped
 
 GRAPH_ROWS = 2048
 """Rows of prompts that are forwarded by a graph, at most. An H200 takes 5.1 ms instead of 17.6 for 64 rows of an 8B
@@ -67,6 +69,7 @@ class _Recorded:
         copied: inputs that are copied before it, by slot: the first rows of their buffers.
         outputs: by slot: the first rows of their buffers.
         buffers: whole ones of all inputs and outputs that do not lie in place, by slot.
+        version: of the buffers that were there when it had been recorded.
         ran: whether recording it ran it.
         held: what the pool knows of it.
     """
@@ -75,6 +78,7 @@ class _Recorded:
     copied: dict[int, Tensor]
     outputs: dict[int, Tensor]
     buffers: dict[int, Tensor]
+    version: int
     ran: bool
     held: Held
 
@@ -226,10 +230,14 @@ class GraphPool:
 
 
 class _Buffers:
-    """One buffer per slot, of which a bucket uses the first rows."""
+    """One buffer per slot, of which a bucket uses the first rows.
+
+    Attributes:
+        version: goes up whenever one is made.
+    """
 
     def __init__(self, pool: GraphPool, spare: bool) -> None:
-        self._pool, self._spare = pool, spare
+        self._pool, self._spare, self.version = pool, spare, 0
         self._held: dict[int, Tensor] = {}
 
     def like(self, slot: int, value: Tensor, rows: int = 0) -> Tensor:
@@ -243,6 +251,7 @@ class _Buffers:
             held = self._held.get(slot)
             rows = max(rows, len(value), 2 * len(held) if held is not None and self._spare else 0)
             found = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
+            self.version += 1
             self._pool.bytes += found.numel() * found.element_size()
         return found
 
@@ -256,15 +265,18 @@ class _Buffers:
 @dataclass(frozen=True)
 class _Sent:
     """What was copied into buffers before the bucket was known. buffers: whole ones, by slot; rows: the fewest that any
-    input with a row dimension had; None if nothing was sent.
+    input with a row dimension had; None if nothing was sent; version: of the buffers, if they got all that is given.
     """
 
     buffers: Mapping[int, Tensor] = field(default_factory=dict)
     rows: int | None = None
+    version: int | None = None
 
 
 _Graphs = dict[int, _Recorded | None]
 """By bucket."""
+_Known = tuple[tuple[Place, ...], _Graphs | None, _Graphs | None]
+"""Where the caches are that the steps read; graphs with the bridge; graphs without."""
 
 
 class _GraphStage:
@@ -284,10 +296,12 @@ class _GraphStage:
         self._alone: dict[Hashable, _Graphs] = {}
         self._bridged: dict[Hashable, _Graphs] = {}
         self._buffers = _Buffers(pool, spare=not stage.last)
+        self._index = () if stage.index is None else (stage.index,)
+        self._live: Mapped | None = None
         self._sent = _Sent()
         self._warm = False
 
-    def __call__(self, slots: Slots) -> Callable[[int], None]:
+    def __call__(self, slots: Slots) -> Launch:
         """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step.
 
         Whoever calls that has just learnt the bucket, and the device waits: so all that can be found before is.
@@ -295,7 +309,18 @@ class _GraphStage:
         places = tuple(place_of(slots[slot]) for slot in self._placed)
         bridged = self._graphs_of_bridge(slots)
         alone = None if self.stage.bridge else self._graphs_alone(slots, places)
-        return partial(self._run, slots, places, bridged, alone, self._send_ahead(slots))
+        sent = self._send_ahead(slots)
+        return partial(self._launch, slots, bridged or alone or {}, sent, (places, bridged, alone))
+
+    def _launch(self, slots: Slots, graphs: _Graphs, sent: _Sent, known: _Known, rows: int) -> Living:
+        """Replay the graph if there is one and nothing to send: the device waits for that, so nothing else is done."""
+        found = graphs.get(rows)
+        if found is None or self.pool.preparing:
+            return self._run(slots, known, sent, rows)
+        if found.copied and (sent is not self._sent or sent.version != found.version or rows > (sent.rows or 0)):
+            return self._run(slots, known, sent, rows)
+        found.graph.replay()
+        return self._replayed(found, slots, rows)
 
     def _send_ahead(self, slots: Slots) -> _Sent:
         """Copy what is given to the first stage, whole, into the buffers that there are."""
@@ -304,7 +329,8 @@ class _GraphStage:
             known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
             sent = {slot: buffer for slot, buffer in known if buffer is not None}
             copy_all([sent[slot][: len(slots[slot])] for slot in sent], [slots[slot] for slot in sent])
-            self._sent = _Sent(sent, min((len(slots[slot]) for slot in self._rowed), default=None))
+            rows = min((len(slots[slot]) for slot in self._rowed), default=None)
+            self._sent = _Sent(sent, rows, self._buffers.version if len(sent) == len(self._given) else None)
         return self._sent
 
     def _send(
@@ -347,54 +373,59 @@ class _GraphStage:
                 key.append(slots[slot].shape)
         return self._bridged.setdefault(tuple(key), {})
 
-    def _run(
-        self,
-        slots: Slots,
-        places: tuple[Place, ...],
-        bridged: _Graphs | None,
-        alone: _Graphs | None,
-        sent: _Sent,
-        rows: int,
-    ) -> None:
+    def _run(self, slots: Slots, known: _Known, sent: _Sent, rows: int) -> Living:
+        places, bridged, alone = known
         if sent is not self._sent:
             sent = _Sent()  # the buffers have been sent something else since
         stage = self.stage
         if stage.graph_rows is not None and rows > stage.graph_rows:
             self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
-            self._plain(slots)(rows)
-        elif bridged is not None:
-            self._replay(bridged, slots, rows, True, sent)
-        else:
+            return self._plain(slots)(rows)
+        if bridged is not None:
+            return self._replay(bridged, slots, rows, True, sent)
+        cut_rows(slots, self._index, rows)
+        with stage.tuned():
             for gather in stage.bridge:
                 gather.run(slots)
-            self._replay(self._graphs_alone(slots, places) if alone is None else alone, slots, rows, False, sent)
+        return self._replay(self._graphs_alone(slots, places) if alone is None else alone, slots, rows, False, sent)
 
-    def _replay(self, graphs: _Graphs, slots: Slots, rows: int, bridged: bool, sent: _Sent) -> None:
+    def _replay(self, graphs: _Graphs, slots: Slots, rows: int, bridged: bool, sent: _Sent) -> Living:
         """Run a graph, with or without the bridge, recording it if it is not among those that there are."""
-        fresh = rows not in graphs
-        if fresh and self.pool.has_room(self.stage.name, rows):
-            graphs[rows] = self._record(slots, rows, bridged, partial(graphs.pop, rows))
         found = graphs.get(rows)
+        fresh = found is None and rows not in graphs
+        if fresh and self.pool.has_room(self.stage.name, rows):
+            found = graphs[rows] = self._record(slots, rows, bridged, partial(graphs.pop, rows))
         if found is None:
-            cut_rows(slots, self.stage.rowed, rows)
-            for step in self._everything if bridged else self.stage.steps:
-                step.run(slots)
-            return
-        self.pool.use(found.held)
+            cut_rows(slots, (*self.stage.rowed, *self._index), rows)
+            with self.stage.tuned():
+                for step in self._everything if bridged else self.stage.steps:
+                    step.run(slots)
+            return partial(live_rows, slots, self.stage)
         # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
         if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
             self._send(found.copied, found.buffers, slots, rows, sent)
             found.graph.replay()
+        return self._replayed(found, slots, rows)
+
+    def _replayed(self, found: _Recorded, slots: Slots, rows: int) -> Living:
+        """What is to be done when a graph has been launched."""
+        self.pool.use(found.held)
         for values in (found.copied, found.outputs):
             for slot, value in values.items():
                 slots[slot] = value
-        cut_rows(slots, self._unread, rows)
+        cut_rows(slots, (*self._unread, *self._index), rows)
         slots.fixed.update(found.buffers)
+        return self._living
+
+    def _living(self) -> int:
+        """How many rows live on after the graph that was replayed last."""
+        return int(self._live.read()[0]) if self._live is not None else 0
 
     def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
         stage = self.stage
         steps = self._everything if bridged else stage.steps
         written = written_by(steps)
+        cut_rows(slots, self._index, rows)
         given = list(slots)
         copied: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
@@ -413,8 +444,15 @@ class _GraphStage:
 
             def run() -> None:
                 own = list(given)
-                for step in steps:
-                    step.run(own)
+                with stage.tuned():
+                    for step in steps:
+                        step.run(own)
+                if stage.live is not None:  # what is left of the graph runs while the host prepares the next
+                    count = own[stage.live][-1:]
+                    if self._live is None:
+                        self._live = Mapped(count.shape, count.dtype, count.device)
+                    copy_all([self._live.tensor], [count])
+                    self._live.post()
                 # Out of the shared memory, into which another stage's replay may write before they are read.
                 made = {slot: own[slot] for slot in stage.outputs if slot in written}
                 for slot, value in made.items():
@@ -430,4 +468,4 @@ class _GraphStage:
         ran = self.pool.recorder is not None or not self._warm
         self._warm = True
         held = self.pool.hold(stage.name, rows, map(place_of, (slots[slot] for slot in stage.in_place)), forget)
-        return _Recorded(graph, copied, outputs, buffers, ran, held)
+        return _Recorded(graph, copied, outputs, buffers, self._buffers.version, ran, held)

@@ -39,7 +39,7 @@ from dgraph.runtime.seeds import policy_order
 
 REPORT = (
     *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),
-    *("total", "kept_rows", "commit_rows"),
+    *("total", "kept_rows", "commit_rows", "all_rows"),
 )
 """The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
 SHOWN = ("shown", "shown_confidence", "shown_kept")
@@ -316,12 +316,13 @@ class DecodeState(ABC):
     def report(self) -> Tensor:
         """i64[b, len(REPORT) + 3 B]: what the host reads of each sequence after a step, by `REPORT`, then by `SHOWN`.
 
-        rows: of its next step, 0 if it waits; wanted: the same if it does not; action: as in `action`, of that step,
-        that of reusing where all keys are kept; the others as in the attributes and properties, and of a confidence its
-        bits.
+        rows: of its next step, 0 if it waits; wanted: the same if it does not; all_rows: those of all sequences, which
+        the host must know first; action: as in `action`, of that step, that of reusing where all keys are kept; the
+        others as in the attributes and properties, and of a confidence its bits.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
-        found = {"rows": wanted * self.granted, "wanted": wanted}
+        rows = wanted * self.granted
+        found = {"rows": rows, "wanted": wanted, "all_rows": rows.sum().expand(len(rows))}
         found["action"] = torch.full_like(wanted, REUSE) if action is None else action
         numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
         shown = (self.shown, self.shown_confidence.view(torch.int32), self.shown_kept)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dgraph.errors import DgraphError
 from dgraph.runtime.decode_state import REPORT, SHOWN
 from dgraph.runtime.requests import Request
 
 Numbers = NDArray[np.int64]
+ALL_ROWS = REPORT.index("all_rows")
 
 
 class Report:
@@ -57,35 +56,9 @@ class Report:
         return self._numbers[:, begin : begin + block]
 
 
-class Reports:
-    """Brings reports to the host, without waiting for the device until one is read.
-
-    Args:
-        source: i64[b, n] on the device that decodes; what it holds when `post` is called is what `read` gives.
-    """
-
-    def __init__(self, source: Tensor):
-        self._source = source
-        self._on_gpu = source.device.type == "cuda"
-        # Two, since a step may be launched, and its report posted, before the one before it is read.
-        self._buffers = [torch.empty(source.shape, dtype=source.dtype, pin_memory=self._on_gpu) for _ in range(2)]
-        self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._events = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []
-        self._next = 0
-
-    def post(self) -> None:
-        """Copy the report as it will be when the work that has been launched is done."""
-        self._buffers[self._next].copy_(self._source, non_blocking=True)
-        if self._on_gpu:
-            self._events[self._next].record()
-        self._next = 1 - self._next
-
-    def read(self) -> Report:
-        """The report that was posted last, once it is there."""
-        last = 1 - self._next
-        if self._on_gpu:
-            self._events[last].synchronize()
-        return Report(self._arrays[last].copy())
+def all_rows(numbers: Numbers) -> int:
+    """Rows of the next step, by a report as it arrived: the device waits for them, and not until the rest is read."""
+    return int(numbers[0, ALL_ROWS])
 
 
 def broken(request: Request, start: int) -> DgraphError:

@@ -16,7 +16,7 @@ from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import LoweredStage, Runner, run_steps
+from dgraph.lowering.stage import Living, LoweredStage, Runner, cut_rows, live_rows, run_steps
 from dgraph.lowering.steps import Slots
 from dgraph.ops import Op, paged_attention, rows
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
@@ -299,11 +299,13 @@ class Watch:
     def __call__(self, stage: LoweredStage) -> Runner:
         self.stages.append(stage)
 
-        def run(slots: Slots, rows: int) -> None:
+        def run(slots: Slots, rows: int) -> Living:
+            cut_rows(slots, () if stage.index is None else (stage.index,), rows)
             for step in (*stage.bridge, *stage.steps):
                 assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
                 step.run(slots)
                 self.alive.append({i for i, v in enumerate(slots) if v is not None})
+            return partial(live_rows, slots, stage)
 
         return lambda slots: partial(run, slots)
 
@@ -349,6 +351,7 @@ def test_what_a_lowered_stage_reads_and_gives(focus: dict[str, Graph], step: Sce
     assert {cut.index, cut.offsets} <= set(prefix.outputs)
     assert {outputs[s] for s in suffix.outputs} == {"token", "confidence", "margin", "entropy"}
     assert (prefix.last, suffix.last) == (False, True)
+    assert (prefix.live, suffix.live) == (cut.offsets, None)
     for stage in program.lowered:
         written = {s for x in (*stage.bridge, *stage.steps) for s in x.writes()}
         read = {s for x in (*stage.bridge, *stage.steps) for s in x.reads()}

@@ -22,6 +22,7 @@ from dgraph.groups import group_of
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import run_steps
 from dgraph.lowering.timing import check_equal
 from dgraph.lowering.tuning import FILE, MARGIN, Tuning, shapes_of
 from dgraph.ops import OPS
@@ -308,10 +309,10 @@ def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Gr
     tuning, seen = Tuning(CPU, store, timer=Clock({1: 0.5})), list[Any]()
 
     def runner(stage: Any) -> Any:
-        def run(slots: Any, rows: int) -> None:
-            seen.extend(chosen(op, shape) for op, shape in tuning.timed)
-            for one in (*stage.bridge, *stage.steps):
-                one.run(slots)
+        def run(slots: Any, rows: int) -> Any:
+            with stage.tuned():
+                seen.extend(chosen(op, shape) for op, shape in tuning.timed)
+            return run_steps(stage)(slots)(rows)
 
         return lambda slots: partial(run, slots)
 

@@ -17,7 +17,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
-from dgraph.runtime.advance import Advance
+from dgraph.runtime.advance import HALVES, Advance, Half
 from dgraph.runtime.begin import say
 from dgraph.runtime.block_causal import BlockCausalState
 from dgraph.runtime.canvas import CanvasState
@@ -134,29 +134,35 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     return said
 
 
-def interpreted(advance: Advance) -> Any:
-    """The traced transition, run op by op."""
-    held = advance._held()
-    traced = trace(advance._traceable(held), held)
+def interpreted(advance: Advance, half: Half) -> Any:
+    """A half of the transition as traced, run op by op."""
+    held = advance._held(half)
+    traced = trace(advance._traceable(half, held), held)
     return traced.on(held, traced.source.module())
 
 
+def tensors_of(advance: Advance) -> list[Tensor]:
+    """All that a step changes."""
+    return advance._held(HALVES[0])
+
+
 def same(one: Advance, other: Advance) -> bool:
-    pairs = zip(one._held(), other._held(), strict=True)
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> None:
     """Traced in its first step, `other` goes where `plain` goes."""
     draw = torch.Generator().manual_seed(3)
-    run = None
+    runs: list[Any] = []
     for _ in range(steps):
         said = outputs(plain, draw, evicting)
         plain.take(said)
         plain.move()
         other.take(said)
-        run = run or interpreted(other)
-        run()
+        runs = runs or [interpreted(other, half) for half in HALVES]
+        for run in runs:
+            run()
         assert same(plain, other)
 
 
@@ -227,7 +233,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
 
     def watched(self: Advance, *args: Any, **options: Any) -> Any:
         found = move(self, *args, **options)
-        seen.append([tensor.clone() for tensor in self._held()])
+        seen.append([tensor.clone() for tensor in tensors_of(self)])
         return found
 
     monkeypatch.setattr(Advance, "move", watched)
@@ -275,9 +281,9 @@ def test_a_warm_session_runs_compiled_transitions(
     states.clear()
     assert compiled_ahead == 0
     session.warm_up(2, 64, policy=policy, temperature=temperature)
-    assert len(compiler.compiled) == 1
+    assert len(compiler.compiled) == 2, "transition and packing"
     got = session.generate(PROMPTS, **options)
-    assert compiler.compiled + compiler.loaded == compiler.compiled, "the very function that was compiled"
+    assert compiler.compiled + compiler.loaded == compiler.compiled, "the very functions that were compiled"
     assert got.token_ids == want.token_ids
     assert len(states) == len(plain) > 3
     for mine, theirs in zip(states, plain, strict=True):
@@ -326,10 +332,10 @@ def test_what_runs_often_is_compiled_after_all(monkeypatch: pytest.MonkeyPatch, 
     compiler.often = often
     policy = ConfidenceThreshold(0.321)
     assert same(captured(policy, compiler, 4), captured(policy, None, 4))
-    assert len(made) == (often == 0), "not yet"
+    assert len(made) == 2 * (often == 0), "not yet"
     found = captured(policy, compiler, 9)
     assert same(found, captured(policy, None, 9))
-    assert len(made) == 1
+    assert len(made) == 2, "transition and packing"
     assert found._pool is not None
     assert len(found._pool.recorded) == (1 if often == 0 else 2), "op by op, then compiled"
 
@@ -383,7 +389,7 @@ def test_rules_differ_in_their_keys() -> None:
             advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
             advance._compiler = compiler
             advance.take(outputs(advance, torch.Generator(), False))
-            advance._compiled()
+            advance._compiled(HALVES[0])
     assert len(texts) == 3
 
 
@@ -399,5 +405,5 @@ def test_every_tensor_of_a_batch_has_memory_of_its_own(facts: dict[str, Any], sl
     plan = RowPlan(Block()) if "attention" in facts else None
     session = BlockSession(fake_spec(4, **facts), programs, plan=plan, page_size=4)
     batch = session.batch([Decoding()], session.shape(slots, 40, 4, fixed=False))
-    held = batch.advance._held()
+    held = tensors_of(batch.advance)
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)

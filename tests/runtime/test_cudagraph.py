@@ -106,7 +106,7 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
         index=None,
         ahead=(),
         outputs=(),
-        last=True,
+        live=None,
         graph_rows=None,
     )
     run = pool.runner(stage)

@@ -21,6 +21,7 @@ from dgraph.ops import OPS
 from dgraph.ops.draws import cu_rows_of
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.generation import Generation
+from dgraph.runtime.mapped import Mapped
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.session import BlockSession
 from tests.kv import kv_pairs
@@ -117,8 +118,14 @@ class Log(TorchDispatchMode):
         return made
 
 
-def test_one_replay_follows_each_read(graph: Graph) -> None:
-    log = Log()
+def test_one_replay_follows_each_read(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, read = Log(), Mapped.read
+
+    def noted(self: Mapped) -> Any:
+        log.events.append("read")
+        return read(self)
+
+    monkeypatch.setattr(Mapped, "read", noted)
     program = lower(graph, GraphPool(recorder=log.capture).runner)
     for seed, counts in enumerate([(9, 12, 11), (9, 12, 11), (4, 0, 7)]):
         given = inputs(graph, counts, 5, seed)
@@ -126,13 +133,14 @@ def test_one_replay_follows_each_read(graph: Graph) -> None:
         log.events.clear()
         with log:
             program(given, len(given["x"]))
-        reads = [i for i, event in enumerate(log.events) if event == "_local_scalar_dense"]
+        reads = [i for i, event in enumerate(log.events) if event == "read"]
         assert len(reads) == len(program.stages) - 1
         assert log.events.count("replay") == len(program.stages)
         for begin, end in zip(reads, [*reads[1:], None], strict=True):
             after = log.events[begin + 1 : end]
-            assert after[:2] == ["slice", "replay"]
-            assert set(after[2:]) <= {"select"}, "what is left is a view: of the next count"
+            assert after[0] == "replay"
+            assert set(after[1:]) <= {"slice"}, "what is left is a view: of the numbers of the rows"
+        assert "_local_scalar_dense" not in log.events, "a read that waits for all that was launched"
         ahead = log.events[: log.events.index("replay")]
         assert ahead.count("_foreach_copy_") == len({value.dtype for value in given.values()})
 

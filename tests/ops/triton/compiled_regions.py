@@ -33,6 +33,7 @@ from dgraph.lowering.traced import trace
 from dgraph.ops import OPS
 from dgraph.private.inductor import _for_devices, inductor_settings
 from dgraph.quantised import quantised_rows
+from dgraph.runtime.advance import HALVES
 from tests.ops.triton.compiled import ACCESS
 from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
 
@@ -127,15 +128,17 @@ def heads(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 
 def region_of(name: str) -> tuple[Callable[..., Any], Sequence[Tensor], Mapping[str, Any]]:
-    """A region by name: "norm", "heads", or the kind of a transition between steps."""
+    """A region by name: "norm", "heads", or the kind of a transition between steps; its packing has that word, too."""
     if name in ("norm", "heads"):
         wide, row, head = (torch.zeros(32, size, dtype=torch.bfloat16) for size in (6144, 4096, 128))
         inputs = (wide, head[0].clone(), head, head.clone()) if name == "heads" else (row, row.clone(), row[0].clone())
         return heads if name == "heads" else norm, inputs, {}
-    advance = advance_of(name, RULES["renoise" if name == "random" else "confidence_threshold"])
-    advance.take(outputs(advance, torch.Generator().manual_seed(3), name == "step"))
-    held = advance._held()
-    source = trace(advance._traceable(held), held).source
+    kind, packs = name.removesuffix(" packing"), name.endswith(" packing")
+    advance = advance_of(kind, RULES["renoise" if kind == "random" else "confidence_threshold"])
+    advance.take(outputs(advance, torch.Generator().manual_seed(3), kind == "step"))
+    half = HALVES[packs]
+    held = advance._held(half)
+    source = trace(advance._traceable(half, held), held).source
     return source.module(), [torch.zeros(v.shape, dtype=v.dtype) for v in source.inputs], source.settings
 
 

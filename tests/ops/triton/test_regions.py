@@ -25,9 +25,10 @@ def test_a_norm_that_is_rounded_is_one_kernel_which_holds_its_rows(tmp_path: Pat
 
 @pytest.mark.release
 def test_every_kind_of_transition_compiles(tmp_path: Path) -> None:
-    found = found_by("compiled_regions", *PLANS, TRITON_CACHE_DIR=str(tmp_path))
-    assert set(found) == set(PLANS)
+    packing = [f"{kind} packing" for kind in PLANS]
+    found = found_by("compiled_regions", *PLANS, *packing, TRITON_CACHE_DIR=str(tmp_path))
+    assert set(found) == {*PLANS, *packing}
     for kind, kernels in found.items():
         assert 0 < len(kernels) < 40, kind
         assert all(kernel["lets_start"] for kernel in kernels), kind
-        assert {kernel["how"] for kernel in kernels} == {"pointwise", "persistent_reduction"}, kind
+        assert {kernel["how"] for kernel in kernels} <= {"pointwise", "persistent_reduction"}, kind
