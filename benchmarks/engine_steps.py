@@ -155,17 +155,17 @@ class GraphTimes:
         """A list that has, after what is within is over, milliseconds from begin to end of each graph replayed there.
 
         A replay is read before the next one of the same graph stamps its events again, and behind the launch of another
-        if it is over by then: before a launch the device may be waiting. Whether it is over, plain events around the
-        launch say, since an event in a graph looks reached until the device gets there again. A graph that is launched
-        again before its end leaves no time to read it, nor does the device wait for the host then. So its replays are
-        one span, from what the device was at when the second was launched.
+        if it is over by then: before a launch the device may be waiting, and nothing more is done than must be. Whether
+        it is over, a plain event behind the launch says, since an event in a graph looks reached until the device gets
+        there again. A graph that is launched again before its end leaves no time to read it, nor does the device wait
+        for the host then. So its replays are one span, from what the device was at when the second was launched.
 
         Raises, when a graph is launched:
             RuntimeError: it has no events.
         """
         replay = torch.cuda.CUDAGraph.replay
         found: list[tuple[float, float]] = []
-        # By graph, the last launched last: plain events before and after the launch.
+        # By graph, the last launched last: plain events behind the launch before it, and behind its own.
         pending: dict[torch.cuda.CUDAGraph, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         since: dict[torch.cuda.CUDAGraph, float] = {}
 
@@ -174,7 +174,7 @@ class GraphTimes:
             event.record()
             return event
 
-        base = mark()
+        base = last = mark()
         base.synchronize()
 
         def read(graph: torch.cuda.CUDAGraph) -> None:
@@ -183,6 +183,7 @@ class GraphTimes:
             found.append((since.pop(graph, base.elapsed_time(begin)), base.elapsed_time(end)))
 
         def launched(graph: torch.cuda.CUDAGraph) -> None:
+            nonlocal last
             if graph not in self._events:
                 raise RuntimeError("a CUDA graph has no events: record it within `GraphTimes.recording()`")
             if graph in pending and pending[graph][1].query():
@@ -191,13 +192,12 @@ class GraphTimes:
                 at_work = next((before for before, _ in reversed(pending.values()) if before.query()), None)
                 if at_work is not None:
                     since.setdefault(graph, base.elapsed_time(at_work))
-            before = mark()
             replay(graph)
-            after = mark()
+            before, last = last, mark()
             pending.pop(graph, None)
             for other in [each for each, (_, end) in pending.items() if end.query()]:
                 read(other)
-            pending[graph] = before, after
+            pending[graph] = before, last
 
         with _graphs_do(replay=launched):
             yield found

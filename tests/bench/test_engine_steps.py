@@ -44,11 +44,13 @@ class Card:
         now: the clock.
         until: when everything that is launched is done.
         nodes: of the graph that is being recorded: events, and how long a kernel runs.
+        event: how long the host takes to launch an event.
     """
 
     def __init__(self) -> None:
         self.now, self.until = 7.0, 0.0
         self.nodes: list[Event | float] | None = None
+        self.event = 0.0
 
     def synchronize(self) -> None:
         self.now = max(self.now, self.until)
@@ -72,6 +74,7 @@ class Event:
         assert self.external == (self.card.nodes is not None)
         if self.card.nodes is None:
             self.at = max(self.card.now, self.card.until)
+            self.card.now += self.card.event
         else:
             self.card.nodes.append(self)
 
@@ -216,6 +219,22 @@ def test_a_graph_that_is_over_when_its_next_replay_is_launched_is_read_before(ca
         step.replay()
 
     assert spanned(graphs, run) == pytest.approx((4.75e-3, 0.75e-3))
+
+
+def test_a_card_does_not_wait_for_being_measured(card: Card) -> None:
+    graphs = GraphTimes()
+    with graphs.recording():
+        step, move = recorded(10.0), recorded(4.0)
+    card.event = 1.5
+
+    def run() -> None:
+        for _ in range(3):
+            step.replay()
+            card.wait(0.5)
+            move.replay()
+            card.wait(0.25)
+
+    assert spanned(graphs, run) == pytest.approx((44e-3, 2e-3))
 
 
 def test_a_graph_without_events_is_an_error(card: Card) -> None:
