@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-import threading
 import time
 import weakref
 from collections import ChainMap
@@ -19,6 +18,7 @@ from dgraph.engine.events import Event, Response, into, next_end
 from dgraph.engine.loop import EngineClosed, Loop
 from dgraph.engine.mailbox import Mailbox, weakly
 from dgraph.engine.questions import Answer, Questions
+from dgraph.engine.sinks import GuardedSink
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.engine.tickets import Sink, Ticket
@@ -153,7 +153,7 @@ class Engine:
         take their time, so nobody holds the lock here.
         """
         request = one.checked(self._driver, self._encode)
-        sink = self._telling(one.sink)
+        sink = GuardedSink(one.sink, self._freed, self.cancel)
         ticket = self._driver.ticket("", next(self._numbers), request, sink, one.draft, one.priority)
         self._driver.fits(ticket)
         return ticket
@@ -175,21 +175,9 @@ class Engine:
             self._wake.notify()
         return [ticket.id for ticket in tickets]
 
-    def _telling(self, sink: Sink) -> Sink:
-        """A sink whose last event frees the id, and which cannot stop the engine."""
-
-        def tell(event: Event) -> None:
-            if event.finish_reason is not None:
-                with self._wake:
-                    self._ids.pop(event.request_id, None)
-            try:
-                sink(event)
-            except BaseException as error:  # whoever listens is gone or broken; the others are not
-                here = threading.current_thread()
-                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
-                self._unheard(event)
-
-        return tell
+    def _freed(self, request_id: str) -> None:
+        with self._wake:
+            self._ids.pop(request_id, None)
 
     def cancel(self, request_id: str) -> bool:
         """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason

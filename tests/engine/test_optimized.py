@@ -6,6 +6,8 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -161,6 +163,32 @@ def test_an_engine_that_nobody_has_any_more_gives_the_model_back(made: Optimized
             thread.join(20)
             assert not thread.is_alive()
     assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids
+
+
+def test_a_request_keeps_its_engine_until_its_end_is_told(made: Optimized) -> None:
+    kept: SimpleQueue[tuple[bool, bool]] = SimpleQueue()
+
+    def asked() -> None:
+        engine = made.engine(max_sequences=2, max_tokens=160)
+        held = weakref.ref(engine)
+        engine.submit(
+            PROMPTS[0],
+            sink=lambda event: kept.put((event.finish_reason is None, held() is not None)),
+            max_new_tokens=40,
+            ignore_eos=True,
+        )
+
+    gc.disable()
+    try:
+        asked()
+        while True:
+            goes_on, there = kept.get(timeout=20)
+            assert there == goes_on
+            if not goes_on:
+                break
+        assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids, "it is about to be given back"
+    finally:
+        gc.enable()
 
 
 def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""What stands between an engine and whoever listens to a request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dgraph.engine.events import Event
+from dgraph.engine.tickets import Sink
+
+
+class GuardedSink:
+    """A sink that cannot stop the engine whose events it gets. Whoever is told the end may use the model at once, so
+    nothing is kept of the engine from the last event on.
+
+    Args:
+        sink: whatever listens; what it raises goes to `threading.excepthook`.
+        freed: called with the id of the request before its last event is told.
+        cancel: called with it where the sink raises before that.
+    """
+
+    def __init__(self, sink: Sink, freed: Callable[[str], object], cancel: Callable[[str], object]):
+        self._sink, self._freed, self._cancel = sink, freed, cancel
+
+    def __call__(self, event: Event) -> None:
+        if event.finish_reason is not None:
+            self._freed(event.request_id)
+            self._freed = self._cancel = _nothing
+        try:
+            self._sink(event)
+        except BaseException as error:  # whoever listens is gone or broken; the others are not
+            here = threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
+            self._cancel(event.request_id)
+
+
+def _nothing(request_id: str) -> None:
+    """What an engine is asked after the end of a request."""
