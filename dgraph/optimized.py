@@ -102,7 +102,7 @@ class Optimized:
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
-        self._engine: weakref.ref[Engine] | None = None  # whose it is
+        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # whose it is
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -265,7 +265,7 @@ class Optimized:
                 profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
                 scoring=lambda: LoweredProgram(scoring(self.captured), RegionCompiler("eager"), Buckets()),
             )
-            self._engine = weakref.ref(made)
+            self._engine = weakref.ref(made), made.thread
             return made
         except BaseException:
             occupied.close()
@@ -273,10 +273,11 @@ class Optimized:
 
     @contextmanager
     def _used_by(self, what: str) -> Iterator[None]:
-        """Programs share buffers, so that one may use them at a time. An engine that nobody has any more is waited for:
-        it is about to give them back.
+        """Programs share buffers, so that one may use them at a time. An engine that nobody has any more is waited for,
+        but not by its own thread: it is about to give them back.
         """
-        left = self._engine is not None and self._engine() is None
+        engine, thread = self._engine or (None, None)
+        left = engine is not None and engine() is None and thread is not threading.current_thread()
         if not self._in_use.acquire(blocking=left):
             raise InputError(
                 f"the model is in use, by an engine that is open or by a call in another thread: {what} must wait. "
@@ -356,4 +357,6 @@ class Optimized:
         for text in texts:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InputError(f"a text has no half of a character (a lone surrogate), got {text!r}.")
         return [self.model.tokenizer.encode(text) for text in texts]

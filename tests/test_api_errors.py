@@ -198,6 +198,10 @@ def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
         optimized.generate(["what is this?", {"type": "image_url"}])  # type: ignore[list-item]
     with pytest.raises(InputError, match=r"prompt 0 is empty"):
         optimized.generate("")
+    with pytest.raises(InputError, match=r"a text has no half of a character \(a lone surrogate\)"):
+        optimized.generate("a\ud800")
+    with pytest.raises(InputError, match=r"canvas is a list of one canvas for each prompt, got 5"):
+        optimized.generate(["ab", "c"], canvas=5)  # type: ignore[call-overload]
     result = optimized.generate(["ab", "c"], max_new_tokens=3)
     assert result.texts == ["xxx", "xxx"]
     assert result.token_ids == optimized.generate(input_ids=[[1, 2], [3]], max_new_tokens=3).token_ids

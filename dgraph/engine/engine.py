@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import threading
 import time
 import weakref
 from collections import ChainMap
@@ -418,6 +419,11 @@ class Engine:
     def policy(self) -> str:
         """The name of the scheduler's policy."""
         return self._driver.scheduler.policy.name
+
+    @property
+    def thread(self) -> threading.Thread:
+        """Drives the device, and tells sinks."""
+        return self._loop.thread
 
     @property
     def alive(self) -> bool:

@@ -7,6 +7,7 @@ nothing but that and at reports, which are the same. Nothing is told while nothi
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,8 @@ from dgraph.runtime.scoring import Question
 
 STUCK = 3.0
 """Seconds that a thread may wait for a rank that is gone, before those who wait for it are told all the same."""
+LAST = 10.0
+"""Seconds that a process which ends waits for the turn that runs."""
 
 
 class EngineClosed(DgraphError):
@@ -92,6 +95,8 @@ class Loop:
         # With the context of its maker, in which a group's name may have a meaning of its own.
         self.thread = threading.Thread(target=copy_context().run, args=(self._run,), name="dgraph engine", daemon=True)
         self.ranks.when_lost(self._lose)
+        if self.leads:
+            atexit.register(self._stop)
         self.thread.start()
 
     @property
@@ -113,7 +118,20 @@ class Loop:
             self.closing = True
             self.wake.notify()
 
+    def _stop(self) -> None:
+        """At exit: a thread that the interpreter finds at work in torch when it ends would abort the process."""
+        with self.wake:
+            self.aborting = True
+            self.leave()
+        self.thread.join(LAST)
+
     def _run(self) -> None:
+        try:
+            self._drive()
+        finally:
+            atexit.unregister(self._stop)
+
+    def _drive(self) -> None:
         device = self._driver.session.device
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # of this thread alone: it begins with the first one

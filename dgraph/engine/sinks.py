@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from dgraph.engine.events import Event
 from dgraph.engine.tickets import Sink
 
 
 class GuardedSink:
-    """A sink that cannot stop the engine whose events it gets. Whoever is told the end may use the model at once, so
-    nothing is kept of the engine from the last event on.
+    """A sink that cannot stop the engine whose events it gets. A thread that is told the end may use the model at once,
+    so nothing is kept of the engine from the last event on.
 
     Args:
         sink: whatever listens; what it raises goes to `threading.excepthook`.
@@ -29,9 +30,10 @@ class GuardedSink:
         try:
             self._sink(event)
         except BaseException as error:  # whoever listens is gone or broken; the others are not
-            here = threading.current_thread()
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
             self._cancel(event.request_id)
+            here = threading.current_thread()
+            with suppress(BaseException):  # a hook is somebody else's, too
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
 
 
 def _nothing(request_id: str) -> None:

@@ -272,8 +272,16 @@ def listed(prompts: str | Iterable[Any]) -> list[Any]:
 def canvases_of(
     prompts: object, canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None
 ) -> Sequence[Any] | None:
-    """One canvas for each prompt; of one text it is given as it is. None: nothing is fixed."""
-    return [canvas] if isinstance(prompts, str) else canvas
+    """One canvas for each prompt; of one text it is given as it is. None: nothing is fixed.
+
+    Raises:
+        InputError: something else than several canvases.
+    """
+    if isinstance(prompts, str):
+        return [canvas]
+    if canvas is not None and not isinstance(canvas, Sequence):
+        raise InputError(f"canvas is a list of one canvas for each prompt, got {canvas!r}.")
+    return canvas
 
 
 def check_canvases(

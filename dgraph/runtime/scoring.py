@@ -59,6 +59,10 @@ class Question:
                 raise InputError(f"{what} is {tokens!r}, expected a list of ids, as [{tokens!r}].")
             return tuple(check_token(spec, what, place, token) for place, token in enumerate(tokens))
 
+        for what, value in (("prompt 0", prompt), ("labels", labels)):
+            if not isinstance(value, Iterable):
+                raise InputError(f"{what}: expected a list, got {value!r}.")
+        prompt, labels = list(prompt), list(labels)
         if not prompt or not labels:
             raise InputError(
                 f"a decision needs a prompt and at least one label, got {len(prompt)} tokens of prompt "

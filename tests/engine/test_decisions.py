@@ -102,6 +102,8 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
             ([1], [[1]], {"after": 2}, r"after is 2, expected a list of ids, as \[2\]"),
             ([], [[1]], {}, "a decision needs a prompt and at least one label, got 0 tokens of prompt and 1 labels"),
             ([1], [], {}, "a decision needs a prompt and at least one label"),
+            (None, [[1]], {}, "prompt 0: expected a list, got None"),
+            ([1], 5, {}, "labels: expected a list, got 5"),
             ([1], [[2], []], {}, "label 1 is empty; give at least one token"),
             ([1], [[mask]], {}, "label 0: token 0 is the mask token"),
             ([mask], [[1]], {}, "prompt 0: token 0 is the mask token"),

@@ -164,6 +164,16 @@ def test_a_sink_that_raises_ends_its_own_request(served: Served, kind: type[Base
     assert served.engine.stats.finished == {"length": 1, "cancelled": 1}
 
 
+def test_a_hook_that_raises_does_not_stop_the_engine_either(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(event: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(threading, "excepthook", broken)
+    served.engine.submit([1], sink=broken, max_new_tokens=60, threshold=1.0, ignore_eos=True)
+    assert last(served.submit()).finish_reason == "length"
+    assert served.engine.alive
+
+
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 

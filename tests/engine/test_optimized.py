@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +16,7 @@ import pytest
 
 import dgraph
 from dgraph.engine.engine import EngineClosed
+from dgraph.engine.events import Event
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.optimized import Optimized
@@ -189,6 +192,36 @@ def test_a_request_keeps_its_engine_until_its_end_is_told(made: Optimized) -> No
         assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids, "it is about to be given back"
     finally:
         gc.enable()
+
+
+def test_the_thread_of_an_engine_does_not_wait_for_itself(made: Optimized) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+
+    def again(event: Event) -> None:
+        if event.finish_reason is not None:
+            try:
+                made.generate(PROMPTS[0], max_new_tokens=4)
+            except InputError as error:
+                said.put(str(error))
+
+    made.engine(max_sequences=2, max_tokens=160).submit(PROMPTS[0], sink=again, max_new_tokens=4)
+    assert "the model is in use" in said.get(timeout=20)
+    assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids, "another thread waits until it is free"
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "del engine; raise SystemExit(3)"])
+def test_a_process_ends_as_it_wants_to_while_an_engine_runs(end: str) -> None:
+    script = f"""
+import threading, dgraph
+began = threading.Event()
+engine = dgraph.optimize("tiny_sdar", "focus", backend="eager").engine(max_tokens=500)
+for _ in range(4):
+    engine.submit([5, 6, 7], sink=lambda event: began.set(), max_new_tokens=400, threshold=1.0, ignore_eos=True)
+assert began.wait(60)
+{end}
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (found.returncode, found.stderr) == (3, "")
 
 
 def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
