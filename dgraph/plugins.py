@@ -127,6 +127,10 @@ class Table(Mapping[str, T], Generic[T]):
                 raise refusal(self.group, name, "has the name of one of dgraph's own")
         return list(names)
 
+    def names(self) -> list[str]:
+        """Every name that may belong into this table; nothing is imported for it."""
+        return [*self.own, *self.added()]
+
     def __getitem__(self, name: str) -> T:
         if name in self.own:
             return self.own[name]

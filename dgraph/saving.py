@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import tempfile
@@ -177,15 +178,15 @@ def save_quantised(
         raise InputError(f"{model} is stored as a difference from its base, and has its tokenizer; give a whole one.")
     embeds, tied = _embeddings(found)
     settings = None if format is None else settings_of(format, [*ignored, *tied], not embeds.isdisjoint(formats))
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
-        made = Path(temporary) / "checkpoint"
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
+            made = Path(temporary) / "checkpoint"
             made.mkdir()
             _copy(folder, made, settings, adapters=not folds)
             _write(made, items, shard_bytes, [tensor.nbytes for _, _, tensor in stored], progress)
             made.rename(out)
-        except OSError as error:
-            raise CheckpointError(f"{out} cannot be written: {error}.") from error
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}.") from error
     return Saved(out, sum(native in formats for native, _, _ in stored), before, sum(item.nbytes for item in items))
 
 
@@ -193,12 +194,14 @@ def check_out(out: Path) -> None:
     """Refuse now what could not be written after all the work.
 
     Raises:
-        InputError: it exists, or is in no folder.
+        InputError: it exists, or is in no folder that can be written.
     """
     if out.exists():
         raise InputError(f"{out} exists already; give a folder that does not, or remove it.")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no folder {out.absolute().parent}.")
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise InputError(f"{out} cannot be written: permission denied in {out.absolute().parent}; give another.")
 
 
 def check_weights(weights: Weights) -> QuantizeWeights:

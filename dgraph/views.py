@@ -207,4 +207,4 @@ def _is_made(**given: object) -> None:
 def _known(recipe: str | Recipe) -> None:
     """Refuse an unknown name before a model is loaded."""
     if isinstance(recipe, str) and recipe != CAPTURED and recipe not in RECIPES:
-        raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
+        raise UnknownName("recipe", recipe, [*RECIPES.names(), CAPTURED])

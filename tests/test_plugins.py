@@ -14,6 +14,7 @@ import pytest
 import dgraph
 from dgraph import plugins
 from dgraph.api import arguments
+from dgraph.cli.options import shared_options
 from dgraph.compilation import Compilation
 from dgraph.engine.jobs import Budgets
 from dgraph.engine.load import Request
@@ -95,6 +96,17 @@ def test_recipes_of_another_package(install: Install) -> None:
     assert list(RECIPES)[-1] == "patient"
     with pytest.raises(UnknownName, match=r"unknown recipe 'pateint'\. Did you mean 'patient'"):
         build(RECIPES, "pateint", BOTH, {})
+
+
+def test_a_recipe_that_cannot_be_imported_is_in_nobody_else_s_way(install: Install) -> None:
+    install("broken", {"dgraph.recipes": {"gone": "broken_methods.nowhere:gone"}})
+    assert shared_options(["focus", "captured"], ["alpha=2"]) == {"alpha": 2.0}
+    with pytest.raises(UnknownName, match=r"unknown recipe 'focsu'\. Did you mean 'focus'"):
+        shared_options(["focsu"], None)
+    with pytest.raises(UnknownName, match=r"unknown recipe 'focsu'\. Did you mean 'focus'"):
+        dgraph.dump("tiny_sdar", "focsu")
+    with pytest.raises(PluginError, match="'gone' of distribution 'broken'"):
+        shared_options(["gone"], None)
 
 
 PARTS_OUTSIDE = """

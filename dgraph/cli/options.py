@@ -96,8 +96,8 @@ def shared_options(recipes: Sequence[str], given: Sequence[str] | None, kv_dtype
 
     types: dict[str, type] = {}
     for recipe in recipes:
-        if recipe not in (*RECIPES, CAPTURED) and "+" not in recipe:
-            raise UnknownName("recipe", recipe, [*RECIPES, CAPTURED])
+        if recipe != CAPTURED and recipe not in RECIPES and "+" not in recipe:
+            raise UnknownName("recipe", recipe, [*RECIPES.names(), CAPTURED])
         types |= types_of(builder_of(RECIPES, recipe)) if recipe != CAPTURED else {}
     return read_options(f"option of {' or '.join(map(repr, recipes))}", types, _with(given, kv_dtype))
 

@@ -110,12 +110,14 @@ def check_file(option: str, path: Path) -> None:
     """Refuse now what `write_file` could not write after all the work.
 
     Raises:
-        InputError: it is a folder, or in none.
+        InputError: it is a folder, or in none that can be written.
     """
     if path.is_dir():
         raise InputError(f"{option} {path} cannot be written: it is a folder.")
     if not path.resolve().parent.is_dir():
         raise InputError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        raise InputError(f"{option} {path} cannot be written: permission denied; give another path.")
 
 
 def write_file(option: str, path: Path, text: str) -> None:

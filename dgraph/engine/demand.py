@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from dgraph.engine.jobs import Job
+from dgraph.plans.regions import rows_of
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
 from dgraph.plans.view import View, ahead
@@ -66,7 +69,7 @@ def _region_rows(plan: RowPlan, prompt: int, new: int, shift: int) -> int | None
     """Rows of a step that is not whole; None where that depends on what the device alone knows."""
     end = torch.tensor([prompt + new])
     view = View(positions=torch.arange(prompt + new), prompt_end=torch.tensor([prompt]), end=end, shift=shift)
-    rows = ahead(plan.region.rows, view)
+    rows = ahead(partial(rows_of, plan.region), view)
     return None if rows is None else max(1, int(rows.sum()))
 
 

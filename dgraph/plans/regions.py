@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.errors import InputError
 from dgraph.plans.parts import Part, check_counts
 from dgraph.plans.view import View
 
@@ -48,6 +49,27 @@ class Region(Part, ABC):
         predicts its first position are always seen.
         """
         return view.inside
+
+
+def rows_of(region: Region, view: View) -> Tensor:
+    """What a region says in `rows`; raises `InputError` for what is no bool[b, T]."""
+    return _checked(region, "rows", region.rows(view), view)
+
+
+def seen_of(region: Region, view: View) -> Tensor:
+    """The same of `seen`."""
+    return _checked(region, "seen", region.seen(view), view)
+
+
+def _checked(region: Region, method: str, found: object, view: View) -> Tensor:
+    wanted = view.inside
+    if isinstance(found, Tensor) and (found.dtype, found.shape) == (wanted.dtype, wanted.shape):
+        return found
+    got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise InputError(
+        f"{type(region).__name__}.{method} returns a tensor {wanted.dtype} {list(wanted.shape)}, whether each position "
+        f"of each sequence is among its rows; got {got}."
+    )
 
 
 @dataclass(frozen=True)

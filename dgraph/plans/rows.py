@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.plans.parts import Part, part_from_json
-from dgraph.plans.regions import REGIONS, All, Block, Region
+from dgraph.plans.regions import REGIONS, All, Block, Region, rows_of, seen_of
 from dgraph.plans.schedules import SCHEDULES, Counted, Schedule
 from dgraph.plans.view import FIRST, LATER_BLOCK, View, ahead
 from dgraph.plugins import Table, check_class
@@ -138,8 +139,8 @@ class RowCounts:
         positions = torch.arange(int(end.max()))
         view = View(positions=positions, prompt_end=prompt_end, end=end, shift=self._shift)
         region, at = self._plan.region, list(slots)
-        seen = ahead(region.seen, view) if region.hides else view.inside
-        rows = ahead(region.rows, view)
+        seen = ahead(partial(seen_of, region), view) if region.hides else view.inside
+        rows = ahead(partial(rows_of, region), view)
         self._known = seen is not None and rows is not None
         self._bounds[at] = torch.stack([prompt_end, end], dim=1)
         self._step[at] = 0

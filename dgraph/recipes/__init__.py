@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from dgraph.plugins import Table
@@ -64,7 +63,7 @@ class Recipes(Table[Builder]):
         return super().__getitem__(name)
 
 
-RECIPES: Mapping[str, Builder] = Recipes(_OWN, GROUP, check_builder)
+RECIPES = Recipes(_OWN, GROUP, check_builder)
 """Every recipe's builder by name."""
 
 __all__ = [

@@ -16,6 +16,7 @@ from torch import Tensor
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.block_cache import BlockCache, ready_columns
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import rows_of, seen_of
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.decode_state import DecodeState
@@ -225,7 +226,7 @@ class CanvasState(DecodeState):
 
     def _seen(self, view: View) -> Tensor:
         """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
-        return view.inside & self.plan.region.seen(view) | view.around_block()
+        return view.inside & seen_of(self.plan.region, view) | view.around_block()
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
@@ -256,7 +257,7 @@ class CanvasState(DecodeState):
             moved_keys = (everything != self.seen).any(dim=1)  # every slot is another row's
             self.full, self.whole, self.seen = self.full | moved_keys, self.whole | moved_keys, everything
         # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
-        part = everything & region.rows(view) & (~self.frozen | view.wanted)
+        part = everything & rows_of(region, view) & (~self.frozen | view.wanted)
         self.pending = torch.where(self.whole[:, None], everything, part)
 
     def _coming(self, policy: Policy) -> Tensor:

@@ -280,4 +280,6 @@ def test_a_plot_needs_answers_and_matplotlib(
 def test_help_has_an_example(run: Run) -> None:
     result = run("eval", "--help")
     assert result.exit_code == 0
-    assert "dgraph eval tiny_sdar" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.replace("│", " ").split())
+    assert "dgraph eval tiny_sdar" in said
+    assert "pip install 'dgraph[smol]'" in said, "brackets of an extra are no markup"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.plans.regions import REGIONS, All, Block, Next, Response, Suffix
+from dgraph.plans.regions import REGIONS, All, Block, Next, Region, Response, Suffix, rows_of, seen_of
 from dgraph.plans.rows import PARTS, RowCounts, RowPlan
 from dgraph.plans.schedules import Apart, Counted, Either, FirstShare, Schedule
 from dgraph.plans.view import View
@@ -141,3 +141,34 @@ def test_they_are_counted_both(intervals: tuple[int, int]) -> None:
 def test_a_view_says_what_it_does_not_have() -> None:
     with pytest.raises(AttributeError, match="a view has no 'stpe'; it may know: step, "):
         _ = View(step=torch.zeros(1)).stpe  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Says(Region):
+    """Whatever it is given."""
+
+    what: Any = None
+
+    def rows(self, view: View) -> Any:
+        return self.what
+
+    def seen(self, view: View) -> Any:
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "got"),
+    [
+        (torch.ones(6, dtype=torch.bool), r"torch\.bool \[6\]"),
+        (torch.tensor(True), r"torch\.bool \[\]"),
+        (torch.ones(2, 6), r"torch\.float32 \[2, 6\]"),
+        (torch.ones(2, 5, dtype=torch.bool), r"torch\.bool \[2, 5\]"),
+        (None, "None"),
+    ],
+)
+def test_a_region_says_one_thing_of_each_position_of_each_sequence(what: Any, got: str) -> None:
+    view = View(positions=torch.arange(6), prompt_end=torch.tensor([1, 2]), end=torch.tensor([5, 6]))
+    assert rows_of(All(), view) is not None
+    for method, asked in (("rows", rows_of), ("seen", seen_of)):
+        with pytest.raises(InputError, match=rf"Says\.{method} returns a tensor torch\.bool \[2, 6\].*; got {got}"):
+            asked(Says(what), view)
