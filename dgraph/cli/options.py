@@ -176,6 +176,8 @@ def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
     """
     prompts = list(given or ())
     if file is not None:
+        if file == "-" and sys.stdin is None:
+            raise InputError("--prompt-file - cannot be read: standard input is closed.")
         try:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -48,8 +48,9 @@ def dump(
     from dgraph.text.writer import dump as text_of
     from dgraph.text.writer import to_json
 
-    if recipe is None and option:
-        raise InputError("--option needs --recipe.")
+    for name, there in (("--option", option), ("--phase", phase != "step")):
+        if recipe is None and there:
+            raise InputError(f"{name} needs --recipe.")
     options = given.recipe_options(recipe, option, kv_dtype) if recipe is not None else {}
     facts = given.facts(fact)
     with status(f"capturing {model}"):

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from dgraph.cli.options import read_prompts
+from dgraph.errors import InputError
 from tests.cli.conftest import Run
 from tests.cli.folders import WINDOW, weights, write_checkpoint
 from tests.cli.refusals import refused
@@ -78,6 +80,7 @@ VIEWS = [
     (("dump",), ("-r", "focus", "--after", "EvictToken"), ("Did you mean 'EvictTokens'",)),
     (("dump",), ("--after", "CacheKV"), ("after='CacheKV' needs a recipe",)),
     (("dump",), ("-o", "alpha=2"), ("--option needs --recipe",)),
+    (("dump",), ("--phase", "prefill"), ("--phase needs --recipe",)),
     (("dump",), ("--tp", "3"), ("cannot be divided over 3 ranks",)),
     (("dump",), ("-r", "focus", "--phase", "stpe"), ("unknown phase 'stpe'. Did you mean 'step'",)),
     (("dump",), ("--layer", 3, "--html", "page.html"), ("the graph has no layer 3; its layers are 0..1",)),
@@ -101,6 +104,12 @@ def test_unknown_models(run: Run, command: str) -> None:
     prompt = PROMPT if command == "generate" else ()
     refused(run(command, "tiny_sdra", *prompt), "unknown model 'tiny_sdra'. Did you mean 'tiny_sdar'")
     refused(run(command, "./nowhere/at_all", *prompt), "./nowhere/at_all is not a checkpoint folder")
+
+
+def test_standard_input_that_is_closed_has_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(InputError, match="--prompt-file - cannot be read: standard input is closed"):
+        read_prompts(None, "-")
 
 
 def test_unknown_commands_and_missing_arguments(run: Run) -> None:
