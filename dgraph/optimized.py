@@ -357,6 +357,8 @@ class Optimized:
         for text in texts:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise InputError(f"a text has no half of a character (a lone surrogate), got {text!r}.")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InputError(f"a text has no half of a character (a lone surrogate), got {text!r}.") from None
         return [self.model.tokenizer.encode(text) for text in texts]

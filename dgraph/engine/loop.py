@@ -96,7 +96,8 @@ class Loop:
         self.thread = threading.Thread(target=copy_context().run, args=(self._run,), name="dgraph engine", daemon=True)
         self.ranks.when_lost(self._lose)
         if self.leads:
-            atexit.register(self._stop)
+            # A thread that the interpreter finds at work in torch when it ends would abort the process.
+            atexit.register(self.close, drain=False, wait=LAST)
         self.thread.start()
 
     @property
@@ -104,13 +105,13 @@ class Loop:
         """Whether requests are given to this rank."""
         return self.ranks.rank == 0
 
-    def close(self, drain: bool) -> None:
-        """End, and wait for the end. On another rank than 0: wait until rank 0 ends."""
+    def close(self, drain: bool, wait: float | None = None) -> None:
+        """End, and wait for the end, so many seconds at most. On another rank than 0: wait until rank 0 ends."""
         with self.wake:
             self.aborting = self.aborting or not drain
             self.leave()
         if threading.current_thread() is not self.thread:
-            self.thread.join()
+            self.thread.join(wait)
 
     def leave(self) -> None:
         """End when nothing is left to do; nobody waits for it."""
@@ -118,18 +119,11 @@ class Loop:
             self.closing = True
             self.wake.notify()
 
-    def _stop(self) -> None:
-        """At exit: a thread that the interpreter finds at work in torch when it ends would abort the process."""
-        with self.wake:
-            self.aborting = True
-            self.leave()
-        self.thread.join(LAST)
-
     def _run(self) -> None:
         try:
             self._drive()
         finally:
-            atexit.unregister(self._stop)
+            atexit.unregister(self.close)
 
     def _drive(self) -> None:
         device = self._driver.session.device
