@@ -27,7 +27,8 @@ KERNELS: dict[str, frozenset[str]] = {
     "norms": frozenset({"_norm_rows", "_rotate_rows", "_quantise_live_rows"}),
     "GEMM": frozenset(
         {"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_numbers"}
-        | {"_multiply_group", "_multiply_group_numbers", "_multiply_rows_of_groups", "_dequantise"}
+        | {"_multiply_group", "_multiply_group_numbers", "_multiply_rows_of_groups", "_multiply_units_of_groups"}
+        | {"_dequantise"}
     ),
     "routing": frozenset(
         {"_route", "_share_experts", "_order_slots", "_spread_rows", "_gate_rows", "_gate_and_round_rows", "_sum_slots"}

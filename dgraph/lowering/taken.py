@@ -64,10 +64,15 @@ def as_taken(graph: Graph, on_gpu: bool = False) -> Graph:
     Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
 
     on_gpu: rows that products count by a list are normed and rounded by a kernel that stops after them. A product of
-    gate and up that takes packed rows so, all of a step's or those that an eviction kept, becomes `dgraph::rows_glu`,
-    whose result is all that is left to be rounded for the next one. Rows of 16 bits a library multiplies; their
-    activation stays a kernel of its own.
+    gate and up by packed rows, all of a step's or those that an eviction kept, becomes `dgraph::rows_glu`, where rows
+    are taken as they are rounded or are of 16 bits: gate and up are then never stored.
     """
+    graph = _rounded_as_taken(graph, on_gpu)
+    return _with_units(graph) if on_gpu and "cu_rows" in graph.inputs else graph
+
+
+def _rounded_as_taken(graph: Graph, on_gpu: bool) -> Graph:
+    """The same without what becomes of gated units."""
     if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
     graph = graph.copy()
@@ -89,16 +94,43 @@ def as_taken(graph: Graph, on_gpu: bool = False) -> Graph:
                 made = graph.call(OPS["rows_quantise"], (*args_of(node), count), before=node, by=by)
             args = (*graph.parts(made, 2, by), node.meta["val"].dtype)
             graph.replace(node, graph.call(OPS["dequantise_rows"], args, before=node, by=by))
-    if on_gpu and "cu_rows" in graph.inputs:
-        for node in [call for call in graph.calls if call.target is LINEAR]:
-            rows = graph.row_set(args_of(node)[0])
-            if rows is None or not _takes_both(node):
-                continue
-            if isinstance(unit := unit_of(node), Node):
-                args = (*(*args_of(node), None)[:3], graph.offsets_of(rows))
-                graph.replace(unit, graph.call(OPS["rows_glu"], args, before=node, by=node.meta["by"]))
     graph.sweep()
     return graph
+
+
+def _with_units(graph: Graph) -> Graph:
+    """A graph whose gated units are calls, if they pay; the graph itself if there are none."""
+    if not _units_in(graph):
+        return graph
+    graph = graph.copy()
+    for linear, product in _units_in(graph):
+        rows = graph.row_set(linear)
+        assert rows is not None  # it has packed rows
+        args = (*(*args_of(linear), None)[:3], graph.offsets_of(rows))
+        graph.replace(product, graph.call(OPS["rows_glu"], args, before=linear, by=linear.meta["by"]))
+    graph.sweep()
+    return graph
+
+
+def _units_in(graph: Graph) -> list[tuple[Node, Node]]:
+    """Linear layers over packed rows with the product silu(gate) * up after each, where `dgraph::rows_glu` pays: of
+    rounded rows, and of 16 bits where its kernel multiplies these as fast as the library does.
+    """
+    found = []
+    roles = graph.device.type != "cuda" or torch.cuda.get_device_capability(graph.device) == (9, 0)
+    for node in graph.calls:
+        if node.target is LINEAR and graph.row_set(args_of(node)[0]) is not None:
+            unit = unit_of(node) if _takes_both(node) or (roles and _is_short(node)) else None
+            if isinstance(unit, Node):
+                found.append((node, unit))
+    return found
+
+
+def _is_short(node: Node) -> bool:
+    """Whether a linear layer multiplies rows of 16 bits by a weight as the model has it."""
+    x, weight = args_of(node)[:2]
+    dtypes = {x.meta["val"].dtype, weight.meta["val"].dtype}
+    return "weight" in weight.meta and len(dtypes) == 1 and dtypes.pop().itemsize == 2
 
 
 def _lookups_in(graph: Graph) -> list[Node]:

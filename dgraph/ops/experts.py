@@ -20,8 +20,9 @@ CONTRACT = """\
 x [N, d]; choice i64[N, k]; weight [N, k]; gate_up [E, 2f, d], the gate's f rows before those of up;
 down [E, d, f]; activation "silu" or "gelu_tanh"; inner None, "fp8" or "int8" -> [N, d], contiguous, in the dtype of x.
 Row i gives the sum over its k slots of weight[i, s] * down[e] @ (act(gate[e] @ x[i]) * (up[e] @ x[i])), where
-e = choice[i, s]. The products are in the dtype of x; the activation, its product with up and the sum are in fp32
-(float64 for float64); the sum runs over the slots in ascending order, whatever the order of experts.
+e = choice[i, s]. The products are in the dtype of x, but a kernel may keep gate and up in fp32; the activation, its
+product with up and the sum are in fp32 (float64 for float64); the sum runs over the slots in ascending order, whatever
+the order of experts.
 With `inner`, what down multiplies, one row for each slot, is rounded as dgraph::round_rows rounds rows to that kind.
 A choice outside of [0, E) adds nothing, and its weight may be anything: a row of such choices gives zeros,
 and may hold anything itself. An expert may have no row, all rows, or a row more than once.

@@ -214,12 +214,14 @@ def test_rounding_is_a_part_of_the_norm_or_the_activation_that_makes_the_rows() 
     assert found == {"dgraph.rms_norm": 2 * last, "mul": last, "a call": last}
 
 
-def gated_unit(read: str) -> Graph:
+def gated_unit(read: str, dtype: torch.dtype = torch.float32) -> Graph:
     """silu(gate) * up of rounded rows, gate and up by one weight in int8; or something near it."""
     hand = Hand()
-    x, counts = hand.input("x", "N", 8), hand.input("cu_rows", "b+1", dtype=torch.int32)
-    weight = hand.weight("w", 12, 8) if read == "a weight as it is" else stored(hand, 12, 8)
-    rows = x if read == "rows as they are" else hand.call(OPS["round_rows"].overload, x, "int8")
+    x, counts = hand.input("x", "N", 8, dtype=dtype), hand.input("cu_rows", "b+1", dtype=torch.int32)
+    plain = read in ("a weight as it is", "rows and a weight as they are")
+    weight = hand.weight("w", 12, 8, dtype=dtype) if plain else stored(hand, 12, 8)
+    rounded = read not in ("rows as they are", "rows and a weight as they are")
+    rows = hand.call(OPS["round_rows"].overload, x, "int8") if rounded else x
     both = hand.call(aten.linear.default, rows, weight)
     gate, up = hand.graph.parts(hand.call(aten.split_with_sizes.default, both, [6, 6], 1), 2, "")
     made = hand.call(aten.mul.Tensor, hand.call(aten.silu.default, gate), up)
@@ -227,19 +229,31 @@ def gated_unit(read: str) -> Graph:
     return hand.returns(**results)
 
 
-@pytest.mark.parametrize("read", ["alone", "the gate", "a weight as it is", "rows as they are"])
-def test_gate_and_up_of_rounded_rows_are_one_call(read: str) -> None:
-    graph = gated_unit(read)
+@pytest.mark.parametrize(
+    ("read", "dtype", "fused"),
+    [
+        ("alone", torch.float32, True),
+        ("the gate", torch.float32, False),
+        ("a weight as it is", torch.float32, False),
+        ("rows as they are", torch.float32, False),
+        ("rows and a weight as they are", torch.float32, False),
+        ("rows and a weight as they are", torch.bfloat16, True),
+        ("rows and a weight as they are", torch.float16, True),
+    ],
+    ids=str,
+)
+def test_gate_and_up_are_one_call_of_rounded_rows_and_of_16_bits(read: str, dtype: torch.dtype, fused: bool) -> None:
+    graph = gated_unit(read, dtype)
     assert as_taken(graph).find("rows_glu") == []
     made = as_taken(graph, on_gpu=True)
-    assert len(made.find("rows_glu")) == (read == "alone")
+    assert len(made.find("rows_glu")) == fused
     given = {
-        "x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)),
+        "x": torch.randn((5, 8), generator=torch.Generator().manual_seed(1)).to(dtype),
         "cu_rows": torch.tensor([0, 2, 4], dtype=torch.int32),
     }
     want, got = interpret(graph, given)["logits"], interpret(made, given)["logits"]
     torch.testing.assert_close(got[:4], want[:4])
-    assert got[4].isnan().all() == (read == "alone"), "a row that belongs to no sequence"
+    assert got[4].isnan().all() == fused, "a row that belongs to no sequence"
 
 
 @pytest.mark.parametrize(

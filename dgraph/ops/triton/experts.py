@@ -64,12 +64,12 @@ def by_grouping(
         )
         return rows
 
-    both = _products(x.each(spread) if isinstance(x, QuantisedRows) else spread(x), gate_up, ends)
+    rows = x.each(spread) if isinstance(x, QuantisedRows) else spread(x)
     between: Tensor | QuantisedRows
     if inner is None:
-        between = gate(both, ends, activation == "silu")
+        between = _units(rows, gate_up, ends, activation == "silu")
     else:
-        between = experts_rounded.gate(both, ends, inner, activation == "silu")
+        between = experts_rounded.gate(_products(rows, gate_up, ends), ends, inner, activation == "silu")
         between = between if meets(inner, down) else between.dequantised()
     each = _products(between, down, ends)
 
@@ -89,6 +89,14 @@ def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
         both, out, ends, len(ends) - 1, both.stride(0), f, some, block, silu, num_warps=4
     )
     return out
+
+
+def _units(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor, silu: bool) -> Tensor:
+    """act(gate) * up of the rows before each end, by weights that have gate's rows before those of up."""
+    plain = isinstance(rows, Tensor) and isinstance(weight, Tensor)
+    if plain and grouped.pays(rows, weight):
+        return grouped.multiply_units(rows, weight, ends, silu)
+    return gate(_products(rows, weight, ends), ends, silu)
 
 
 def _products(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor) -> Tensor:

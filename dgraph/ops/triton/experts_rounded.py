@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.triton import grouped
+from dgraph.ops.triton.activations import gated
 from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, sum_numbers
 from dgraph.ops.triton.product import _rows_of_tile, _store
 from dgraph.ops.triton.rows import power_of_two
@@ -90,11 +91,7 @@ def gated_rows(both_ptr, row, column, mask, both_row, SIZE: tl.constexpr, SILU: 
     at = both_ptr + row.to(tl.int64)[:, None] * both_row + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        found = gate * tl.sigmoid(gate) * up
-    else:  # gelu by tanh: 1 + tanh(z) = 2 sigmoid(2 z)
-        found = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    return found
+    return gated(gate, up, SILU)
 
 
 @triton.jit(do_not_specialize=["last"])

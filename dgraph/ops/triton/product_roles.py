@@ -205,10 +205,14 @@ def _load_tiles(
     stage, turn = gl.to_tensor(0), gl.to_tensor(1)
     for i in range(0, pieces):
         r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, GROUP)
+        # A box of 64 rows beyond the last row takes longer to load than others, and no result needs what it would hold.
+        second = (r * ROWS + HIGH < rows) if ROWS == 128 else True
         for k in range(first, last):
             came = full.index(stage)
             mbarrier.wait(empty.index(stage), turn)
-            mbarrier.expect(came, (ROWS + COLUMNS) * UNITS * BYTES)
+            mbarrier.expect(came, (ROWS + COLUMNS) * UNITS * BYTES, pred=second)
+            if ROWS == 128:
+                mbarrier.expect(came, (HIGH + COLUMNS) * UNITS * BYTES, pred=r * ROWS + HIGH >= rows)
             for u in gl.static_range(UNITS):
                 unit, depth = stage * UNITS + u, (k * UNITS + u) * DEPTH
                 for j in gl.static_range(ACROSS):
@@ -222,7 +226,8 @@ def _load_tiles(
                     tma.async_copy_global_to_shared(w_boxes, [at, depth], came, held.index(place))
                 for j in gl.static_range(ROWS // HIGH):
                     box = x_held.index(RING[0] // HIGH + unit * (ROWS // HIGH) + j)
-                    tma.async_copy_global_to_shared(x_boxes, [r * ROWS + j * HIGH, depth], came, box)
+                    wanted = second if j > 0 else True
+                    tma.async_copy_global_to_shared(x_boxes, [r * ROWS + j * HIGH, depth], came, box, pred=wanted)
             stage, turn = _next(stage, turn, STAGES)
 
 

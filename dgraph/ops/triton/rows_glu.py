@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton import eight_bits, stored
+from dgraph.ops.triton import eight_bits, experts, stored
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
+
+FEW = 128
+"""Rows of 16 bits, as many as there is room for, up to which the library's product and an activation after it take less
+time: on an H100 up to a tenth (benchmarks/results/products.md).
+"""
 
 
 def kernel(
@@ -24,4 +30,6 @@ def kernel(
         return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
     if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
         return stored.launch(x, weight, bias, cu_rows, pair=True)
+    if tiling is None and x.element_size() == 2 and len(x) <= FEW:
+        return experts.gate(torch.nn.functional.linear(x, weight, bias), cu_rows, silu=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)

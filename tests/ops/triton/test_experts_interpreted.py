@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from dgraph.ops.experts import gated
 from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from tests.amounts import every_value
 from tests.ops.triton.compiled import found_by
@@ -205,7 +206,10 @@ def test_numbers_of_experts_go_to_the_matrix_units_of_a_gpu_that_need_not_be_the
 def test_sums_of_float8_leave_the_matrix_units_in_each_iteration() -> None:
     """There they are added up in fewer bits than fp32 has; of others they stay."""
     found = found_by("compiled_grouped")
-    assert len(found) == 12
+    assert len(found) == 16
+    units = [kinds for name, kinds in found.items() if "unit" in name]
+    assert units == [["bf16", "beside"]] * 4, "their activation adds up, too"
+    found = {name: kinds for name, kinds in found.items() if "unit" not in name}
     expected = {"bf16": ["bf16"], "fp8": ["e4m3", "beside"], "int8": ["s8"]}
     assert all(kinds == expected[name.partition(" ")[0]] for name, kinds in found.items()), found
 
@@ -321,23 +325,24 @@ class Launches:
         return lambda *args, **options: self.seen.append(self.name)
 
 
-def test_experts_are_four_launches_and_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_three_launches_and_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device there are no values that a host could read; there a grouped product is of bf16 alone. Where
-    experts have many rows, the products are the library's.
+    experts have many rows, the products are the library's, and their activation a launch of its own.
     """
     from dgraph.ops.triton import experts as module
     from dgraph.ops.triton import grouped
 
     seen: list[str] = []
-    product = "_multiply_rows_of_groups"
+    product, unit = "_multiply_rows_of_groups", "_multiply_units_of_groups"
     for name in ("_order_slots", "_spread_rows", "_gate_rows", "_sum_slots"):
         monkeypatch.setattr(module, name, Launches(name, seen))
-    monkeypatch.setattr(grouped, product, Launches(product, seen))
+    for name in (product, unit):
+        monkeypatch.setattr(grouped, name, Launches(name, seen))
     args = [t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype) for t in mixture(6, 2, 4)]
     with Operations() as operations:
         out = module.by_grouping(*args)
     assert (out.shape, out.dtype) == ((6, 16), torch.bfloat16)
-    assert seen == ["_order_slots", "_spread_rows", product, "_gate_rows", product, "_sum_slots"]
+    assert seen == ["_order_slots", "_spread_rows", unit, product, "_sum_slots"]
     assert not operations.names
     seen.clear()
     monkeypatch.setattr(grouped, "TILES", (replace(grouped.TILES[0], up_to=2),))
@@ -381,6 +386,27 @@ def test_products_of_groups_of_any_size(interpreted: Interpreter, rows: int, col
             for end, by in zip(ends.tolist(), weight, strict=True):
                 assert_close(found[begin:end], x[begin:end] @ by.T, rtol=1e-4, atol=1e-4)
                 begin = end
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(16, 64, 32), (32, 32, 64), (64, 128, 16)])
+def test_units_of_groups_of_any_size(interpreted: Interpreter, rows: int, columns: int, depth: int, silu: bool) -> None:
+    """The product with its activation; a tile reads gate rows beyond their end, and rows of the next group."""
+    from dgraph.ops.triton.stored import Tile
+
+    for groups, size, into, n in ((4, 20, 24, 90), (5, 8, 32, 7), (3, 65, 64, 70)):
+        x, weight = draw(n, into), draw(groups, 2 * size, into, seed=1) * into**-0.5
+        ends = torch.randint(0, n - 2, (groups,), generator=torch.Generator().manual_seed(n)).sort().values.int()
+        ends[0], ends[-1] = 0, n - 3
+        x[n - 3 :] = torch.nan
+        tile = Tile(0, rows, columns, depth, 4, 2)
+        found, _ = interpreted("grouped", (x, weight, ends, silu), "multiply_units", tile=tile)
+        assert found.shape == (n, size)
+        begin = 0
+        for end, by in zip(ends.tolist(), weight, strict=True):
+            want = gated(x[begin:end] @ by.T, "silu" if silu else "gelu_tanh")
+            assert_close(found[begin:end], want, rtol=1e-4, atol=1e-4)
+            begin = end
 
 
 def numbers_by_group(

@@ -396,6 +396,14 @@ def test_gates_of_any_size_are_finite(interpreted: Interpreter) -> None:
     assert out.equal(torch.tensor([0.0, 0.0, 180.0, 2e4]).expand(4, 4))
 
 
+@pytest.mark.parametrize("rows", [0, 3, 9])
+def test_a_unit_of_few_rows_of_16_bits_is_the_product_of_a_library(interpreted: Interpreter, rows: int) -> None:
+    """And an activation of the live rows; other rows may hold anything."""
+    x, weight, bias, cu_rows = product(rows, 9, 48, 80, bias=True)
+    args = *(t.half() for t in (x, weight, bias)), cu_rows
+    compare(results(interpreted, "rows_glu", args), expected("rows_glu", args), 2e-3)
+
+
 def test_the_cases_of_a_product_follow_each_other() -> None:
     from dgraph.ops.triton.product_cases import ANY
     from dgraph.ops.triton.rows_linear import Tiles, Tiling
