@@ -26,7 +26,7 @@ KERNELS: dict[str, frozenset[str]] = {
     "LM head": frozenset({"_list_rows", "_gather_rows", "_reduce", "_combine", "_weigh_ids", "_finish"}),
     "norms": frozenset({"_norm_rows", "_rotate_rows", "_quantise_live_rows"}),
     "GEMM": frozenset(
-        {"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_numbers"}
+        {"_multiply", "_multiply_in_roles", "_multiply_stored", "_multiply_stored_in_roles", "_multiply_numbers"}
         | {"_multiply_group", "_multiply_group_numbers", "_multiply_rows_of_groups", "_multiply_units_of_groups"}
         | {"_dequantise"}
     ),

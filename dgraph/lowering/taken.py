@@ -127,10 +127,10 @@ def _units_in(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def _is_short(node: Node) -> bool:
-    """Whether a linear layer multiplies rows of 16 bits by a weight as the model has it."""
+    """Whether a linear layer multiplies rows of 16 bits by a weight as the model has it, or as it is stored."""
     x, weight = args_of(node)[:2]
     dtypes = {x.meta["val"].dtype, weight.meta["val"].dtype}
-    return "weight" in weight.meta and len(dtypes) == 1 and dtypes.pop().itemsize == 2
+    return ("weight" in weight.meta or is_taken(weight)) and len(dtypes) == 1 and dtypes.pop().itemsize == 2
 
 
 def _lookups_in(graph: Graph) -> list[Node]:

@@ -28,13 +28,13 @@ aten = torch.ops.aten
 DEQUANTISE = "dgraph.dequantise"
 
 
-def stored(hand: Hand, rows: int, columns: int) -> Node:
+def stored(hand: Hand, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Node:
     """A weight in int8, dequantised."""
     whole = torch.randn((rows, columns), generator=torch.Generator().manual_seed(rows))
     found = quantise(whole, Format("int8"))
     values = hand.graph.add_weight(f"w{rows}.weight", found.values)
     scales = hand.graph.add_weight(f"w{rows}.weight_scale", found.scales)
-    return hand.call(OPS["dequantise"].overload, values, scales, None, [1, -1], torch.float32)
+    return hand.call(OPS["dequantise"].overload, values, scales, None, [1, -1], dtype)
 
 
 def one_product(hand: Hand, x: Node, weight: Node) -> Node:
@@ -219,7 +219,7 @@ def gated_unit(read: str, dtype: torch.dtype = torch.float32) -> Graph:
     hand = Hand()
     x, counts = hand.input("x", "N", 8, dtype=dtype), hand.input("cu_rows", "b+1", dtype=torch.int32)
     plain = read in ("a weight as it is", "rows and a weight as they are")
-    weight = hand.weight("w", 12, 8, dtype=dtype) if plain else stored(hand, 12, 8)
+    weight = hand.weight("w", 12, 8, dtype=dtype) if plain else stored(hand, 12, 8, dtype)
     rounded = read not in ("rows as they are", "rows and a weight as they are")
     rows = hand.call(OPS["round_rows"].overload, x, "int8") if rounded else x
     both = hand.call(aten.linear.default, rows, weight)
@@ -239,6 +239,7 @@ def gated_unit(read: str, dtype: torch.dtype = torch.float32) -> Graph:
         ("rows and a weight as they are", torch.float32, False),
         ("rows and a weight as they are", torch.bfloat16, True),
         ("rows and a weight as they are", torch.float16, True),
+        ("rows as they are", torch.bfloat16, True),
     ],
     ids=str,
 )

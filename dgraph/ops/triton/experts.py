@@ -93,8 +93,7 @@ def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
 
 def _units(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor, silu: bool) -> Tensor:
     """act(gate) * up of the rows before each end, by weights that have gate's rows before those of up."""
-    plain = isinstance(rows, Tensor) and isinstance(weight, Tensor)
-    if plain and grouped.pays(rows, weight):
+    if isinstance(rows, Tensor) and isinstance(weight, Tensor) and grouped.pays(rows, weight):
         return grouped.multiply_units(rows, weight, ends, silu)
     return gate(_products(rows, weight, ends), ends, silu)
 

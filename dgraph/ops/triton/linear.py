@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dgraph.ops.triton import eight_bits, stored
+from dgraph.ops.triton import eight_bits, stored, stored_roles
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 
@@ -17,5 +17,5 @@ def kernel(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Te
     elif isinstance(weight := stored.taken(weight, x), Tensor):
         return torch.nn.functional.linear(x, weight, bias)
     else:
-        made = stored.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)
+        made = stored_roles.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)
     return made.view(*x.shape[:-1], made.shape[1])

@@ -280,14 +280,14 @@ def _multiply_tiles(
         if complete:
             where = (r * ROWS, c * WIDE, rows, d_out)
             if PAIR and FEW:
-                _store_unit(pointers, acc, rest, where, HIGH, BIAS, FEW)
+                _store_unit(pointers, acc, rest, where, HIGH, True, BIAS, FEW)
             elif PAIR:
                 gate, up = gl.split(gl.permute(gl.reshape(acc, [128, 2, WIDE]), (0, 2, 1)))
-                _store_unit(pointers, gate, up, where, HIGH, BIAS, FEW)
+                _store_unit(pointers, gate, up, where, HIGH, True, BIAS, FEW)
             else:
-                _store_linear(pointers, acc, 0, where, HIGH, BIAS, FEW)
+                _store_linear(pointers, acc, 0, where, HIGH, True, BIAS, FEW)
                 if TWO:
-                    _store_linear(pointers, rest, BESIDE, where, HIGH, BIAS, FEW)
+                    _store_linear(pointers, rest, BESIDE, where, HIGH, True, BIAS, FEW)
 
 
 @gluon.jit
@@ -403,22 +403,30 @@ def _load_share(part_ptr, j, shares, at, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _store_unit(pointers, gate, up, where, HIGH: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr):
+def _store_unit(
+    pointers, gate, up, where, HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr
+):  # fmt: skip
     """silu(gate) * up."""
-    gate = _settled(pointers, gate, 0, 0, where, HIGH, BIAS, FEW)
-    up = _settled(pointers, up, 0, where[3], where, HIGH, BIAS, FEW)
+    gate = _settled(pointers, gate, 0, 0, where, HIGH, ROUNDED, BIAS, FEW)
+    up = _settled(pointers, up, 0, where[3], where, HIGH, ROUNDED, BIAS, FEW)
     _store(pointers[1], gate / (1 + gl.exp(-gate)) * up, 0, where, FEW)
 
 
 @gluon.jit
-def _store_linear(pointers, found, column, where, HIGH: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr):
-    _store(pointers[1], _settled(pointers, found, column, 0, where, HIGH, BIAS, FEW), column, where, FEW)
+def _store_linear(
+    pointers, found, column, where, HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr
+):  # fmt: skip
+    _store(pointers[1], _settled(pointers, found, column, 0, where, HIGH, ROUNDED, BIAS, FEW), column, where, FEW)
 
 
 @gluon.jit
-def _settled(pointers, found, column, skipped, where, HIGH: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr):
+def _settled(
+    pointers, found, column, skipped, where,
+    HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr,
+):  # fmt: skip
     """Sums of part of a tile, from a column of it on, scaled and with the bias; `skipped` rows of the weight lie before
-    those of the result.
+    those of the result. HIGH: rows of the weight that share a scale; 0 where there are none. ROUNDED: rows of x have a
+    scale each as well.
     """
     r, first, rows, d_out = where
     high = gl.expand_dims(gl.arange(0, found.shape[0], gl.SliceLayout(1, found.type.layout)), 1)
@@ -426,7 +434,9 @@ def _settled(pointers, found, column, skipped, where, HIGH: gl.constexpr, BIAS: 
     down, right = (wide, high) if FEW else (high, wide)
     down, right = down + r, right + first + column
     if HIGH > 0:
-        found = found.to(gl.float32) * gl.load(pointers[4] + down, mask=down < rows, other=0.0)
+        found = found.to(gl.float32)
+        if ROUNDED:
+            found = found * gl.load(pointers[4] + down, mask=down < rows, other=0.0)
         found = found * gl.load(pointers[5] + (skipped + right) // HIGH, mask=right < d_out, other=0.0)
     if BIAS:
         found += gl.load(pointers[0] + skipped + right, mask=right < d_out, other=0.0).to(gl.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton import eight_bits, experts, stored
+from dgraph.ops.triton import eight_bits, experts, stored, stored_roles
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
@@ -29,7 +29,7 @@ def kernel(
         assert isinstance(weight, QuantisedWeight)
         return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
     if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
-        return stored.launch(x, weight, bias, cu_rows, pair=True)
+        return stored_roles.launch(x, weight, bias, cu_rows, pair=True)
     if tiling is None and x.element_size() == 2 and len(x) <= FEW:
         return experts.gate(torch.nn.functional.linear(x, weight, bias), cu_rows, silu=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)
