@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dgraph.ops.triton import eight_bits, stored, stored_roles
+from dgraph.ops.triton import eight_bits, stored_roles
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 
@@ -14,8 +14,8 @@ def kernel(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Te
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         made = eight_bits.launch(x.flat(), weight, bias, None)
-    elif isinstance(weight := stored.taken(weight, x), Tensor):
+    elif isinstance(weight := stored_roles.taken(weight, flat := x.reshape(-1, x.shape[-1])), Tensor):
         return torch.nn.functional.linear(x, weight, bias)
     else:
-        made = stored_roles.launch(x.reshape(-1, x.shape[-1]), weight, bias, None)
+        made = stored_roles.launch(flat, weight, bias, None)
     return made.view(*x.shape[:-1], made.shape[1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton import eight_bits, experts, stored, stored_roles
+from dgraph.ops.triton import eight_bits, experts, stored_roles
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
@@ -28,7 +28,7 @@ def kernel(
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
-    if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
+    if isinstance(weight := stored_roles.taken(weight, x), QuantisedWeight):
         return stored_roles.launch(x, weight, bias, cu_rows, pair=True)
     if tiling is None and x.element_size() == 2 and len(x) <= FEW:
         return experts.gate(torch.nn.functional.linear(x, weight, bias), cu_rows, silu=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows_linear import check_sizes
-from dgraph.ops.triton import eight_bits, product_cases, product_roles, stored, stored_roles
+from dgraph.ops.triton import eight_bits, product_cases, product_roles, stored_roles
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.hopper import in_bulk
 from dgraph.ops.triton.product import _add_up, _multiply
@@ -136,7 +136,7 @@ def kernel(
     if isinstance(x, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         return eight_bits.launch(x, weight, bias, cu_rows)
-    if isinstance(weight := stored.taken(weight, x), QuantisedWeight):
+    if isinstance(weight := stored_roles.taken(weight, x), QuantisedWeight):
         return stored_roles.launch(x, weight, bias, cu_rows)
     tiling = tiling or chosen("rows_linear", shape_of(x, weight)) or tiling_for(x.element_size())
     return launch(x, weight, bias, cu_rows, tiling)

@@ -58,12 +58,19 @@ AHEAD = gl.constexpr(4)
 """Iterations before which a scale is asked for."""
 ROWS = (16, 32, 64)
 """Of tiles: the fewest that hold all rows, or 64."""
-FEW, MOST_ROWS = 32, 128
+FEW, MOST_ROWS = 32, 256
 """Rows up to which numbers of 8 bits are multiplied as fast by the kernel of stored.py, and rows for which this one is
 taken; for more of them a weight is dequantised first (benchmarks/results/quantised.md).
 """
 HELD, STAGES = 208 * 1024, 8
 """Bytes of shared memory for the ring, and its stages at most."""
+
+
+def taken(weight: Tensor | QuantisedWeight, x: Tensor) -> Tensor | QuantisedWeight:
+    """A weight as the product of rows x [N, columns] takes it: dequantised where neither kernel is fast."""
+    if isinstance(weight, QuantisedWeight) and _fits(x, weight, Layout.of(weight, DEPTH.value, x.dtype)):
+        return weight
+    return stored.taken(weight, x)
 
 
 def launch(

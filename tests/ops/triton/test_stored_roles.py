@@ -26,8 +26,8 @@ def given(rows: int, columns: int = 256, kind: str = "int4", device: str = "cpu"
     ("taken", "rows", "words", "changes"),
     [
         (True, 1, INT4, {}),
-        (True, 128, INT4, {}),
-        (False, 129, INT4, {}),
+        (True, 256, INT4, {}),
+        (False, 257, INT4, {}),
         (False, 0, INT4, {}),
         (False, 32, FP8, {}),
         (True, 33, FP8, {}),
@@ -59,6 +59,21 @@ def test_rows_that_the_copy_engine_cannot_read_are_the_other_kernels(monkeypatch
         x, weight = given(40, columns)
         of = replace(Layout.of(weight, 128, torch.bfloat16), words=INT4)
         assert stored_roles._fits(x, weight, of) == taken
+
+
+@pytest.mark.parametrize(("rows", "as_it_is"), [(1, True), (128, True), (200, True), (300, False)])
+def test_of_which_rows_a_weight_is_dequantised(monkeypatch: pytest.MonkeyPatch, rows: int, as_it_is: bool) -> None:
+    """Where no kernel is fast; without the one in roles that is from 129 rows on."""
+    from dgraph.ops.triton import stored, stored_roles
+
+    x, weight = given(rows)
+    monkeypatch.setattr(stored, "dequantised", lambda weight, dtype: "dequantised")
+    assert stored_roles.taken(weight, x) is (weight if rows <= 128 else "dequantised")
+    monkeypatch.setattr(stored_roles, "understood", lambda device: True)
+    monkeypatch.setattr(stored, "kind_of", lambda values, dtype: INT4)
+    monkeypatch.setattr(stored_roles, "in_bulk", lambda x: True)
+    assert stored_roles.taken(weight, x) is (weight if as_it_is else "dequantised")
+    assert stored_roles.taken(x, x) is x, "a weight as it is"
 
 
 @pytest.mark.release
@@ -98,7 +113,7 @@ def test_it_on_a_gpu(kind: str, d_in: int, d_out: int) -> None:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
     weight, bias = quantise(draw(d_out, d_in) * d_in**-0.5, KINDS[kind]), draw(d_out)
-    for n in (1, 16, 17, 33, 64, 100, 128):
+    for n in (1, 16, 17, 33, 64, 100, 256):
         x, live = draw(n, d_in), max(n - 3, 1)
         x[live:] = torch.nan
         count = torch.tensor([0, live], dtype=torch.int32, device="cuda")
