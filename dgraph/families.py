@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from dgraph.adapters import Adapter
-from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName, warn
+from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points
 from dgraph.plugins import load as load_entry
@@ -179,7 +179,14 @@ class Embedded:
 
 
 def _entries() -> dict[str, Family | Embedded]:
-    return {name: load_entry(GROUP, name) for name in entry_points(GROUP)}
+    """What can be imported of the group; of the rest a warning tells."""
+    found: dict[str, Family | Embedded] = {}
+    for name in entry_points(GROUP):
+        try:
+            found[name] = load_entry(GROUP, name)
+        except PluginError as error:
+            warn(str(error))
+    return found
 
 
 def families() -> dict[str, Family]:

@@ -27,7 +27,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from dgraph.errors import PluginError
+from dgraph.errors import PluginError, warn
 
 T = TypeVar("T")
 
@@ -113,7 +113,9 @@ class Table(Mapping[str, T], Generic[T]):
             raises `ValueError` with the reason why it belongs into none.
 
     Raises:
-        PluginError: an entry that was asked for cannot be imported or used, or has the name of one of dgraph's own.
+        PluginError: an entry that was asked for cannot be imported or used, or one has the name of one of dgraph's own.
+
+    Whoever goes through all entries is warned of those that cannot be used, and gets the others.
     """
 
     def __init__(self, own: Mapping[str, T], group: str, check: Callable[[str, Any], bool]):
@@ -147,7 +149,14 @@ class Table(Mapping[str, T], Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self.own
-        yield from (name for name in self.added() if name in self)
+        for name in self.added():
+            try:
+                belongs = name in self
+            except PluginError as error:
+                warn(str(error))
+            else:
+                if belongs:
+                    yield name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

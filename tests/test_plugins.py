@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,8 @@ from dgraph.engine.jobs import Budgets
 from dgraph.engine.load import Request
 from dgraph.engine.policies import policy_of as policy_named
 from dgraph.engine.simulate import Method, simulate
-from dgraph.errors import InputError, PluginError, UnknownName
+from dgraph.errors import DgraphWarning, InputError, PluginError, UnknownName
+from dgraph.families import resolve
 from dgraph.frontend.frozen import NotPlain, _target
 from dgraph.ops import OPS
 from dgraph.passes import PASSES
@@ -160,9 +162,29 @@ def test_a_recipe_of_another_package_comes_back_from_json(install: Install) -> N
     ],
 )
 def test_a_part_that_is_none_is_refused(install: Install, group: str, name: str, value: str, message: str) -> None:
+    """Asked for by its name it is an error; going through all, a warning. A name of dgraph's own is an error of all."""
     install("broken", {group: {name: f"broken_methods:{value}"}}, PARTS_OUTSIDE)
-    with pytest.raises(PluginError, match=f"distribution 'broken'.*{message}"):
-        list(PASSES if group == "dgraph.passes" else PARTS)
+    table: Any = PASSES if group == "dgraph.passes" else PARTS
+    message = f"distribution 'broken'.*{message}"
+    if name in table.own:
+        with pytest.raises(PluginError, match=message):
+            list(table)
+        return
+    with pytest.raises(PluginError, match=message):
+        table[name]
+    with pytest.warns(DgraphWarning, match=message):
+        assert list(table) == list(table.own)
+
+
+def test_a_family_that_cannot_be_imported_is_in_nobody_else_s_way(install: Install) -> None:
+    install("broken", {"dgraph.models": {"gone": "broken_methods.nowhere:gone"}})
+    with pytest.warns(DgraphWarning, match="'gone' of distribution 'broken'.*cannot be imported"):
+        assert resolve("tiny_sdar").spec.family == "sdar"
+    with (
+        pytest.warns(DgraphWarning, match="'gone' of distribution 'broken'"),
+        pytest.raises(UnknownName, match="unknown model 'gone'"),
+    ):
+        resolve("gone")
 
 
 def test_they_combine_with_what_keeps_keys(install: Install) -> None:

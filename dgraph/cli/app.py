@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.cli.ranks import is_mine
-from dgraph.errors import DgraphError, RankLost
+from dgraph.errors import DgraphError, InputError, RankLost
 
 # The base of typer.BadParameter from which all errors of a command line derive; typer gives it no public name.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -84,6 +84,8 @@ class Commands(TyperGroup):
         Exit codes: 0, 1 for a check of `doctor` that failed or a rank that died, 2 for bad input, 130 for Ctrl-C.
         """
         with _errors(), one_line_warnings():
+            if sys.stdout is None:
+                raise InputError("standard output is closed; open it, or lead it to /dev/null.")
             code = super().main(*args, **{**extra, "standalone_mode": False})
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -58,9 +59,19 @@ _HUSHED = False
 
 
 def print_text(text: str) -> None:
-    """Print a result that is text of its own, byte for byte, with a newline at its end."""
-    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
-    sys.stdout.flush()  # or a pipe that was closed would be noticed too late to be quiet about it
+    """Print a result that is text of its own, byte for byte, with a newline at its end.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+        sys.stdout.flush()  # or a pipe that was closed would be noticed too late to be quiet about it
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        _discard()  # or Python would try again at the end of the process
+        raise InputError(f"standard output cannot be written: {error.strerror}.") from error
 
 
 def print_listing(text: str) -> None:
@@ -157,6 +168,11 @@ def hush() -> None:
     """From now on print errors alone, and write no files: another process prints and writes the same."""
     global _HUSHED
     _HUSHED, ERR.quiet = True, True
+    _discard()
+
+
+def _discard() -> None:
+    """From now on results go nowhere."""
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dgraph
+from dgraph.cli.app import app
 from dgraph.cli.options import bucket_list, read_options, read_prompts, recipe_options, shared_options
+from dgraph.cli.output import print_text
 from dgraph.errors import InputError, UnknownName
 from dgraph.text.writer import dump
 from tests.cli.conftest import Run
@@ -309,3 +315,29 @@ def test_buckets_are_a_kind_or_a_list() -> None:
 def test_version(run: Run) -> None:
     result = run("--version")
     assert (result.exit_code, result.stdout.strip()) == (0, dgraph.__version__)
+
+
+class Full(io.StringIO):
+    """A file that cannot be written."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def flush(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for a pipe whose reader has had enough, as `head` has."""
+    monkeypatch.setattr(sys, "stdout", Full(errno.EPIPE))
+    with pytest.raises(BrokenPipeError):
+        print_text("a")
+    for stream, message in ((Full(errno.ENOSPC), "cannot be written: No space left on device."), (None, "is closed")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            app(["passes"])
+        assert ended.value.code == 2
+        assert f"error: standard output {message}" in capsys.readouterr().err
