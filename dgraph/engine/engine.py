@@ -266,6 +266,8 @@ class Engine:
 
         Raises what `submit` does, and the first error of a request; the others are cancelled then.
         """
+        if own := sorted({"sink", "index"} & settings.keys()):
+            raise InputError(f"generate gives requests their {' and '.join(own)}; submit takes one for a request.")
         several = listed(prompts)
         each = list(decoding) if isinstance(decoding, Sequence) else [decoding] * len(several)
         if len(each) != len(several):

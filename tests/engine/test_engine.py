@@ -572,6 +572,8 @@ def test_guidance_and_stop_texts_where_they_mean_nothing() -> None:
         served.submit(stop=["a"])
     with pytest.raises(InputError, match="give one decoding, or one for each of 2 prompts, got 1"):
         served.engine.generate([[1], [2]], [Decoding()])
+    with pytest.raises(InputError, match="generate gives requests their index; submit takes one for a request"):
+        served.engine.generate([[1]], index=3)
     served.engine.close()
 
 
