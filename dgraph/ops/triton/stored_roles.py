@@ -161,19 +161,27 @@ def _multiply_stored_in_roles(
 
 
 @gluon.jit
+def _work(sizes, ROWS: gl.constexpr, SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
+    """How tiles are divided, and a program's whole tiles and pieces."""
+    rows, d_out, d_in = sizes
+    division = _division(rows, d_out, d_in, ROWS, COLUMNS // 2 if PAIR else COLUMNS, DEPTH, PROGRAMS, SPLITS)
+    mine, pieces = _pieces(division, PROGRAMS)
+    return division, mine, pieces
+
+
+@gluon.jit
 def _load_stages(
     x_boxes, w_boxes, ring, sizes, SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr
 ):  # fmt: skip
     """Boxes of a program's pieces into the ring."""
     x_held, w_held, came, _turned, used = ring
-    rows, d_out, d_in = sizes
+    d_out = sizes[1]
     STAGES: gl.constexpr = x_held.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
     BYTES: gl.constexpr = w_boxes.block_shape[1]
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     halves = x_held._reinterpret(x_held.dtype, [STAGES * 2, ROWS, HALF], x_held.layout)
-    division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
-    mine, pieces = _pieces(division, PROGRAMS)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(1)
     for i in range(0, pieces):
         r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE)
@@ -198,13 +206,10 @@ def _turn_rows(
 ):  # fmt: skip
     """x in the order of the places that numbers get, where it lies."""
     x_held, _w_held, came, turned, _used = ring
-    rows, d_out, d_in = sizes
     STAGES: gl.constexpr = x_held.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
-    WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     some: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [TURNING, 1], [1, 0])
-    division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
-    mine, pieces = _pieces(division, PROGRAMS)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(0)
     for i in range(0, pieces):
         _r, _c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE)
@@ -275,7 +280,7 @@ def _multiply_stages(
 ):  # fmt: skip
     """What is stored of the next iteration becomes bf16 while the matrix units multiply."""
     x_held, w_held, came, turned, used = ring
-    rows, d_out, d_in = sizes
+    rows, d_out, _d_in = sizes
     STAGES: gl.constexpr = x_held.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
     BYTES: gl.constexpr = w_held.shape[2]
@@ -285,9 +290,7 @@ def _multiply_stages(
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BYTES, element_bitwidth=32, rank=2)
     words = w_held._reinterpret(gl.int32, [STAGES, COLUMNS, BYTES // 4], whole)
     SIZE: gl.constexpr = ROWS * COLUMNS
-    division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
-    deep = division[2]
-    mine, pieces = _pieces(division, PROGRAMS)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(0)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     for i in range(0, pieces):
@@ -318,7 +321,7 @@ def _multiply_stages(
                     mbarrier.arrive(used.index(stage))
                     stage, turn = following, then
 
-        complete = last - first == deep
+        complete = last - first == division[2]
         if not complete:
             _write_share(pointers[2], share, acc, 0, SIZE)
             complete = _is_last(pointers[3], share)
