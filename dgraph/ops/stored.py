@@ -15,7 +15,9 @@ from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight, sprea
 AT_A_TIME = 2**18
 """Elements of a weight that are dequantised at a time: what a core's cache holds."""
 MANY_ROWS, MOST_NUMBERS = 128, 2**28
-"""For more rows a GPU dequantises a weight before the product, into memory of its own, if it has no more numbers."""
+"""For more rows a GPU dequantises a weight before the product, into memory of its own, if it has no more numbers, and
+no kernel that is fast for more of them (`dgraph.ops.triton.stored_roles`).
+"""
 _BYTE = 2.0**8
 """A float8 whose bits are those of a float16 is so many times as large: the exponents count from 7 and from 15."""
 
@@ -48,12 +50,14 @@ def multiply(
 
 
 def workspace(device: torch.device, x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight) -> int:
-    """Bytes of the weight if a GPU dequantises it first, see `dequantised_first`."""
+    """Bytes of the weight if a GPU may dequantise it first, see `dequantised_first`."""
     return x.element_size() * weight.shape.numel() if device.type == "cuda" and dequantised_first(x, weight) else 0
 
 
 def dequantised_first(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight) -> bool:
-    """Whether a GPU dequantises a weight before it multiplies x [..., columns] by it, and not within the product."""
+    """Whether a GPU without a faster kernel dequantises a weight before it multiplies x [..., columns] by it, and not
+    within the product.
+    """
     if isinstance(x, QuantisedRows) or isinstance(weight, Tensor):
         return False
     return x.shape[:-1].numel() > MANY_ROWS and weight.shape.numel() <= MOST_NUMBERS

@@ -55,7 +55,8 @@ TURNING, REGISTERS = gl.constexpr(4), gl.constexpr(56)
 SIDE = gl.constexpr(8)
 """Tiles over rows next to each other."""
 AHEAD = gl.constexpr(4)
-"""Iterations before which a scale is asked for."""
+"""Iterations before which a scale is asked for: as many as `_scales` names."""
+INT4_WORDS, FP8_WORDS = gl.constexpr(INT4), gl.constexpr(FP8)
 ROWS = (16, 32, 64)
 """Of tiles: the fewest that hold all rows, or 64."""
 FEW, MOST_ROWS = 32, 256
@@ -267,9 +268,6 @@ def _numbers(word, WORDS: gl.constexpr):
         found = gl.join(gl.join(n[0], n[1]), gl.join(n[2], n[3]))
         found = found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape([COLUMNS, DEPTH])
-
-
-INT4_WORDS, FP8_WORDS = gl.constexpr(INT4), gl.constexpr(FP8)
 
 
 @gluon.jit
