@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dgraph.ops.triton.product_shares import _division, _piece, _pieces, _place
+
 
 @triton.jit
 def _live_rows(cu_ptr, b, n):
@@ -31,68 +33,6 @@ def _rows_of_tile(first, d_out, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
     """
     place = tl.arange(0, COLUMNS)
     return tl.minimum(first + place % WIDE, d_out - 1) + place // WIDE * d_out
-
-
-@triton.jit
-def _quotient(a, b):
-    """a // b for a from 0 to 2**20 and a positive b, in much less time than integers take.
-
-    The half keeps what is rounded away from an integer: it is 0.5 / b away at least, and the error below a / b / 2**21.
-    """
-    return ((a + 0.5) / b.to(tl.float32)).to(tl.int32)
-
-
-@triton.jit
-def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-              PROGRAMS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Tiles over rows and over columns, iterations of each, and how many are whole: the first ones.
-
-    Of the others, shares of each and iterations of a share.
-    """
-    across, along = tl.cdiv(rows, ROWS), tl.cdiv(d_out, COLUMNS)
-    tiles, deep = across * along, tl.maximum(tl.cdiv(d_in, DEPTH), 1)
-    left = tiles % PROGRAMS
-    most = tl.minimum(_quotient(PROGRAMS, tl.maximum(left, 1)), SPLITS)
-    share = _quotient(deep + most - 1, most)
-    shares = _quotient(deep + share - 1, share)  # none of them is empty
-    return across, along, deep, tl.where(shares > 1, tiles - left, tiles), shares, share
-
-
-@triton.jit
-def _place(tile, across, along, GROUP: tl.constexpr):
-    """Which rows and which columns: GROUP tiles over rows next to each other, then the next columns."""
-    wide = GROUP * along
-    group = _quotient(tile, wide)
-    inside, first = tile - group * wide, group * GROUP
-    high = tl.maximum(tl.minimum(across - first, GROUP), 1)
-    c = _quotient(inside, high)
-    return first + inside - c * high, c
-
-
-@triton.jit
-def _pieces(division, PROGRAMS: tl.constexpr):
-    """Of a program: whole tiles, and those and its share of another."""
-    across, along, _, whole, shares, _ = division
-    program = tl.program_id(0)
-    mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
-    return mine, mine + (program < (across * along - whole) * shares).to(tl.int32)
-
-
-@triton.jit
-def _piece(i, mine, division, PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
-    """Where a program's i-th piece lies, its first iteration and its end, and, where it is a share, of which tile.
-
-    That is the tile's number among those shared, the share's, and how many there are.
-    """
-    across, along, deep, whole, shares, share = division
-    program = tl.program_id(0)
-    place = _quotient(program, shares)
-    own = program - place * shares
-    tile = tl.where(i < mine, program + i * PROGRAMS, whole + place)
-    first = tl.where(i < mine, 0, own * share)
-    last = tl.where(i < mine, deep, tl.minimum(first + share, deep))
-    r, c = _place(tile, across, along, GROUP)
-    return r, c, first, last, (place, own, shares)
 
 
 @triton.jit

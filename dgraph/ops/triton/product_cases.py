@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dgraph.ops.triton.product import _quotient
+from dgraph.ops.triton.product_shares import _quotient
 
-BOX, BYTES = gl.constexpr(64), gl.constexpr(128)
-"""Rows of a box, and bytes of each: what the loading warp asks for at a time."""
+BOX, LOW, BYTES = gl.constexpr(64), gl.constexpr(16), gl.constexpr(128)
+"""Rows of a box, and of a low one, and bytes of each: what the loading warp asks for at a time."""
 BOXES, MOST_STAGES = gl.constexpr(26), gl.constexpr(8)
 """Boxes that the ring holds, as shared memory does, and stages that it has at most."""
 ANY = 2**31 - 1
 """A largest row count that is none."""
+FEW = 64
+"""Rows of the lower tiles, as high as an instruction is at least, and up to which these are taken."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Case:
 
     Attributes:
         above, up_to: the range, without and with its end.
-        rows, columns: of a tile: 128 by 64, 128, 192 or 256; or 16, 32 or 64, of which the range has no more, by 64 or
-            128. In a pair (see product.py) by 128 or 256.
+        rows, columns: of a tile: 128 by 64, 96, 128, 192 or 256; or `FEW`, of which the range has no more, by 32, 48,
+            64 or 96. In a pair (see product.py) 128 by 128 or 256, or `FEW` by 64 or 128.
         splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
     """
 
@@ -46,12 +48,11 @@ def cases(pair: bool, itemsize: int = 2) -> tuple[Case, ...]:
     Of one byte no tile has 256 columns: sums of float8 are held twice, and registers do not hold so many; of int8,
     Triton knows no instruction that is so wide.
     """
-    few = [(0, 16), (16, 32), (32, 64)]
-    narrow = (128, 256) if pair else (64, 128)
-    wide = [(128, 4), (256, 1)] if pair else [(64, 4), (128, 4), (192, 4), (256, 1)]
+    narrow = (64, 128) if pair else (32, 48, 64, 96)
+    wide = [(128, 4), (256, 1)] if pair else [(64, 4), (96, 4), (128, 4), (192, 4), (256, 1)]
     return (
-        *(Case(above, rows, rows, columns, 8) for above, rows in few for columns in narrow),
-        *(Case(64, ANY, 128, columns, splits) for columns, splits in wide if columns < 256 or itemsize > 1),
+        *(Case(0, FEW, FEW, columns, 8) for columns in narrow),
+        *(Case(FEW, ANY, 128, columns, splits) for columns, splits in wide if columns < 256 or itemsize > 1),
     )
 
 
@@ -67,56 +68,93 @@ def _stages(rows, columns):
 
 
 @gluon.constexpr_function
-def _parts(rows, columns, pair):
-    """Shapes of the one or two accumulators of a tile, each of one instruction; those of few rows are turned round."""
-    if rows == 128:
-        found = (128, 128 if columns == 192 else columns), (128, 64 if columns == 192 else 0)
-    else:
-        high = 64 if columns == 64 or (pair and columns == 128) else 128
-        found = (high, rows), (columns - high, rows if columns > high else 0)
-    return found
+def _parts(rows, columns):
+    """Columns of the one or two accumulators of a tile, each of one instruction."""
+    most = 1 << (columns.bit_length() - 1)
+    return most, columns - most
 
 
 @gluon.constexpr_function
-def _ring(rows, columns, pair):
+def _ring(rows, columns):
     """Where in the ring, in rows of a box, x begins and what either accumulator takes of the weight.
 
     Each holds all stages. In this order each begins at a multiple of what an instruction reads of it.
     """
-    high, wide = _parts(rows, columns, pair)[0]
     deep = _stages(rows, columns) * _units(rows, columns)
-    return (0, deep * rows, deep * (rows + wide)) if rows == 128 else (deep * columns, 0, deep * high)
+    return 0, deep * rows, deep * (rows + _parts(rows, columns)[0])
+
+
+@gluon.constexpr_function
+def _each(part):
+    """Columns of gate, and of up, that lie side by side in an accumulator of a pair. All warps multiply 128 rows, and
+    half of them half of the columns of 64: so each has gate and up of the same columns.
+    """
+    return part[1] // (2 if part[0] == 128 else 4)
+
+
+@gluon.constexpr_function
+def _boxes(rows, columns, pair):
+    """What of the weight is loaded for a tile, box by box: where in the ring that of the first unit lies, and how many
+    rows of a box further that of the next one; from which column of the tile on, of a pair whether from up, and rows.
+    """
+    found, column = [], 0
+    for begin, wide in zip(_ring(rows, columns)[1:], _parts(rows, columns), strict=True):
+        each = _each((rows, wide)) if pair else wide
+        size = 64 if each % 64 == 0 else 16
+        for at in range(0, wide, max(each, 1)):
+            up = at // each % 2 if pair else 0
+            found += [(begin + at + i, wide, column + i, up, size) for i in range(0, each, size)]
+            column += each if up or not pair else 0
+    return tuple(found)
 
 
 @gluon.jit
 def _choose(rows, d_out, deep, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
     """The case that takes the least time, and shares of its tiles at most.
 
-    Times are microseconds, as measured on an H200: of an iteration over a box, of which the inner dimension has `deep`,
-    of what a tile takes beside them, and of adding up shares, which may be more than they save. No product takes less
-    than the reading of its weight.
+    Times are microseconds, as measured on an H200. No product takes less than the reading of its weight.
     """
-    deep = deep.to(gl.float32)
-    weight = deep * (gl.cdiv(d_out, BOX) * (2 if PAIR else 1)).to(gl.float32) * (BOX * BYTES / 4.2e6)
+    weight = deep * (gl.cdiv(d_out, LOW) * (2 if PAIR else 1)).to(gl.float32) * (LOW * BYTES / 4.2e6)
     least, chosen, splits = gl.to_tensor(float("inf")), gl.to_tensor(-1), gl.to_tensor(1)
     for i in gl.static_range(len(CASES)):
         if (rows > CASES[i][0]) & (rows <= CASES[i][1]):
-            ROWS: gl.constexpr = CASES[i][2]
+            MANY: gl.constexpr = CASES[i][2] == 128
             WIDE: gl.constexpr = CASES[i][3] // 2 if PAIR else CASES[i][3]
-            SIZE: gl.constexpr = CASES[i][3] / 64
-            PACE: gl.constexpr = 0.09 + 0.088 * SIZE if ROWS < 128 else 0.055 + 0.15 * SIZE
-            EXTRA: gl.constexpr = (SIZE - 1) * (SIZE - 1) / 3 if ROWS == 128 else 0.0
-            tiles = gl.cdiv(rows, ROWS) * gl.cdiv(d_out, WIDE)
+            tiles = gl.cdiv(rows, CASES[i][2]) * gl.cdiv(d_out, WIDE)
             left = tiles % PROGRAMS
             shares = gl.minimum(_quotient(PROGRAMS, gl.maximum(left, 1)), CASES[i][4])
-            some = shares.to(gl.float32)
-            whole = deep * PACE + EXTRA
-            shared = deep / some * PACE + EXTRA + 1.7 + 1.1 * SIZE * some * (ROWS / 128)
+            if MANY:
+                full, whole, shared = _times_of_many(deep, tiles, shares, CASES[i][3] / 64, PROGRAMS)
+            else:
+                full, whole, shared = _times_of_few(weight, tiles, left, shares, CASES[i][3] / 64, PROGRAMS)
             apart = (left > 0) & (shares > 1) & (shared < whole)
-            took = (tiles // PROGRAMS).to(gl.float32) * whole + gl.where(left > 0, gl.where(apart, shared, whole), 0.0)
-            took = gl.maximum(took, weight + gl.where(apart, 3.0, 0.0)) + 0.1 * took
+            took = full + gl.where(left > 0, gl.where(apart, shared, whole), 0.0)
+            if MANY:
+                took = gl.maximum(took, weight + gl.where(apart, 3.0, 0.0)) + 0.1 * took
             better = took < least
             chosen = gl.where(better, i, chosen)
             splits = gl.where(better, gl.where(apart, shares, 1), splits)
             least = gl.minimum(took, least)
     return chosen, splits
+
+
+@gluon.jit
+def _times_of_many(deep, tiles, shares, SIZE: gl.constexpr, PROGRAMS: gl.constexpr):
+    """What all full rounds take, the one of the tiles that are left, and that one if they are shared, which may be more
+    than it saves. SIZE: boxes of the weight in a tile.
+    """
+    PACE: gl.constexpr = 0.055 + 0.15 * SIZE  # of an iteration over a box, of which the inner dimension has `deep`
+    EXTRA: gl.constexpr = (SIZE - 1) * (SIZE - 1) / 3  # of a tile beside them
+    some = shares.to(gl.float32)
+    whole = deep * PACE + EXTRA
+    return (tiles // PROGRAMS).to(gl.float32) * whole, whole, deep / some * PACE + EXTRA + 1.7 + 1.1 * SIZE * some
+
+
+@gluon.jit
+def _times_of_few(weight, tiles, left, shares, SIZE: gl.constexpr, PROGRAMS: gl.constexpr):
+    """The same where programs wait for the weight alone, and 0.88 of them read as much as all do."""
+    each, last = weight / tiles.to(gl.float32), left.to(gl.float32)
+    beside = 0.64 * SIZE + 0.1 * gl.cdiv(tiles, PROGRAMS).to(gl.float32)
+    whole = gl.maximum(last, 0.88 * PROGRAMS) * each
+    shared = gl.maximum(last, 0.88 * PROGRAMS / shares.to(gl.float32)) * each + 2.0
+    return (tiles - left).to(gl.float32) * each + beside, whole, shared

@@ -1,12 +1,16 @@
 """The product of product.py on Hopper GPUs, by warps with roles of their own, which Triton does not make of a kernel.
 
-One warp loads boxes of 64 rows of 128 bytes into a ring in shared memory, and runs ahead: into the next tile, while a
-result is being written. Eight warps multiply. The source is Gluon, the language below Triton. It also knows tiles that
-are 192 columns wide, and takes of several sizes the one that is done first, as rounds over the device say.
+One warp loads boxes of 64 or 16 rows of 128 bytes into a ring in shared memory, and runs ahead: into the next tile,
+while a result is being written. Eight warps multiply. The source is Gluon, the language below Triton. It also knows
+tiles whose columns are the sum of two powers of two, and takes of several sizes the one that is done first, as rounds
+over the device say.
+
+Few rows wait for the weight alone. Their tiles are narrow, and as wide as lets all programs read as much as each other,
+if that can be: then nobody has to add up what others have summed.
 
 A stage of the ring is handed over by barriers in shared memory: `full` says that it came, `empty` that it was used.
-Where tiles would leave a part of the device idle, programs share them along the inner dimension. The last of those to
-end adds up what the others wrote; none waits for another, which might not run yet.
+Where tiles would leave a part of the device idle, programs share them along the inner dimension (product_shares.py).
+The last of those to end adds up what the others wrote; none waits for another, which might not run yet.
 
 Values are of 16 bits, or both factors are numbers of 8, whose sums (fp32 of float8, int32 of int8) are scaled before
 they are written. Matrix units add up products of float8 in fewer bits than fp32 has, so of a long row what they have
@@ -31,25 +35,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgraph.ops.counters import zeros
 from dgraph.ops.triton.hopper import in_bulk, layout_of, understood
-from dgraph.ops.triton.product import _division, _live_rows, _piece, _pieces
+from dgraph.ops.triton.product import _live_rows
 from dgraph.ops.triton.product_cases import (
     BOX,
     BOXES,
     BYTES,
+    LOW,
     MOST_STAGES,
     Case,
+    _boxes,
     _choose,
+    _each,
     _parts,
     _ring,
     _stages,
     _units,
 )
+from dgraph.ops.triton.product_shares import _division, _piece, _pieces
 from dgraph.ops.triton.rows import start_of, wait
 
 WARPS = gl.constexpr(8)
 """That multiply."""
-LOW = gl.constexpr(16)
-"""Rows of a box of few rows."""
 LOADING = gl.constexpr(24)
 """Registers of a thread that loads."""
 IMPRECISE = 32
@@ -84,10 +90,11 @@ def launch(
         group: tiles over rows next to each other.
         scales: of numbers of 8 bits: f32 of each row of x, f32 of the weight, and how many of its rows share one.
     """
-    of = [BOX.value, BYTES.value // x.element_size()]
+    high, low, deep = BOX.value, LOW.value, BYTES.value // x.element_size()
     boxes = [
-        TensorDescriptor(t, list(t.shape), list(t.stride()), size, layout_of(x.element_size()))
-        for t, size in ((x, of), (x, [LOW.value, of[1]]), (weight, of))
+        TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, deep], layout_of(x.element_size()))
+        for t in (x, weight)
+        for rows in (high, low)
     ]
     part, ended = out, out if cu_rows is None else cu_rows
     if shared := [case for case in choices if case.splits > 1]:
@@ -116,7 +123,7 @@ def _layout(part, bits):
 
 @gluon.jit(do_not_specialize=["b", "n"])
 def _multiply_in_roles(
-    x_boxes, x_low, w_boxes, bias_ptr, out_ptr, part_ptr, ended_ptr, x_scale_ptr, w_scale_ptr, cu_ptr,
+    x_boxes, x_low, w_boxes, w_low, bias_ptr, out_ptr, part_ptr, ended_ptr, x_scale_ptr, w_scale_ptr, cu_ptr,
     b, n, d_out, d_in, CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     COUNTED: gl.constexpr, HIGH: gl.constexpr, APART: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
     EARLY: gl.constexpr,
@@ -124,8 +131,6 @@ def _multiply_in_roles(
     """HIGH: rows of the weight that share a scale; 0 where there are none. APART: after so many boxes along the inner
     dimension sums leave the matrix units; 0: at the end.
     """
-    wait(EARLY)
-    rows = _live_rows(cu_ptr, b, n) if COUNTED else n
     held = gl.allocate_shared_memory(x_boxes.dtype, [BOXES, BOX, x_boxes.block_shape[1]], x_boxes.layout)
     full = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
@@ -133,13 +138,15 @@ def _multiply_in_roles(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    wait(EARLY)
+    rows = _live_rows(cu_ptr, b, n) if COUNTED else n
     case, splits = _choose(rows, d_out, gl.cdiv(d_in, x_boxes.block_shape[1]), CASES, PROGRAMS, PAIR)
     ring, sizes = (held, full, empty), (rows, d_out, d_in, splits)
     pointers = (bias_ptr, out_ptr, part_ptr, ended_ptr, x_scale_ptr, w_scale_ptr)
     gl.warp_specialize(
         [
             (_multiply_boxes, (case, pointers, ring, sizes, CASES, GROUP, PROGRAMS, HIGH, APART, BIAS, PAIR)),
-            (_load_boxes, (case, x_boxes, x_low, w_boxes, ring, sizes, CASES, GROUP, PROGRAMS, PAIR)),
+            (_load_boxes, (case, x_boxes, x_low, w_boxes, w_low, ring, sizes, CASES, GROUP, PROGRAMS, PAIR)),
         ],
         [1],
         [LOADING],
@@ -148,13 +155,13 @@ def _multiply_in_roles(
 
 @gluon.jit
 def _load_boxes(
-    case, x_boxes, x_low, w_boxes, ring, sizes,
+    case, x_boxes, x_low, w_boxes, w_low, ring, sizes,
     CASES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     for i in gl.static_range(len(CASES)):
         if case == i:
-            x = x_low if CASES[i][2] < BOX else x_boxes
-            _load_tiles(x, w_boxes, ring, sizes, CASES[i][2], CASES[i][3], GROUP, PROGRAMS, PAIR)
+            x = x_low if CASES[i][2] < 128 else x_boxes
+            _load_tiles(x, w_boxes, w_low, ring, sizes, CASES[i][2], CASES[i][3], GROUP, PROGRAMS, PAIR)
 
 
 @gluon.jit
@@ -184,10 +191,12 @@ def _before(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(
-    x_boxes, w_boxes, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    x_boxes, w_boxes, w_low, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of a program's pieces into the ring, as `_ring` lays them out."""
+    """Boxes of a program's pieces into the ring, as `_ring` lays them out. Of x only those that have live rows: others
+    take longer to load, and no result needs what they would hold.
+    """
     held, full, empty = ring
     rows, d_out, d_in, splits = sizes
     HIGH: gl.constexpr = x_boxes.block_shape[0]
@@ -195,38 +204,34 @@ def _load_tiles(
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     STAGES: gl.constexpr = _stages(ROWS, COLUMNS)
     UNITS: gl.constexpr = _units(ROWS, COLUMNS)
-    ACROSS: gl.constexpr = COLUMNS // BOX
-    PARTS: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)
-    FIRST: gl.constexpr = PARTS[0][0 if ROWS < 128 else 1] // BOX
-    RING: gl.constexpr = _ring(ROWS, COLUMNS, PAIR)
+    RING: gl.constexpr = _ring(ROWS, COLUMNS)
+    LOADED: gl.constexpr = _boxes(ROWS, COLUMNS, PAIR)
     x_held = held._reinterpret(held.dtype, [BOXES * BOX // HIGH, HIGH, DEPTH], held.layout)
+    low = held._reinterpret(held.dtype, [BOXES * BOX // LOW, LOW, DEPTH], held.layout)
     division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH * UNITS, PROGRAMS, splits)
     mine, pieces = _pieces(division, PROGRAMS)
     stage, turn = gl.to_tensor(0), gl.to_tensor(1)
     for i in range(0, pieces):
         r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, GROUP)
-        # A box of 64 rows beyond the last row takes longer to load than others, and no result needs what it would hold.
-        second = (r * ROWS + HIGH < rows) if ROWS == 128 else True
+        live = gl.minimum(gl.cdiv(rows - r * ROWS, HIGH), ROWS // HIGH)
         for k in range(first, last):
             came = full.index(stage)
             mbarrier.wait(empty.index(stage), turn)
-            mbarrier.expect(came, (ROWS + COLUMNS) * UNITS * BYTES, pred=second)
-            if ROWS == 128:
-                mbarrier.expect(came, (HIGH + COLUMNS) * UNITS * BYTES, pred=r * ROWS + HIGH >= rows)
+            for j in gl.static_range(ROWS // HIGH):
+                mbarrier.expect(came, ((j + 1) * HIGH + COLUMNS) * UNITS * BYTES, pred=live == j + 1)
             for u in gl.static_range(UNITS):
                 unit, depth = stage * UNITS + u, (k * UNITS + u) * DEPTH
-                for j in gl.static_range(ACROSS):
-                    at = c * WIDE + j * BOX
-                    if PAIR and j >= ACROSS // 2:
-                        at += d_out - WIDE
-                    if j < FIRST:
-                        place = RING[1] // BOX + unit * FIRST + j
+                for j in gl.static_range(len(LOADED)):
+                    at = c * WIDE + LOADED[j][2] + LOADED[j][3] * d_out
+                    if LOADED[j][4] == BOX:
+                        box = held.index(LOADED[j][0] // BOX + unit * (LOADED[j][1] // BOX))
+                        tma.async_copy_global_to_shared(w_boxes, [at, depth], came, box)
                     else:
-                        place = RING[2] // BOX + unit * (ACROSS - FIRST) + j - FIRST
-                    tma.async_copy_global_to_shared(w_boxes, [at, depth], came, held.index(place))
+                        box = low.index(LOADED[j][0] // LOW + unit * (LOADED[j][1] // LOW))
+                        tma.async_copy_global_to_shared(w_low, [at, depth], came, box)
                 for j in gl.static_range(ROWS // HIGH):
                     box = x_held.index(RING[0] // HIGH + unit * (ROWS // HIGH) + j)
-                    wanted = second if j > 0 else True
+                    wanted = (live > j) if j > 0 else True
                     tma.async_copy_global_to_shared(x_boxes, [r * ROWS + j * HIGH, depth], came, box, pred=wanted)
             stage, turn = _next(stage, turn, STAGES)
 
@@ -236,18 +241,15 @@ def _multiply_tiles(
     pointers, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, HIGH: gl.constexpr, APART: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """Few rows are the right factor: the matrix units have a least height, but no least width."""
     held = ring[0]
     rows, d_out, d_in, splits = sizes
-    FEW: gl.constexpr = ROWS < 128
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     UNITS: gl.constexpr = _units(ROWS, COLUMNS)
-    ONE: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[0]
-    OTHER: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[1]
+    ONE: gl.constexpr = (ROWS, _parts(ROWS, COLUMNS)[0])
+    OTHER: gl.constexpr = (ROWS, _parts(ROWS, COLUMNS)[1])
     TWO: gl.constexpr = OTHER[1] > 0
     SIZE: gl.constexpr = ROWS * COLUMNS
-    OFFSET: gl.constexpr = ONE[0] * ONE[1]
-    BESIDE: gl.constexpr = ONE[0] if FEW else ONE[1]  # where the other's columns lie in the tile
+    BESIDE: gl.constexpr = ONE[1] // 2 if PAIR else ONE[1]  # where the other's columns lie in the tile
     SOME: gl.constexpr = APART // UNITS
     division = _division(rows, d_out, d_in, ROWS, WIDE, held.shape[2] * UNITS, PROGRAMS, splits)
     deep = division[2]
@@ -255,39 +257,42 @@ def _multiply_tiles(
     stage, turn = gl.to_tensor(0), gl.to_tensor(0)
     for i in range(0, pieces):
         r, c, first, last, share = _piece(i, mine, division, PROGRAMS, GROUP)
+        where = (r * ROWS, c * WIDE, rows, d_out)
+        # Few rows: what is needed at the end is asked for before it.
+        if ROWS < 128:
+            by = _factors(pointers, 0, where, held.dtype, ONE, HIGH, BIAS, PAIR)
+            if TWO:
+                beside_by = _factors(pointers, BESIDE, where, held.dtype, OTHER, HIGH, BIAS, PAIR)
         if SOME > 0:
             acc, rest = _no_sums(held.dtype, ONE), _no_sums(held.dtype, OTHER if TWO else ONE)
             for k in range(first, last, SOME):
                 end = gl.minimum(k + SOME, last)
-                more, beside, stage, turn = _sum_boxes(ring, stage, turn, k, end, ROWS, COLUMNS, PAIR)
+                more, beside, stage, turn = _sum_boxes(ring, stage, turn, k, end, ROWS, COLUMNS)
                 acc += more
                 if TWO:
                     rest += beside
         else:
-            acc, rest, stage, turn = _sum_boxes(ring, stage, turn, first, last, ROWS, COLUMNS, PAIR)
+            acc, rest, stage, turn = _sum_boxes(ring, stage, turn, first, last, ROWS, COLUMNS)
 
         complete = last - first == deep
         if SPLITS > 1:  # noqa: SIM102 (known when it is compiled)
             if not complete:
                 _write_share(pointers[2], share, acc, 0, SIZE)
                 if TWO:
-                    _write_share(pointers[2], share, rest, OFFSET, SIZE)
+                    _write_share(pointers[2], share, rest, ROWS * ONE[1], SIZE)
                 complete = _is_last(pointers[3], share)
                 if complete:
                     acc = _sum(pointers[2], share, acc, 0, SIZE)
                     if TWO:
-                        rest = _sum(pointers[2], share, rest, OFFSET, SIZE)
+                        rest = _sum(pointers[2], share, rest, ROWS * ONE[1], SIZE)
         if complete:
-            where = (r * ROWS, c * WIDE, rows, d_out)
-            if PAIR and FEW:
-                _store_unit(pointers, acc, rest, where, HIGH, True, BIAS, FEW)
-            elif PAIR:
-                gate, up = gl.split(gl.permute(gl.reshape(acc, [128, 2, WIDE]), (0, 2, 1)))
-                _store_unit(pointers, gate, up, where, HIGH, True, BIAS, FEW)
-            else:
-                _store_linear(pointers, acc, 0, where, HIGH, True, BIAS, FEW)
-                if TWO:
-                    _store_linear(pointers, rest, BESIDE, where, HIGH, True, BIAS, FEW)
+            if ROWS == 128:
+                by = _factors(pointers, 0, where, held.dtype, ONE, HIGH, BIAS, PAIR)
+            _store_part(pointers[1], _settled(acc, by, HIGH, BIAS), 0, where, PAIR)
+            if TWO:
+                if ROWS == 128:
+                    beside_by = _factors(pointers, BESIDE, where, held.dtype, OTHER, HIGH, BIAS, PAIR)
+                _store_part(pointers[1], _settled(rest, beside_by, HIGH, BIAS), BESIDE, where, PAIR)
 
 
 @gluon.jit
@@ -296,40 +301,33 @@ def _no_sums(dtype: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _sum_boxes(
-    ring, stage, turn, first, last, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PAIR: gl.constexpr
-):  # fmt: skip
+def _sum_boxes(ring, stage, turn, first, last, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """The one or two accumulators of a tile after some iterations, where there is one the same twice; and where the
     ring goes on.
     """
     held, full, empty = ring
-    FEW: gl.constexpr = ROWS < 128
     STAGES: gl.constexpr = _stages(ROWS, COLUMNS)
     UNITS: gl.constexpr = _units(ROWS, COLUMNS)
-    RING: gl.constexpr = _ring(ROWS, COLUMNS, PAIR)
-    ONE: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[0]
-    OTHER: gl.constexpr = _parts(ROWS, COLUMNS, PAIR)[1]
-    TWO: gl.constexpr = OTHER[1] > 0
+    RING: gl.constexpr = _ring(ROWS, COLUMNS)
+    ONE: gl.constexpr = _parts(ROWS, COLUMNS)[0]
+    OTHER: gl.constexpr = _parts(ROWS, COLUMNS)[1]
+    TWO: gl.constexpr = OTHER > 0
     DEPTH: gl.constexpr = held.shape[2]
-    left = held._reinterpret(held.dtype, [BOXES * BOX // ONE[0], ONE[0], DEPTH], held.layout)
-    right = held._reinterpret(held.dtype, [BOXES * BOX // ONE[1], ONE[1], DEPTH], held.layout)
-    acc = _no_sums(held.dtype, ONE)
+    left = held._reinterpret(held.dtype, [BOXES * BOX // ROWS, ROWS, DEPTH], held.layout)
+    right = held._reinterpret(held.dtype, [BOXES * BOX // ONE, ONE, DEPTH], held.layout)
+    acc = _no_sums(held.dtype, (ROWS, ONE))
     if TWO:
-        NEXT: gl.constexpr = OTHER[0] if FEW else OTHER[1]
-        beside = held._reinterpret(held.dtype, [BOXES * BOX // NEXT, NEXT, DEPTH], held.layout)
-        rest = _no_sums(held.dtype, OTHER)
+        beside = held._reinterpret(held.dtype, [BOXES * BOX // OTHER, OTHER, DEPTH], held.layout)
+        rest = _no_sums(held.dtype, (ROWS, OTHER))
     for k in range(first, last):
         mbarrier.wait(full.index(stage), turn)
         for u in gl.static_range(UNITS):
             unit = stage * UNITS + u
-            a = left.index(RING[1 if FEW else 0] // ONE[0] + unit)
-            b = right.index(RING[0 if FEW else 1] // ONE[1] + unit).permute((1, 0))
+            a = left.index(RING[0] // ROWS + unit)
+            b = right.index(RING[1] // ONE + unit).permute((1, 0))
             acc = warpgroup_mma(a, b, acc, is_async=True)
             if TWO:
-                if FEW:
-                    a = beside.index(RING[2] // NEXT + unit)
-                else:
-                    b = beside.index(RING[2] // NEXT + unit).permute((1, 0))
+                b = beside.index(RING[2] // OTHER + unit).permute((1, 0))
                 rest = warpgroup_mma(a, b, rest, is_async=True)
         # What may go on is this iteration's; so the one before is done with its stage.
         if TWO:
@@ -365,14 +363,14 @@ def _order(part):
 
 @gluon.jit
 def _write_share(part_ptr, share, part, offset, SIZE: gl.constexpr):
-    place, own, shares = share
-    gl.store(part_ptr + (place * shares + own).to(gl.int64) * SIZE + offset + _order(part), part)
+    _, own, _, begins = share
+    gl.store(part_ptr + (begins + own).to(gl.int64) * SIZE + offset + _order(part), part)
 
 
 @gluon.jit
 def _is_last(ended_ptr, share):
     """Whether all other shares have been written."""
-    place, _, shares = share
+    place, _, shares, _ = share
     _barrier()
     return gl.atomic_add(ended_ptr + place, 1, sem="acq_rel") == shares - 1
 
@@ -380,9 +378,9 @@ def _is_last(ended_ptr, share):
 @gluon.jit
 def _sum(part_ptr, share, part, offset, SIZE: gl.constexpr):
     """All shares of an accumulator, added up in their order."""
-    place, _, shares = share
+    _, _, shares, begins = share
     AT_ONCE: gl.constexpr = 4 if part.shape[1] <= 64 else 2
-    part_ptr += (place * shares).to(gl.int64) * SIZE + offset
+    part_ptr += begins.to(gl.int64) * SIZE + offset
     at = _order(part)
     found = gl.zeros_like(part)
     for j in range(0, shares, AT_ONCE):
@@ -403,58 +401,67 @@ def _load_share(part_ptr, j, shares, at, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _store_unit(
-    pointers, gate, up, where, HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr
-):  # fmt: skip
-    """silu(gate) * up."""
-    gate = _settled(pointers, gate, 0, 0, where, HIGH, ROUNDED, BIAS, FEW)
-    up = _settled(pointers, up, 0, where[3], where, HIGH, ROUNDED, BIAS, FEW)
-    _store(pointers[1], gate / (1 + gl.exp(-gate)) * up, 0, where, FEW)
-
-
-@gluon.jit
-def _store_linear(
-    pointers, found, column, where, HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr
-):  # fmt: skip
-    _store(pointers[1], _settled(pointers, found, column, 0, where, HIGH, ROUNDED, BIAS, FEW), column, where, FEW)
-
-
-@gluon.jit
-def _settled(
-    pointers, found, column, skipped, where,
-    HIGH: gl.constexpr, ROUNDED: gl.constexpr, BIAS: gl.constexpr, FEW: gl.constexpr,
-):  # fmt: skip
-    """Sums of part of a tile, from a column of it on, scaled and with the bias; `skipped` rows of the weight lie before
-    those of the result. HIGH: rows of the weight that share a scale; 0 where there are none. ROUNDED: rows of x have a
-    scale each as well.
+def _columns(column, where, layout: gl.constexpr, PART: gl.constexpr, PAIR: gl.constexpr):
+    """Columns of the result that the sums of part of a tile belong to, from a column of it on, and in a PAIR which of
+    them are of up, in the order in which `_boxes` loads rows of the weight.
     """
-    r, first, rows, d_out = where
-    high = gl.expand_dims(gl.arange(0, found.shape[0], gl.SliceLayout(1, found.type.layout)), 1)
-    wide = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, found.type.layout)), 0)
-    down, right = (wide, high) if FEW else (high, wide)
-    down, right = down + r, right + first + column
+    place = gl.expand_dims(gl.arange(0, PART[1], gl.SliceLayout(0, layout)), 0)
+    up = place * 0
+    if PAIR:
+        EACH: gl.constexpr = _each(PART)
+        up = place // EACH % 2
+        place = place // (2 * EACH) * EACH + place % EACH
+    return where[1] + column + place, up
+
+
+@gluon.jit
+def _factors(
+    pointers, column, where, dtype: gl.constexpr, PART: gl.constexpr,
+    HIGH: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """What sums of part of a tile are multiplied by, by row and by column, and their bias; 0 where there is none.
+
+    HIGH: rows of the weight that share a scale; 0 where there are none.
+    """
+    r, _first, rows, d_out = where
+    layout: gl.constexpr = _layout(PART, dtype.primitive_bitwidth)
+    down = r + gl.expand_dims(gl.arange(0, PART[0], gl.SliceLayout(1, layout)), 1)
+    right, up = _columns(column, where, layout, PART, PAIR)
+    there, weight_row = right < d_out, right + up * d_out
+    of_row, of_column, bias = gl.to_tensor(0.0), gl.to_tensor(0.0), gl.to_tensor(0.0)
     if HIGH > 0:
-        found = found.to(gl.float32)
-        if ROUNDED:
-            found = found * gl.load(pointers[4] + down, mask=down < rows, other=0.0)
-        found = found * gl.load(pointers[5] + (skipped + right) // HIGH, mask=right < d_out, other=0.0)
+        of_row = gl.load(pointers[4] + down, mask=down < rows, other=0.0)
+        of_column = gl.load(pointers[5] + weight_row // HIGH, mask=there, other=0.0)
     if BIAS:
-        found += gl.load(pointers[0] + skipped + right, mask=right < d_out, other=0.0).to(gl.float32)
+        bias = gl.load(pointers[0] + weight_row, mask=there, other=0.0).to(gl.float32)
+    return of_row, of_column, bias
+
+
+@gluon.jit
+def _settled(found, by, HIGH: gl.constexpr, BIAS: gl.constexpr):
+    """Sums scaled and with the bias."""
+    if HIGH > 0:
+        found = found.to(gl.float32) * by[0] * by[1]
+    if BIAS:
+        found += by[2]
     return found
 
 
 @gluon.jit
-def _store(out_ptr, found, column, where, FEW: gl.constexpr):
-    """Part of a tile of the result, from a column of it on."""
+def _store_part(out_ptr, found, column, where, PAIR: gl.constexpr):
+    """Part of a tile of the result, from a column of it on; of a PAIR silu(gate) * up."""
     row, first, rows, d_out = where
+    HIGH: gl.constexpr = found.shape[0]
+    if PAIR:
+        EACH: gl.constexpr = _each(found.shape)
+        TIMES: gl.constexpr = found.shape[1] // (2 * EACH)
+        gate, up = gl.split(gl.permute(gl.reshape(found, [HIGH, TIMES, 2, EACH]), (0, 1, 3, 2)))
+        found = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [HIGH, TIMES * EACH])
     found = found.to(out_ptr.dtype.element_ty)
-    if not FEW:
+    if HIGH == 128:
         found = gl.convert_layout(found, _sixteen_bytes(found.shape[1]))
-    high = gl.expand_dims(gl.arange(0, found.shape[0], gl.SliceLayout(1, found.type.layout)), 1)
-    wide = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, found.type.layout)), 0)
-    down, right = (wide, high) if FEW else (high, wide)
-    down += row
-    right += first + column
+    down = row + gl.expand_dims(gl.arange(0, HIGH, gl.SliceLayout(1, found.type.layout)), 1)
+    right = first + column + gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, found.type.layout)), 0)
     gl.store(out_ptr + down.to(gl.int64) * d_out + right, found, mask=(down < rows) & (right < d_out))
 
 

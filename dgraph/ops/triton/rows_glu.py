@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.rows_glu import check_sizes
-from dgraph.ops.triton import eight_bits, experts, stored_roles
+from dgraph.ops.triton import eight_bits, experts, product_cases, product_roles, stored_roles
 from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 FEW = 128
 """Rows of 16 bits, as many as there is room for, up to which the library's product and an activation after it take less
-time: on an H100 up to a tenth (benchmarks/results/products.md).
+time: on an H100 up to a tenth (benchmarks/results/products.md). Rows that have tiles of few rows are not among them.
 """
 
 
@@ -30,6 +30,10 @@ def kernel(
         return eight_bits.launch(x, weight, bias, cu_rows, pair=True)
     if isinstance(weight := stored_roles.taken(weight, x), QuantisedWeight):
         return stored_roles.launch(x, weight, bias, cu_rows, pair=True)
-    if tiling is None and x.element_size() == 2 and len(x) <= FEW:
+    if tiling is None and x.element_size() == 2 and len(x) <= FEW and not _has_narrow_tiles(x, weight):
         return experts.gate(torch.nn.functional.linear(x, weight, bias), cu_rows, silu=True)
     return launch(x, weight, bias, cu_rows, tiling or tiling_for(x.element_size()), pair=True)
+
+
+def _has_narrow_tiles(x: Tensor, weight: Tensor) -> bool:
+    return len(x) <= product_cases.FEW and product_roles.fits(x, weight)

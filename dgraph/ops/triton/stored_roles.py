@@ -4,9 +4,10 @@ One warp loads boxes of x and of what is stored into a ring. Eight make bf16 of 
 which the matrix units read their left factor, and multiply. The word in which a number lies decides which thread has
 it, and so its place along the inner dimension: four more warps put x into the order of these places.
 
-128 values along the inner dimension are an iteration. A group of 4-bit numbers that has a scale is that long at least,
-so that sums of an iteration are scaled, or those of all. A tile has 128 rows of the weight, of a pair 64 of gate and as
-many of up. Tiles that would leave a part of the device idle are shared, as in product_roles.py.
+128 values along the inner dimension are a unit. A group of 4-bit numbers that has a scale is that long at least, so
+that sums of a unit are scaled, or those of all. An iteration has 128 bytes of each row of the weight: of 4-bit numbers
+two units. A tile has 128 rows of the weight, of a pair 64 of gate and as many of up. Tiles that would leave a part of
+the device idle are shared (product_shares.py).
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -29,25 +30,24 @@ from dgraph.ops.counters import zeros
 from dgraph.ops.triton import stored
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.hopper import in_bulk, layout_of, understood
-from dgraph.ops.triton.product import _division, _live_rows, _piece, _pieces
+from dgraph.ops.triton.product import _live_rows
 from dgraph.ops.triton.product_roles import (
     LOADING,
     WARPS,
     _is_last,
     _layout,
     _next,
-    _store_linear,
-    _store_unit,
     _sum,
     _write_share,
 )
+from dgraph.ops.triton.product_shares import _division, _piece, _pieces
 from dgraph.ops.triton.rows import start_of, wait
 from dgraph.ops.triton.stored import OF_GROUPS, OF_NUMBERS, SHARES, Layout
 from dgraph.ops.triton.words import FP8, INT4, _from_fp8, _from_int4, _from_int8
 from dgraph.quantised import QuantisedWeight
 
-COLUMNS, DEPTH = gl.constexpr(128), gl.constexpr(128)
-"""Of a tile: rows of the weight, and values along the inner dimension of an iteration."""
+COLUMNS, DEPTH, BYTES = gl.constexpr(128), gl.constexpr(128), gl.constexpr(128)
+"""Rows of the weight that a tile has, values along the inner dimension of a unit, and bytes of an iteration."""
 HIGH, HALF = gl.constexpr(64), gl.constexpr(64)
 """Rows of a box, and values of one of x: 128 bytes."""
 TURNING, REGISTERS = gl.constexpr(4), gl.constexpr(56)
@@ -55,7 +55,7 @@ TURNING, REGISTERS = gl.constexpr(4), gl.constexpr(56)
 SIDE = gl.constexpr(8)
 """Tiles over rows next to each other."""
 AHEAD = gl.constexpr(4)
-"""Iterations before which a scale is asked for: as many as `_scales` names."""
+"""Units before which a scale is asked for: as many as `_scales` names."""
 INT4_WORDS, FP8_WORDS = gl.constexpr(INT4), gl.constexpr(FP8)
 ROWS = (16, 32, 64)
 """Of tiles: the fewest that hold all rows, or 64."""
@@ -106,20 +106,19 @@ def in_roles(
     (n, d_in), d_out = x.shape, weight.shape[0] // 2 if pair else weight.shape[0]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
     rows = next((size for size in ROWS if n <= size), ROWS[-1])
-    width = DEPTH.value // (2 if of.words == INT4 else 1)  # bytes of an iteration
+    units = 2 if of.words == INT4 else 1
     values = weight.values.view(torch.uint8)
-    wide = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
     x_boxes, w_boxes = (
-        TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)
-        for t, box, layout in ((x, [rows, HALF.value], layout_of(2)), (values, [HIGH.value, width], wide))
+        TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout_of(t.element_size()))
+        for t, box in ((x, [rows, HALF.value]), (values, [HIGH.value, BYTES.value]))
     )
     programs = multiprocessors(x.device)
-    part, ended = x.new_empty((programs, rows * COLUMNS.value), dtype=torch.float32), zeros(programs, x.device)
-    stages = min(HELD // (2 * rows * DEPTH.value + COLUMNS.value * width), STAGES)
+    part, ended = x.new_empty((2 * programs, rows * COLUMNS.value), dtype=torch.float32), zeros(programs, x.device)
+    stages = min(HELD // (units * 2 * rows * DEPTH.value + COLUMNS.value * BYTES.value), STAGES)
     _multiply_stored_in_roles[(programs,)](
         x_boxes, w_boxes, out if bias is None else bias, out, part, ended, of.scales,
         out if cu_rows is None else cu_rows, 0 if cu_rows is None else cu_rows.shape[0] - 1,
-        n, d_out, d_in, of.scales.stride(0), rows, SHARES, stages, programs, of.words, of.high,
+        n, d_out, d_in, of.scales.stride(0), rows, SHARES, stages, units, programs, of.words, of.high,
         of.group if of.scaled == OF_GROUPS else 0, cu_rows is not None, bias is not None, pair,
         num_warps=WARPS.value, **start_of(x.device),
     )  # fmt: skip
@@ -129,17 +128,15 @@ def in_roles(
 @gluon.jit(do_not_specialize=["b", "n"])
 def _multiply_stored_in_roles(
     x_boxes, w_boxes, bias_ptr, out_ptr, part_ptr, ended_ptr, scale_ptr, cu_ptr, b, n, d_out, d_in, scale_row,
-    ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr,
     WORDS: gl.constexpr, OF: gl.constexpr, GROUP: gl.constexpr, COUNTED: gl.constexpr, BIAS: gl.constexpr,
     PAIR: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """WORDS: what words of the weight hold. OF: rows of the weight that share a scale. GROUP: columns that do; 0: all.
-    SPLITS: shares of a tile at most.
+    """UNITS: of an iteration. WORDS: what words of the weight hold. OF: rows of the weight that share a scale. GROUP:
+    columns that do; 0: all. SPLITS: shares of a tile at most.
     """
-    wait(EARLY)
-    rows = _live_rows(cu_ptr, b, n) if COUNTED else n
-    x_held = gl.allocate_shared_memory(x_boxes.dtype, [STAGES, ROWS, DEPTH], x_boxes.layout)
-    w_held = gl.allocate_shared_memory(w_boxes.dtype, [STAGES * 2, HIGH, w_boxes.block_shape[1]], w_boxes.layout)
+    x_held = gl.allocate_shared_memory(x_boxes.dtype, [STAGES * UNITS, ROWS, DEPTH], x_boxes.layout)
+    w_held = gl.allocate_shared_memory(w_boxes.dtype, [STAGES * 2, HIGH, BYTES], w_boxes.layout)
     came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turned = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -148,13 +145,18 @@ def _multiply_stored_in_roles(
         mbarrier.init(turned.index(i), count=1)
         mbarrier.init(used.index(i), count=1)
     fence_async_shared()
+    wait(EARLY)
+    rows = _live_rows(cu_ptr, b, n) if COUNTED else n
     ring, sizes = (x_held, w_held, came, turned, used), (rows, d_out, d_in)
-    pointers = (bias_ptr, out_ptr, part_ptr, ended_ptr, scale_ptr, scale_ptr)
+    pointers = (bias_ptr, out_ptr, part_ptr, ended_ptr, scale_ptr)
     gl.warp_specialize(
         [
-            (_multiply_stages, (pointers, ring, sizes, scale_row, SPLITS, PROGRAMS, WORDS, OF, GROUP, BIAS, PAIR)),
-            (_turn_rows, (ring, sizes, SPLITS, PROGRAMS, WORDS, PAIR)),
-            (_load_stages, (x_boxes, w_boxes, ring, sizes, SPLITS, PROGRAMS, PAIR)),
+            (
+                _multiply_stages,
+                (pointers, ring, sizes, scale_row, SPLITS, UNITS, PROGRAMS, WORDS, OF, GROUP, BIAS, PAIR),
+            ),
+            (_turn_rows, (ring, sizes, SPLITS, UNITS, PROGRAMS, WORDS, PAIR)),
+            (_load_stages, (x_boxes, w_boxes, ring, sizes, SPLITS, UNITS, PROGRAMS, PAIR)),
         ],
         [TURNING, 1],
         [REGISTERS, LOADING],
@@ -162,66 +164,72 @@ def _multiply_stored_in_roles(
 
 
 @gluon.jit
-def _work(sizes, ROWS: gl.constexpr, SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
+def _work(
+    sizes, ROWS: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr
+):  # fmt: skip
     """How tiles are divided, and a program's whole tiles and pieces."""
     rows, d_out, d_in = sizes
-    division = _division(rows, d_out, d_in, ROWS, COLUMNS // 2 if PAIR else COLUMNS, DEPTH, PROGRAMS, SPLITS)
-    mine, pieces = _pieces(division, PROGRAMS)
+    WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
+    division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH * UNITS, PROGRAMS, SPLITS, True)
+    mine, pieces = _pieces(division, PROGRAMS, True)
     return division, mine, pieces
 
 
 @gluon.jit
 def _load_stages(
-    x_boxes, w_boxes, ring, sizes, SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr
+    x_boxes, w_boxes, ring, sizes,
+    SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Boxes of a program's pieces into the ring."""
     x_held, w_held, came, _turned, used = ring
     d_out = sizes[1]
-    STAGES: gl.constexpr = x_held.shape[0]
+    STAGES: gl.constexpr = came.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
-    BYTES: gl.constexpr = w_boxes.block_shape[1]
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
-    halves = x_held._reinterpret(x_held.dtype, [STAGES * 2, ROWS, HALF], x_held.layout)
-    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
+    halves = x_held._reinterpret(x_held.dtype, [STAGES * UNITS * 2, ROWS, HALF], x_held.layout)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, UNITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(1)
     for i in range(0, pieces):
-        r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE)
+        r, c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE, True)
         for k in range(first, last):
             arrived = came.index(stage)
             mbarrier.wait(used.index(stage), turn)
-            mbarrier.expect(arrived, 2 * ROWS * DEPTH + COLUMNS * BYTES)
+            mbarrier.expect(arrived, UNITS * 2 * ROWS * DEPTH + COLUMNS * BYTES)
             for j in gl.static_range(2):
                 at = c * WIDE + j * HIGH
                 if PAIR and j == 1:
                     at = c * WIDE + d_out
                 tma.async_copy_global_to_shared(w_boxes, [at, k * BYTES], arrived, w_held.index(stage * 2 + j))
-            for h in gl.static_range(2):
-                box = halves.index(stage * 2 + h)
-                tma.async_copy_global_to_shared(x_boxes, [r * ROWS, k * DEPTH + h * HALF], arrived, box)
+            for h in gl.static_range(2 * UNITS):
+                box, at = halves.index(stage * (2 * UNITS) + h), (k * (2 * UNITS) + h) * HALF
+                tma.async_copy_global_to_shared(x_boxes, [r * ROWS, at], arrived, box)
             stage, turn = _next(stage, turn, STAGES)
 
 
 @gluon.jit
 def _turn_rows(
-    ring, sizes, SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, PAIR: gl.constexpr
+    ring, sizes,
+    SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """x in the order of the places that numbers get, where it lies."""
     x_held, _w_held, came, turned, _used = ring
-    STAGES: gl.constexpr = x_held.shape[0]
+    STAGES: gl.constexpr = came.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
     some: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [TURNING, 1], [1, 0])
-    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, UNITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(0)
     for i in range(0, pieces):
-        _r, _c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE)
+        _r, _c, first, last, _share = _piece(i, mine, division, PROGRAMS, SIDE, True)
         for _k in range(first, last):
             mbarrier.wait(came.index(stage), turn)
-            x = x_held.index(stage).load(some)
-            if WORDS == INT4_WORDS:
-                x = x.reshape([ROWS, 4, 4, 2, 4]).permute((0, 2, 4, 1, 3))
-            else:
-                x = x.reshape([ROWS, 2, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
-            x_held.index(stage).store(x.reshape([ROWS, DEPTH]))
+            for u in gl.static_range(UNITS):
+                here = x_held.index(stage * UNITS + u)
+                x = here.load(some)
+                if WORDS == INT4_WORDS:
+                    x = x.reshape([ROWS, 4, 4, 2, 4]).permute((0, 2, 4, 1, 3))
+                else:
+                    x = x.reshape([ROWS, 2, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
+                here.store(x.reshape([ROWS, DEPTH]))
             fence_async_shared()
             mbarrier.arrive(turned.index(stage))
             stage, turn = _next(stage, turn, STAGES)
@@ -229,7 +237,7 @@ def _turn_rows(
 
 @gluon.jit
 def _scales(own_ptr, first, last, GROUP: gl.constexpr):
-    """Scales of each row of the weight in as many iterations as are asked for ahead."""
+    """Scales of each row of the weight in as many units as are asked for ahead."""
     if GROUP > 0:
         found = (
             gl.load(own_ptr + gl.minimum(first, last - 1) * DEPTH // GROUP),
@@ -243,17 +251,16 @@ def _scales(own_ptr, first, last, GROUP: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _of_words(words):
-    """The layout of words [128, words]: a thread has what its part of a left factor is made of, 16 bytes at a time."""
-    columns = [[0, 1], [0, 2]] if words == 16 else [[0, 1], [0, 2], [0, 16]]
-    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[16, 0], [32, 0], [64, 0]], [], [128, words])
+def _of_words():
+    """The layout of words [128, 32]: a thread has what its part of a left factor is made of, 16 bytes at a time."""
+    registers, lanes = [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
 
 
 @gluon.jit
-def _numbers(word, WORDS: gl.constexpr):
-    """bf16 [128, 128]: the numbers of words i32 [128, words]. What words and threads have is all that decides of their
-    places, so that none changes its thread.
+def _numbers(word, layout: gl.constexpr, WORDS: gl.constexpr):
+    """A left factor, bf16 [128, 128]: the numbers of words i32 [128, 16] or [128, 32]. What words and threads have is
+    all that decides of their places, so that none changes its thread.
     """
     if WORDS == INT4_WORDS:
         n = _from_int4(word.reshape([COLUMNS, 4, 4]))
@@ -267,55 +274,60 @@ def _numbers(word, WORDS: gl.constexpr):
             n = _from_int8(word.reshape([COLUMNS, 2, 4, 4]))
         found = gl.join(gl.join(n[0], n[1]), gl.join(n[2], n[3]))
         found = found.permute((0, 1, 3, 5, 2, 4))
-    return found.reshape([COLUMNS, DEPTH])
+    return gl.convert_layout(found.reshape([COLUMNS, DEPTH]), gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
 def _multiply_stages(
     pointers, ring, sizes, scale_row,
-    SPLITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, OF: gl.constexpr, GROUP: gl.constexpr,
-    BIAS: gl.constexpr, PAIR: gl.constexpr,
+    SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, OF: gl.constexpr,
+    GROUP: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """What is stored of the next iteration becomes bf16 while the matrix units multiply."""
+    """What is stored of the next unit becomes bf16 while the matrix units multiply."""
     x_held, w_held, came, turned, used = ring
-    rows, d_out, _d_in = sizes
-    STAGES: gl.constexpr = x_held.shape[0]
+    rows, d_out, d_in = sizes
+    STAGES: gl.constexpr = came.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
-    BYTES: gl.constexpr = w_held.shape[2]
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     SHAPE: gl.constexpr = (COLUMNS, ROWS)
     layout: gl.constexpr = _layout(SHAPE, 16)
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BYTES, element_bitwidth=32, rank=2)
     words = w_held._reinterpret(gl.int32, [STAGES, COLUMNS, BYTES // 4], whole)
     SIZE: gl.constexpr = ROWS * COLUMNS
-    division, mine, pieces = _work(sizes, ROWS, SPLITS, PROGRAMS, PAIR)
+    division, mine, pieces = _work(sizes, ROWS, SPLITS, UNITS, PROGRAMS, PAIR)
     stage, turn = gl.to_tensor(0), gl.to_tensor(0)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     for i in range(0, pieces):
-        r, c, first, last, share = _piece(i, mine, division, PROGRAMS, SIDE)
+        r, c, first, last, share = _piece(i, mine, division, PROGRAMS, SIDE, True)
         row = gl.minimum(c * WIDE + column % WIDE, d_out - 1) + column // WIDE * d_out
         own_ptr = pointers[4] + (row // OF).to(gl.int64) * scale_row
-        coming = _scales(own_ptr, first, last, GROUP)
+        end = gl.minimum(last * UNITS, gl.cdiv(d_in, DEPTH))
+        coming = _scales(own_ptr, first * UNITS, end, GROUP)
         acc = gl.zeros(SHAPE, gl.float32, layout)
-        numbers = _numbers_of(words, came, stage, turn, layout, WORDS)
-        for start in range(first, last, AHEAD):
+        word = _words_of(words, came, stage, turn, UNITS)
+        numbers = _numbers(word[0], layout, WORDS)
+        for start in range(first, last, AHEAD // UNITS):
             now = coming
-            coming = _scales(own_ptr, start + AHEAD, last, GROUP)
-            for j in gl.static_range(AHEAD):
+            coming = _scales(own_ptr, start * UNITS + AHEAD, end, GROUP)
+            for j in gl.static_range(AHEAD // UNITS):
                 if start + j < last:
                     mbarrier.wait(turned.index(stage), turn)
-                    b = x_held.index(stage).permute((1, 0))
-                    if GROUP > 0:
-                        part = warpgroup_mma(
-                            numbers, b, gl.zeros(SHAPE, gl.float32, layout), use_acc=False, is_async=True
-                        )
-                    else:
-                        part = warpgroup_mma(numbers, b, acc, is_async=True)
                     following, then = _next(stage, turn, STAGES)
-                    if start + j + 1 < last:
-                        numbers = _numbers_of(words, came, following, then, layout, WORDS)
-                    part = warpgroup_mma_wait(0, deps=(part,))
-                    acc = acc + part * gl.expand_dims(now[j], 1) if GROUP > 0 else part
+                    for u in gl.static_range(UNITS):
+                        b = x_held.index(stage * UNITS + u).permute((1, 0))
+                        if GROUP > 0:
+                            part = warpgroup_mma(
+                                numbers, b, gl.zeros(SHAPE, gl.float32, layout), use_acc=False, is_async=True
+                            )
+                        else:
+                            part = warpgroup_mma(numbers, b, acc, is_async=True)
+                        if u + 1 < UNITS:
+                            numbers = _numbers(word[u + 1], layout, WORDS)
+                        elif start + j + 1 < last:
+                            word = _words_of(words, came, following, then, UNITS)
+                            numbers = _numbers(word[0], layout, WORDS)
+                        part = warpgroup_mma_wait(0, deps=(part,))
+                        acc = acc + part * gl.expand_dims(now[j * UNITS + u], 1) if GROUP > 0 else part
                     mbarrier.arrive(used.index(stage))
                     stage, turn = following, then
 
@@ -327,20 +339,50 @@ def _multiply_stages(
                 acc = _sum(pointers[2], share, acc, 0, SIZE)
         if complete:
             where = (r * ROWS, c * WIDE, rows, d_out)
+            SHARED: gl.constexpr = 0 if GROUP > 0 else OF  # rows of the weight whose scale is still to come
             if PAIR:
                 both = gl.convert_layout(acc, _of_pairs(ROWS)).reshape([2, WIDE, ROWS]).permute((1, 2, 0))
                 gate, up = gl.split(both)
-                _store_unit(pointers, gate, up, where, 0 if GROUP > 0 else OF, False, BIAS, True)
+                gate = _settled(pointers, gate, 0, where, SHARED, BIAS)
+                up = _settled(pointers, up, d_out, where, SHARED, BIAS)
+                _store(pointers[1], gate / (1 + gl.exp(-gate)) * up, where)
             else:
-                _store_linear(pointers, acc, 0, where, 0 if GROUP > 0 else OF, False, BIAS, True)
+                _store(pointers[1], _settled(pointers, acc, 0, where, SHARED, BIAS), where)
 
 
 @gluon.jit
-def _numbers_of(words, came, stage, turn, layout: gl.constexpr, WORDS: gl.constexpr):
-    """The numbers of a stage, when they have come, as a left factor."""
+def _places(found, where):
+    """Rows of the result along a tile, and its columns down the tile."""
+    down = gl.expand_dims(gl.arange(0, found.shape[0], gl.SliceLayout(1, found.type.layout)), 1)
+    along = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, found.type.layout)), 0)
+    return where[0] + along, where[1] + down
+
+
+@gluon.jit
+def _settled(pointers, found, skipped, where, SHARED: gl.constexpr, BIAS: gl.constexpr):
+    """Sums scaled and with the bias; `skipped` rows of the weight lie before those of the result."""
+    _row, column = _places(found, where)
+    there = column < where[3]
+    if SHARED > 0:
+        found = found * gl.load(pointers[4] + (skipped + column) // SHARED, mask=there, other=0.0)
+    if BIAS:
+        found += gl.load(pointers[0] + skipped + column, mask=there, other=0.0).to(gl.float32)
+    return found
+
+
+@gluon.jit
+def _store(out_ptr, found, where):
+    row, column = _places(found, where)
+    at = out_ptr + row.to(gl.int64) * where[3] + column
+    gl.store(at, found.to(out_ptr.dtype.element_ty), mask=(row < where[2]) & (column < where[3]))
+
+
+@gluon.jit
+def _words_of(words, came, stage, turn, UNITS: gl.constexpr):
+    """The words of a stage, when they have come, by units."""
     mbarrier.wait(came.index(stage), turn)
-    word = words.index(stage).load(_of_words(words.shape[2]))
-    return gl.convert_layout(_numbers(word, WORDS), gl.DotOperandLayout(0, layout, 2))
+    word = words.index(stage).load(_of_words())
+    return gl.split(word.reshape([COLUMNS, 2, 16]).permute((0, 2, 1))) if UNITS == 2 else (word, word)
 
 
 @gluon.constexpr_function

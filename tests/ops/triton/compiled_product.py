@@ -24,7 +24,7 @@ def source(dtype: str, pair: bool) -> Any:
     itemsize = 2 if dtype == "bf16" else 1
     layout, depth = hopper.layout_of(itemsize), product_cases.BYTES.value // itemsize
     boxes = {rows: f"tensordesc<{dtype}[{rows}, {depth}],{layout!r}>" for rows in (16, 64)}
-    types = {"x_boxes": boxes[64], "x_low": boxes[16], "w_boxes": boxes[64]}
+    types = {"x_boxes": boxes[64], "x_low": boxes[16], "w_boxes": boxes[64], "w_low": boxes[16]}
     types |= {"part_ptr": "*i32" if dtype == "i8" else "*fp32"} | dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     types |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("ended_ptr", "cu_ptr"), "*i32")
     cases = product_cases.cases(pair, itemsize)

@@ -12,7 +12,6 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from dgraph.ops.triton import hopper, stored_roles
@@ -23,13 +22,12 @@ from tests.ops.triton.compiled_vocabulary import stack
 
 def source(words: int, rows: int, pair: bool) -> Any:
     """Of 4-bit numbers with a scale for 128 columns, of others with one for a row; rows are counted on the device."""
-    width = 64 if words == INT4 else 128
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
     types = {"x_boxes": f"tensordesc<bf16[{rows}, 64],{hopper.layout_of(2)!r}>"}
-    types |= {"w_boxes": f"tensordesc<u8[64, {width}],{layout!r}>"}
+    types |= {"w_boxes": f"tensordesc<u8[64, 128],{hopper.layout_of(1)!r}>"}
     types |= dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("part_ptr", "scale_ptr"), "*fp32")
     types |= dict.fromkeys(("ended_ptr", "cu_ptr"), "*i32")
-    constants = {"ROWS": rows, "SPLITS": 8, "STAGES": 4, "PROGRAMS": 132, "WORDS": words, "OF": 1}
+    constants = {"ROWS": rows, "SPLITS": 8, "STAGES": 3, "UNITS": 2 if words == INT4 else 1, "PROGRAMS": 132}
+    constants |= {"WORDS": words, "OF": 1}
     constants |= {"GROUP": 128 if words == INT4 else 0, "COUNTED": True, "BIAS": True, "PAIR": pair, "EARLY": True}
     kernel = stored_roles._multiply_stored_in_roles
     made = source_of(GluonASTSource, kernel, constants, types)
