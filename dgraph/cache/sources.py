@@ -3,7 +3,7 @@
 A name reads as the module does, "dgraph/ops/rope.py", wherever the file lies. Imports are followed within the module's
 own package and within dgraph, those inside of functions included, those for types alone not. The front door of a
 package (`import dgraph`) is not followed: it leads everywhere. C++ that a module compiles lies beside it under its name
-("product.cpp" of "product.py") and is a source, too.
+("product.cpp" and "product_numbers.cpp" of "product.py") and is a source, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def sources(modules: Iterable[str]) -> dict[str, str]:
         seen.add(module)
         if path is not None:
             name = f"{module.replace('.', '/')}{'/__init__' if path.stem == '__init__' else ''}"
-            found |= {f"{name}{one.suffix}": one for one in (path, path.with_suffix(".cpp")) if one.is_file()}
+            found[f"{name}{path.suffix}"] = path
+            folder = name.removesuffix(path.stem)
+            compiled = (path.with_suffix(".cpp"), *path.parent.glob(f"{path.stem}_*.cpp"))
+            found |= {f"{folder}{one.name}": one for one in compiled if one.is_file()}
             todo += imported_by(module)
     return {name: hash_of(path) for name, path in sorted(found.items())}
 

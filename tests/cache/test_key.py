@@ -177,12 +177,12 @@ def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     for name, text in files.items():
         (package / f"{name}.py").write_text(text)
-    for name in ("b", "e", "other"):
+    for name in ("b", "b_parts", "bother", "e", "other"):
         (package / f"{name}.cpp").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     found = sources.sources(["outsider.a"])
     mine = [name for name in found if name.startswith("outsider")]
-    names = ("a.py", "b.cpp", "b.py", "c.py", "d.py", "deep/d.py", "f.py", "g.py")
+    names = ("a.py", "b.cpp", "b.py", "b_parts.cpp", "c.py", "d.py", "deep/d.py", "f.py", "g.py")
     assert mine == [f"outsider/{name}" for name in names], "with C++ that lies beside a module"
     assert {"dgraph/ops/rope.py", "dgraph/ops/registry.py", "dgraph/ops/__init__.py"} <= found.keys()
     assert not [name for name in found if name.startswith(("dgraph/api", "dgraph/__init__", "torch"))]

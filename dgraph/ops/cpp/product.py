@@ -1,4 +1,4 @@
-"""Products by stored weights on a CPU, as `product.cpp` computes them."""
+"""Products by stored weights on a CPU, as `product.cpp` computes them: of tiles where it has such (AMX), else of vectors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dgraph.errors import LoweringError, warn
 from dgraph.private.inductor import load_cpp
 from dgraph.quantised import KINDS, WHOLE, QuantisedWeight
 
+_PARTS = ("product_numbers.cpp", "product.cpp")
 _KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}
 _POINTER, _SIZE = c_void_p, c_int64
 _ARGUMENTS = (
@@ -66,7 +67,8 @@ def _at(tensor: Tensor | None) -> int | None:
 def _kernel() -> Callable[..., None] | None:
     """The kernel; None where it cannot be compiled, which is said once."""
     try:
-        kernel = load_cpp(Path(__file__).with_name("product.cpp").read_text(encoding="utf-8"), "multiply")
+        parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PARTS)
+        kernel = load_cpp("\n".join(parts), "multiply")
     except LoweringError as error:
         warn(
             f"products by quantised weights run in plain torch, which is slower, since their kernel did not compile: "
