@@ -1,4 +1,4 @@
-"""Products by stored weights on a CPU, as `product.cpp` computes them: of tiles where it has such (AMX), else of vectors."""
+"""Products by stored weights on a CPU, of tiles where it has such (AMX), else of vectors: what `product.cpp` does."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ constexpr int OUTPUTS = 4;
 
 constexpr int64_t CHUNK = 32;    // columns within which 4-bit numbers change places
 constexpr int64_t PANEL = 16;    // rows of the weight, and columns, that are converted before they are multiplied
-constexpr int64_t DEPTH = 1024;
+constexpr int64_t DEPTH = 2048;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
