@@ -194,6 +194,10 @@ class Driver:
         if not tickets:
             return
         batch = self._ready_for([ticket.request.decoding for ticket in tickets])
+        for ticket in list(tickets):
+            if (error := batch.refused(ticket.request.decoding.rule)) is not None:
+                tickets.remove(ticket)
+                self._end(ticket, "error", error=error)
         for ticket in tickets:
             shared = self.prefix.look_up(self._prompt(ticket)) if self.prefix is not None else ()
             ticket.going_on = replace(ticket.going_on, shared=shared)

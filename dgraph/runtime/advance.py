@@ -30,6 +30,7 @@ from dgraph.runtime.mapped import Mapped
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
 from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
+from dgraph.runtime.policies.mixture import noting_none
 from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise
@@ -305,8 +306,10 @@ class Advance:
 
     def _compiled(self, half: Half, ahead: bool = False) -> Callable[[], object] | None:
         """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if need be."""
-        if self._compiler is None:
-            return None
+        with noting_none() as refused:
+            return None if self._compiler is None or refused else self._from(self._compiler, half, ahead)
+
+    def _from(self, compiler: TraceCompiler, half: Half, ahead: bool) -> Callable[[], object] | None:
         held = self._held(half)
         given = tuple((name, value.dtype) for name, value in self._given.items()) if half.reads_results else ()
         values = (getattr(self.state, field.name) for field in fields(self.state))
@@ -314,7 +317,7 @@ class Advance:
         shapes = tuple(value.shape for value in held)
         key = (half.name, self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
         name = f"the {half.name} between steps under policy {self.rule.policies}"
-        return self._compiler.function(name, self._traceable(half, held), held, key, ahead)
+        return compiler.function(name, self._traceable(half, held), held, key, ahead)
 
     def _held(self, half: Half) -> list[Tensor]:
         """Every tensor that a half may read or write, once."""
@@ -353,7 +356,8 @@ class Advance:
         self._plain = None in compiled and not often
         moving, packing = (found or self._op_by_op(half) for half, found in zip(HALVES, compiled, strict=True))
         try:
-            graph = pool.record(lambda: self._go(moving, packing), warm=False)
+            with noting_none():
+                graph = pool.record(lambda: self._go(moving, packing), warm=False)
         except torch.OutOfMemoryError as error:
             pool.refuse("transition", self.capacity, str(error).partition("\n")[0])
             self._fits = False

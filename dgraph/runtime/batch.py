@@ -27,6 +27,8 @@ from dgraph.runtime.kv import KVStore
 from dgraph.runtime.offers import Moment, computed
 from dgraph.runtime.pack import PackedKV
 from dgraph.runtime.page_tables import PageTables
+from dgraph.runtime.policies import Policy, row_of
+from dgraph.runtime.policies.mixture import Refusals, refusing
 from dgraph.runtime.report import Report, all_rows
 from dgraph.runtime.requests import (
     Programs,
@@ -40,16 +42,12 @@ from dgraph.runtime.requests import (
     ring_pages,
     step_rows,
 )
-from dgraph.runtime.rows import StepRows, prefill_chunk, prefill_rows
+from dgraph.runtime.rows import StepRows, key_sizes, prefill_chunk, prefill_rows
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
-KEY_ROWS, KEY_STRIDE = 16384, 4
-"""Rows of keys of a step in which sequences see everything: the fewest where it is recorded as a CUDA graph, which has
-one number of them, and each size to the one before.
-"""
 FEW_STEPS = 4
 """A batch that may end within so many steps launches none before it has read the report of the last."""
 
@@ -74,7 +72,7 @@ class Batch:
 
     Attributes:
         running: the request in each slot that has one.
-        lenient: a sampler that raises fails its own requests (see `failed`), and not the step.
+        lenient: a sampler or policy that raises fails its own requests (see `failed`), and not the step.
     """
 
     def __init__(
@@ -97,6 +95,7 @@ class Batch:
         self.spec, self.rule, self.programs, self.shape = spec, rule, programs, shape
         self.kv, self.packed, self.plan = kv, packed, plan
         self.by_block, self._sized, self._observer, self.lenient = by_block, sized, observer, False
+        self._refusals = Refusals()
         self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
         self._make = advance
         self.running: dict[int, Running] = {}
@@ -197,8 +196,11 @@ class Batch:
     def decode_as(self, rule: Rule, programs: Programs) -> None:
         """Go on with a rule that serves other requests beside those that run, whose policies keep their places."""
         if self._flying is not None:
-            self._move(self._flying)
+            with refusing(self._refusals if self.lenient else None):
+                self._move(self._flying)
             self._flying = None
+        if not self.running:
+            self._refusals.errors.clear()
         before = self.advance
         self.rule, self.programs = rule, programs
         self.advance = self._make(rule, self._begin([], self.kv.device))
@@ -262,6 +264,10 @@ class Batch:
 
         Slots that were written since the last turn are part of the next step.
         """
+        with refusing(self._refusals if self.lenient else None):
+            return self._turn()
+
+    def _turn(self) -> Report:
         if self._flying is not None:
             self._move(self._flying)
         else:
@@ -306,10 +312,16 @@ class Batch:
 
     @property
     def failed(self) -> dict[int, Exception]:
-        """What went wrong in the sampler of each slot in the step that the last turn launched, where the batch is
-        lenient.
+        """What went wrong in the sampler of each slot in the step that the last turn launched, or in its policy, where
+        the batch is lenient.
         """
-        return self._decide.failed
+        errors = {slot: self.refused(one.request.decoding.rule) for slot, one in self.running.items()}
+        return self._decide.failed | {slot: error for slot, error in errors.items() if error is not None}
+
+    def refused(self, policy: Policy) -> Exception | None:
+        """What a policy of this kind raised, which this batch therefore asks no more."""
+        errors = self._refusals.errors
+        return errors.get(row_of(self.rule.policy, policy)[0]) if errors else None
 
     @property
     def busy(self) -> bool:
@@ -463,14 +475,6 @@ class Batch:
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
             **self._tables.of(1),
         }
-
-
-def key_sizes(keys: int) -> list[int]:
-    """The numbers of rows of keys that steps have, up to the first that is at least so many."""
-    sizes = [KEY_ROWS]
-    while sizes[-1] < keys:
-        sizes.append(sizes[-1] * KEY_STRIDE)
-    return sizes
 
 
 @dataclass(frozen=True)

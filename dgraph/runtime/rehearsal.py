@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dgraph.lowering.program import Program
-from dgraph.runtime.batch import Batch, key_sizes
+from dgraph.runtime.batch import Batch
 from dgraph.runtime.offers import Moment, computed, initial_states
 from dgraph.runtime.requests import step_rows
-from dgraph.runtime.rows import idle_rows
+from dgraph.runtime.rows import idle_rows, key_sizes
 
 KEY_SIZES = 3
 """So many numbers of rows of keys are recorded ahead at most, the smallest ones. Of a model with 8 KV heads of 128, a

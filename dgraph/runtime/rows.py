@@ -13,6 +13,11 @@ from torch import Tensor
 from dgraph.ops.statistics import Statistic
 from dgraph.spec import ModelSpec
 
+KEY_ROWS, KEY_STRIDE = 16384, 4
+"""Rows of keys of a step in which sequences see everything: the fewest where it is recorded as a CUDA graph, which has
+one number of them, and each size to the one before.
+"""
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -241,3 +246,11 @@ def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> St
         encoded=~none,
         origin=positions.int(),
     )
+
+
+def key_sizes(keys: int) -> list[int]:
+    """The numbers of rows of keys that steps have, up to the first that is at least so many."""
+    sizes = [KEY_ROWS]
+    while sizes[-1] < keys:
+        sizes.append(sizes[-1] * KEY_STRIDE)
+    return sizes

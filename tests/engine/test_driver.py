@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from dgraph.engine.policies import LookAhead
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import Candidates
 from dgraph.runtime.sampling import RowContext, Sampler
 from dgraph.runtime.stats import StepRecord
 from dgraph.runtime.stops import trim
@@ -337,6 +338,50 @@ def test_one_whose_sampler_raises_fails_alone(data: st.DataObject) -> None:
             assert isinstance(told.events[-1].error, ArithmeticError)
         elif told.finish != "cancelled":
             told.check_as(alone(("logits",), made("logits"), one))
+
+
+@dataclass(frozen=True)
+class Fails:
+    """A policy that fails in a sequence's step, be it of another policy, and commits all until then."""
+
+    step: int
+
+    def choose(self, candidates: Candidates) -> Tensor:
+        if (candidates.step >= self.step).any():
+            raise ArithmeticError(f"step {self.step}")
+        return candidates.masked
+
+
+@pytest.mark.parametrize("kind", ["step", "evict", "logits"])
+@drawn(10, 50, data=st.data())
+def test_those_whose_policy_raises_fail_alone(kind: str, data: st.DataObject) -> None:
+    """Those of its kind, that is, the waiting ones among them."""
+    asked = data.draw(schedules(kind))
+    broken = []
+    for step in data.draw(st.lists(st.sampled_from([0, 1, 3]), min_size=1, max_size=4)):
+        decoding = Decoding(max_new_tokens=12, ignore_eos=True, policy=Fails(step))
+        one = Asked((1, 2, 3), decoding, turn=data.draw(st.integers(0, 12)))
+        asked.insert(data.draw(st.integers(0, len(asked))), one)
+        broken.append(one)
+    turns = Turns(made(kind), asked, **data.draw(engines()))
+    turns.run()
+    for told, one in zip(turns.told, asked, strict=True):
+        if one in broken:
+            assert told.finish == "error" or (told.finish == "length" and one.decoding.rule.step)
+            assert told.finish != "error" or isinstance(told.events[-1].error, ArithmeticError)
+        elif told.finish != "cancelled":
+            told.check_as(alone((kind,), made(kind), one))
+
+
+def test_a_policy_that_raised_is_asked_again_when_nobody_runs() -> None:
+    failing, other = (Decoding(max_new_tokens=8, ignore_eos=True, policy=policy) for policy in (Fails(0), "sequential"))
+    asked = [Asked((1,), other), Asked((1,), failing), Asked((2,), failing, turn=2), Asked((1,), failing, turn=60)]
+    turns = Turns(made("step"), asked, max_sequences=2, max_tokens=64)
+    turns.run()
+    assert [told.finish for told in turns.told] == ["length", "error", "error", "error"]
+    first, waiting, again = (told.events[-1].error for told in turns.told[1:])
+    assert first is waiting, "it was not asked for the one that came while another ran"
+    assert again is not first
 
 
 def test_the_error_of_one_does_not_end_the_next_of_its_slot() -> None:

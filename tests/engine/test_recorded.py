@@ -12,7 +12,7 @@ from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.optimized import Optimized
-from dgraph.runtime import batch
+from dgraph.runtime import rows
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.session import BlockSession
@@ -66,7 +66,7 @@ def asked_of(tiny: TinyModel) -> list[Asked]:
 def test_serving_records_no_further_stage(
     monkeypatch: pytest.MonkeyPatch, family: str, recipe: str, mixed: int | None
 ) -> None:
-    monkeypatch.setattr(batch, "KEY_ROWS", 40)  # few tokens: several numbers of rows of keys all the same
+    monkeypatch.setattr(rows, "KEY_ROWS", 40)  # few tokens: several numbers of rows of keys all the same
     (tiny,) = models(None, family)
     asked, pool = asked_of(tiny), GraphPool(recorder=Recorder)
     plain = Turns(session_of(family, recipe, None), asked, **SETTINGS).run()
@@ -87,7 +87,7 @@ def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of blocks of 8: steps of 3 sequences have at most 48 rows, and prompts of 3 canvases of 48 positions 144. Steps
     that encode such prompts have as many as both, and never more than all there are.
     """
-    monkeypatch.setattr(batch, "KEY_ROWS", 40)
+    monkeypatch.setattr(rows, "KEY_ROWS", 40)
     steps, prompts = [64, 32, 16, 8, 4, 2, 1], [256, 128, 64, 32, 16, 8]
     for mixed, more in ((0, []), (16, []), (17, [128]), (None, [256, 128])):
         pool = GraphPool(recorder=Recorder)
@@ -110,7 +110,7 @@ def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", ["focus", "dllm_serve"])
 def test_a_warm_up_of_generate_records_as_much(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    monkeypatch.setattr(batch, "KEY_ROWS", 40)
+    monkeypatch.setattr(rows, "KEY_ROWS", 40)
     pool, prompts = GraphPool(recorder=Recorder), [list(asked.ids) for asked in asked_of(models(None, "sdar")[0])]
     options: dict[str, Any] = {"max_new_tokens": NEW, "threshold": 0.9, "max_batch": 3}
     plain, prepared = session_of("sdar", recipe, None), session_of("sdar", recipe, pool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -41,7 +41,7 @@ from dgraph.runtime.policies import (
     statistics_of,
     steps_of,
 )
-from dgraph.runtime.policies.mixture import Attribute
+from dgraph.runtime.policies.mixture import Attribute, Refusals, noting_none, refusing
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.script import BlockStep, Script
 from tests.runtime.formulas import draw, together
@@ -167,6 +167,51 @@ def test_each_sequence_gets_what_its_own_policy_gives_it_alone(names: list[str],
     mixture = Mixture.of([EVERY[name] for name in names])
     policies = [request(rng.choice(names), rng) for _ in range(b)]
     check(mixture, policies, mixed(mixture, policies, rng))
+
+
+ASKED = [
+    ("paced", "choose"),
+    ("paced", "carry"),
+    ("paced", "foresee"),
+    ("joint_threshold", "settled"),
+    ("hierarchical_remask", "remask"),
+    ("joint_threshold_indel", "move"),
+]
+
+
+@pytest.mark.parametrize(("name", "method"), ASKED)
+def test_a_kind_that_raised_is_asked_no_more(name: str, method: str) -> None:
+    """Where that is noted; its sequences get nothing then, and the others what they get beside the sound kind."""
+    rng, asked = random.Random(2), []
+    rule, other = kind_of(EVERY[name]), EVERY["confidence_threshold"]
+
+    def raises(*args: Any, **options: Any) -> None:
+        asked.append(method)
+        raise ArithmeticError(method)
+
+    settings = {f.name: getattr(rule, f.name) for f in fields(rule)}
+    sound, broken = (type("Own", (type(rule),), more)(**settings) for more in ({}, {method: raises}))
+    mixture = Mixture.of([other, broken])
+    candidates = mixed(mixture, [other, broken, other], rng)
+    with pytest.raises(ArithmeticError):
+        decided_by(mixture, candidates)
+    with refusing(refusals := Refusals()):
+        with noting_none() as noted, pytest.raises(ArithmeticError):
+            decided_by(mixture, candidates)
+        first, second = decided_by(mixture, candidates), decided_by(mixture, candidates)
+        with noting_none() as noted_now:
+            third = decided_by(mixture, candidates)
+    assert (noted, noted_now) == (False, True)
+    assert [(index, type(error)) for index, error in refusals.errors.items()] == [(1, ArithmeticError)]
+    assert len(asked) == 3, "once in each way, until it was noted"
+    want = decided_by(Mixture.of([other, sound]), candidates)
+    for said in (first, second, third):
+        assert all(value[[0, 2]].equal(want[key][[0, 2]]) for key, value in said.items() if key != "coming")
+    nothing = {"chosen": False, "back": False, "said": candidates.token[1], "source": torch.arange(BLOCK)}
+    wanted = {key: torch.as_tensor(value).expand(BLOCK) for key, value in nothing.items()}
+    assert all(second[key][1].equal(value) for key, value in wanted.items())
+    assert (second["coming"] == -1).all()
+    assert all(second[key].equal(candidates.carried[key]) for key in candidates.carried if key.startswith("1."))
 
 
 @pytest.mark.parametrize("name", EVERY)

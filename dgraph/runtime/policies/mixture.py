@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,41 @@ Attribute = Literal[
     "may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts", "renoises"
 ]
 """What is true of a policy or not, and may differ from kind to kind."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Kinds of a mixture that are asked no more, since they raised: their sequences get nothing.
+
+    Attributes:
+        errors: what each raised, by its place in the mixture.
+        noting: whether others that raise are noted, too; else the error goes on.
+    """
+
+    errors: dict[int, Exception] = field(default_factory=dict)
+    noting: bool = True
+
+
+_REFUSALS: ContextVar[Refusals | None] = ContextVar("dgraph refusals", default=None)
+
+
+@contextmanager
+def refusing(refusals: Refusals | None) -> Iterator[None]:
+    """Within it, mixtures ask these kinds no more; None: they ask all, and what a kind raises goes on."""
+    token = _REFUSALS.set(refusals)
+    try:
+        yield
+    finally:
+        _REFUSALS.reset(token)
+
+
+@contextmanager
+def noting_none() -> Iterator[bool]:
+    """Within it, kinds that raise are not noted; whether others were."""
+    before = _REFUSALS.get()
+    with refusing(None if before is None else replace(before, noting=False)):
+        yield before is not None and bool(before.errors)
 
 
 @dataclass(frozen=True)
@@ -152,16 +190,18 @@ class Mixture:
 
     def keep(self, candidates: Candidates) -> Tensor:
         """See `DecodeRule.keep`: nothing, where a kind does not draw again."""
-        found = [
-            rule.keep(own) if renoises(rule) else torch.zeros_like(own.masked) for rule, own in self._own(candidates)
-        ]
-        return _by_kind(found, candidates.kind)
+
+        def none(own: Candidates) -> Tensor:
+            return torch.zeros_like(own.masked)
+
+        return self._each(candidates, lambda rule, own: rule.keep(own) if renoises(rule) else none(own), none)
 
     def heat(self, step: Tensor, kind: Tensor | None = None, settings: Mapping[str, Tensor] | None = None) -> Tensor:
         """See `DecodeRule.heat`: 0, where a kind does not draw again. kind, settings: see `Candidates`."""
+        none = partial(torch.zeros_like, step, dtype=torch.float32)
         found = [
-            rule.heat(step) if renoises(rule) else torch.zeros_like(step, dtype=torch.float32)
-            for rule in self._rules(kind, settings or {})
+            _asked(index, partial(rule.heat, step), none) if renoises(rule) else none()
+            for index, rule in enumerate(self._rules(kind, settings or {}))
         ]
         return _by_kind(found, kind)
 
@@ -171,29 +211,34 @@ class Mixture:
         Raises:
             InputError: what a rule chooses is no bool[b, B].
         """
-        return _by_kind([_chosen(rule, own) for rule, own in self._own(candidates)], candidates.kind)
+        return self._each(candidates, _chosen, lambda own: torch.zeros_like(own.masked))
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
         """See `DecodeRule.settled`: that no mask is left, where a kind does not edit."""
-        found = [
-            rule.settled(own, chosen) if edits(rule) else DecodeRule.settled(rule, own, chosen)
-            for rule, own in self._own(candidates)
-        ]
-        return _by_kind(found, candidates.kind)
+
+        def complete(own: Candidates) -> Tensor:
+            return DecodeRule().settled(own, chosen)
+
+        return self._each(
+            candidates, lambda rule, own: rule.settled(own, chosen) if edits(rule) else complete(own), complete
+        )
 
     def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
         """See `DecodeRule.remask`: nothing, where a kind does not remask."""
-        found = [
-            rule.remask(own, chosen) if remasks(rule) else torch.zeros_like(chosen)
-            for rule, own in self._own(candidates)
-        ]
-        return _by_kind(found, candidates.kind)
+
+        def none(own: Candidates) -> Tensor:
+            return torch.zeros_like(chosen)
+
+        return self._each(candidates, lambda rule, own: rule.remask(own, chosen) if remasks(rule) else none(own), none)
 
     def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecodeRule.move`: everything stays where it is, where a kind does not move."""
         column = torch.arange(chosen.shape[1], device=chosen.device).expand_as(candidates.token)
         found = [
-            rule.move(own, chosen) if moves(rule) else (candidates.token, column) for rule, own in self._own(candidates)
+            _asked(index, partial(rule.move, own, chosen), lambda: (candidates.token, column))
+            if moves(rule)
+            else (candidates.token, column)
+            for index, (rule, own) in enumerate(self._own(candidates))
         ]
         token, source = (_by_kind(values, candidates.kind) for values in zip(*found, strict=True))
         return token, source
@@ -202,7 +247,9 @@ class Mixture:
         """See `DecodeRule.carry`: what is not carried by a sequence's own kind stays as it is."""
         found = {}
         for index, (rule, own) in enumerate(self._own(candidates)):
-            becomes = rule.carry(own, chosen) if own.carried else {}
+            becomes: Mapping[str, Tensor] = own.carried
+            if becomes:
+                becomes = _asked(index, partial(rule.carry, own, chosen), partial(dict, own.carried))
             for name, before in own.carried.items():
                 after = becomes[name]
                 if candidates.kind is not None and len(self.kinds) > 1:
@@ -220,12 +267,29 @@ class Mixture:
         settings: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """See `DecodeRule.foresee`: nothing, where a kind does not foresee. kind, settings: see `Candidates`."""
+
+        def nothing() -> Tensor:
+            return torch.full_like(step, -1)[:, None]
+
         found = [
-            rule.foresee(masked, step, decoded, order) if foresees(rule) else torch.full_like(step, -1)[:, None]
-            for rule in self._rules(kind, settings or {})
+            _asked(index, partial(rule.foresee, masked, step, decoded, order), nothing) if foresees(rule) else nothing()
+            for index, rule in enumerate(self._rules(kind, settings or {}))
         ]
         most = max(columns.shape[1] for columns in found)
         return _by_kind([F.pad(columns, (0, most - columns.shape[1]), value=-1) for columns in found], kind)
+
+    def _each(
+        self,
+        candidates: Candidates,
+        ask: Callable[[Any, Candidates], Tensor],
+        otherwise: Callable[[Candidates], Tensor],
+    ) -> Tensor:
+        """What each sequence's own kind answers. otherwise: in place of what a kind says that is not asked."""
+        found = [
+            _asked(index, partial(ask, rule, own), partial(otherwise, own))
+            for index, (rule, own) in enumerate(self._own(candidates))
+        ]
+        return _by_kind(found, candidates.kind)
 
     def _rules(self, kind: Tensor | None, settings: Mapping[str, Tensor]) -> list[Any]:
         """The kinds with every sequence's settings."""
@@ -295,6 +359,21 @@ def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int
             f"another kind; make the batch with it (Mixture.of)."
         )
     return index, {_name(index, name): value for name, value in settings_of(policy).items()}
+
+
+def _asked(index: int, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """What the kind at a place of a mixture says, or something else, where it is refused."""
+    refusals = _REFUSALS.get()
+    if refusals is None:
+        return ask()
+    if index not in refusals.errors:
+        try:
+            return ask()
+        except Exception as error:
+            if not refusals.noting:
+                raise
+            refusals.errors[index] = error
+    return otherwise()
 
 
 def _place(kind: Policy, kinds: Sequence[Policy]) -> int:
