@@ -67,6 +67,8 @@ def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) 
     """Rows and weight in numbers of one kind, each with a scale for each row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.values.dtype == torch.int8 and x.device.type == "cpu":
+        if (made := product.multiply_numbers(x, weight, bias)) is not None:
+            return made
         sums = product_of_int8(x.values, weight.values).to(wide)
     else:
         rows, more = _numbers(x.values, wide)

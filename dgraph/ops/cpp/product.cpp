@@ -154,9 +154,9 @@ void product(const X *x, const float *x_scales, int64_t rows, const Weight &w, c
 #if defined(TILES)
 // -- products of tiles: registers that hold 16 rows of 64 bytes, and instructions that multiply them (AMX) -------------
 
-constexpr int64_t HIGH = 16;         // rows of a tile
-constexpr int64_t GROUP = 4 * HIGH;  // rows of the weight that are converted at a time
-constexpr int64_t STEP = 256;        // columns that are multiplied at a time
+constexpr int64_t HIGH = 16, LINE = 64;            // rows of a tile, and bytes of each
+constexpr int64_t GROUP = 4 * HIGH;                // rows of the weight that are taken at a time
+constexpr int64_t PANEL_BYTES = 2 * DEPTH, STEP = 512;  // bytes of each that are converted, and multiplied at a time
 
 // Whether the system lets this process have such registers.
 bool tiles_allowed() {
@@ -188,25 +188,52 @@ inline void transpose(__m512i (&v)[16]) {
   }
 }
 
-// A chunk of up to 16 rows of x: pairs of columns, of each pair all rows side by side, as the right factor of tiles is.
+// 64 bytes of up to 16 rows of x: words of columns, of each word all rows side by side, as the right factor of tiles is.
 template <Kind kind>
-inline void turn(const Bfloat16 *x, int64_t stride, int64_t rows, int64_t columns, Bfloat16 *to) {
-  __mmask32 there = columns < CHUNK ? (1u << columns) - 1 : ~0u;
+inline void turn(const char *x, int64_t stride, int64_t rows, int64_t bytes, char *to) {
+  __mmask64 there = bytes < LINE ? (1ull << bytes) - 1 : ~0ull;
   alignas(64) uint16_t order[CHUNK];
   for (int64_t i = 0; i < CHUNK; i++) order[i] = column<kind>(i);
   __m512i v[HIGH];
   for (int64_t r = 0; r < HIGH; r++) {
-    v[r] = r < rows ? _mm512_maskz_loadu_epi16(there, x + r * stride) : _mm512_setzero_si512();
+    v[r] = r < rows ? _mm512_maskz_loadu_epi8(there, x + r * stride) : _mm512_setzero_si512();
     if (kind == INT4) v[r] = _mm512_permutexvar_epi16(_mm512_load_si512(order), v[r]);
   }
   transpose(v);
-  for (int64_t i = 0; i < HIGH; i++) _mm512_storeu_si512(to + i * 2 * HIGH, v[i]);
+  for (int64_t i = 0; i < HIGH; i++) _mm512_storeu_si512(to + i * LINE, v[i]);
+}
+
+// All rows of x [rows, bytes] so, 16 after 16.
+template <Kind kind>
+class Turned {
+ public:
+  Turned(int64_t rows, int64_t bytes) : wide((bytes + LINE - 1) / LINE * LINE), held((rows + HIGH - 1) / HIGH, wide * HIGH) {}
+  void take(const void *x, int64_t rows, int64_t bytes) {  // by all threads
+#pragma omp for
+    for (int64_t r = 0; r < rows; r += HIGH)
+      for (int64_t at = 0; at < bytes; at += LINE)
+        turn<kind>((const char *)x + r * bytes + at, bytes, std::min(HIGH, rows - r), bytes - at,
+                   held[r / HIGH] + at * HIGH);
+  }
+  int64_t stride() const { return held.stride(); }
+  const char *at(int64_t block, int64_t byte) { return held[block] + byte * HIGH; }
+
+ private:
+  int64_t wide;
+  Rows<char> held;
+};
+
+inline __m512 as_floats(__m512i sums, float) { return _mm512_castsi512_ps(sums); }
+inline __m512 as_floats(__m512i sums, int32_t) { return _mm512_cvtepi32_ps(sums); }
+inline void store_some(__m512 v, __mmask16 there, float *to) { _mm512_mask_storeu_ps(to, there, v); }
+inline void store_some(__m512 v, __mmask16 there, Bfloat16 *to) {
+  _mm256_mask_storeu_epi16(to, there, (__m256i)_mm512_cvtneps_pbh(v));
 }
 
 // Sums of 16 columns of the result by as many rows, of which there are fewer, scaled and written.
-template <bool scaled>
-inline void write_tile(const float *sums, const Outputs<scaled, GROUP> &outputs, int64_t n, const float *x_scales,
-                       int64_t rows, Bfloat16 *out, int64_t stride) {
+template <typename Sum, bool scaled, typename X>
+inline void write_tile(const Sum *sums, const Outputs<scaled, GROUP> &outputs, int64_t n, const float *x_scales,
+                       int64_t rows, X *out, int64_t stride) {
   __m512i v[HIGH];
   for (int64_t i = 0; i < HIGH; i++) v[i] = _mm512_loadu_si512(sums + i * HIGH);
   transpose(v);
@@ -214,71 +241,76 @@ inline void write_tile(const float *sums, const Outputs<scaled, GROUP> &outputs,
   __mmask16 there = outputs.count - n < HIGH ? (1u << (outputs.count - n)) - 1 : 0xffff;
   for (int64_t m = 0; m < rows; m++) {
     __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x_scales ? x_scales[m] : 1.0f), scales);
-    __m512 found = _mm512_fmadd_ps(_mm512_castsi512_ps(v[m]), scale, bias);
-    _mm256_mask_storeu_epi16(out + m * stride + n, there, (__m256i)_mm512_cvtneps_pbh(found));
+    store_some(_mm512_fmadd_ps(as_floats(v[m], Sum()), scale, bias), there, out + m * stride + n);
   }
 }
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, unused[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint16_t bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
+  uint8_t rows[16] = {HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH};
 };
 
-// sums[i, n, m] += weight[n, :depth] . x[i, m, :depth] of two tiles of the weight by `many` of x, 1 or 2.
-template <int many>
-inline void add_tiles(const Bfloat16 *panel, int64_t stride, const Bfloat16 *x, int64_t x_stride, int64_t depth,
-                      float *sums, int64_t sums_stride) {
-  constexpr int ROW = HIGH * sizeof(float);
-  _tile_loadd(0, sums, ROW);
-  _tile_loadd(1, sums + HIGH * HIGH, ROW);
-  if (many > 1) _tile_loadd(2, sums + sums_stride, ROW);
-  if (many > 1) _tile_loadd(3, sums + sums_stride + HIGH * HIGH, ROW);
-  for (int64_t k = 0; k < depth; k += CHUNK) {
-    _tile_loadd(4, panel + k, stride * sizeof(Bfloat16));
-    _tile_loadd(5, panel + HIGH * stride + k, stride * sizeof(Bfloat16));
-    _tile_loadd(6, x + k * HIGH, 2 * HIGH * sizeof(Bfloat16));
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
-    if (many > 1) _tile_loadd(7, x + x_stride + k * HIGH, 2 * HIGH * sizeof(Bfloat16));
-    if (many > 1) _tile_dpbf16ps(2, 4, 7);
-    if (many > 1) _tile_dpbf16ps(3, 5, 7);
+// sums[i, n, m] += weight[n, :bytes] . x[i, m, :bytes] of two tiles of the weight by `many` of x, 1 or 2: of bfloat16, or
+// of int8 into int32.
+template <int many, typename Sum>
+inline void add_tiles(const char *weight, int64_t stride, const char *x, int64_t x_stride, int64_t bytes, Sum *sums,
+                      int64_t sums_stride) {
+  constexpr bool integers = std::is_same<Sum, int32_t>::value;
+  _tile_loadd(0, sums, LINE);
+  _tile_loadd(1, sums + HIGH * HIGH, LINE);
+  if (many > 1) _tile_loadd(2, sums + sums_stride, LINE);
+  if (many > 1) _tile_loadd(3, sums + sums_stride + HIGH * HIGH, LINE);
+  for (int64_t k = 0; k < bytes; k += LINE) {
+    _tile_loadd(4, weight + k, stride);
+    _tile_loadd(5, weight + HIGH * stride + k, stride);
+    _tile_loadd(6, x + k * HIGH, LINE);
+    if (many > 1) _tile_loadd(7, x + x_stride + k * HIGH, LINE);
+    if (integers) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 5, 6);
+      if (many > 1) _tile_dpbssd(2, 4, 7);
+      if (many > 1) _tile_dpbssd(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+      if (many > 1) _tile_dpbf16ps(2, 4, 7);
+      if (many > 1) _tile_dpbf16ps(3, 5, 7);
+    }
   }
-  _tile_stored(0, sums, ROW);
-  _tile_stored(1, sums + HIGH * HIGH, ROW);
-  if (many > 1) _tile_stored(2, sums + sums_stride, ROW);
-  if (many > 1) _tile_stored(3, sums + sums_stride + HIGH * HIGH, ROW);
+  _tile_stored(0, sums, LINE);
+  _tile_stored(1, sums + HIGH * HIGH, LINE);
+  if (many > 1) _tile_stored(2, sums + sums_stride, LINE);
+  if (many > 1) _tile_stored(3, sums + sums_stride + HIGH * HIGH, LINE);
 }
 
-template <Kind kind, bool scaled>
-void product_by_tiles(const Bfloat16 *x, const float *x_scales, int64_t rows, const Weight &w, const float *bias,
-                      Bfloat16 *out, int threads) {
-  int64_t columns = (w.columns + CHUNK - 1) / CHUNK * CHUNK, blocks = (rows + HIGH - 1) / HIGH;
-  Rows<Bfloat16> turned(blocks, columns * HIGH);
+// A product by tiles, GROUP rows of the weight at a time. of_weight(first, count, begin, end, panel): bytes begin..end of
+// these rows as the left factor, from where they lie, and how far apart.
+template <Kind kind, typename Sum, bool scaled, typename X, typename F>
+void product_by_tiles(const void *x, int64_t bytes, const float *x_scales, int64_t rows, const Weight &w,
+                      const float *bias, X *out, int threads, F of_weight) {
+  int64_t whole = (bytes + LINE - 1) / LINE * LINE, blocks = (rows + HIGH - 1) / HIGH;
+  Turned<kind> turned(rows, bytes);
 #pragma omp parallel num_threads(threads)
   {
-#pragma omp for
-    for (int64_t b = 0; b < blocks; b++)
-      for (int64_t at = 0; at < columns; at += CHUNK)
-        turn<kind>(x + b * HIGH * w.columns + at, w.columns, std::min(HIGH, rows - b * HIGH), w.columns - at,
-                   turned[b] + at * HIGH);
-    Rows<Bfloat16> panel(GROUP, DEPTH);
-    std::vector<float> sums(blocks * GROUP * HIGH);
+    turned.take(x, rows, bytes);
+    Rows<char> panel(GROUP, PANEL_BYTES);
+    std::vector<Sum> sums(blocks * GROUP * HIGH);
     TileShapes shapes;
     _tile_loadconfig(&shapes);
 #pragma omp for
     for (int64_t first = 0; first < w.rows; first += GROUP) {
       int64_t count = std::min(GROUP, w.rows - first);
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      for (int64_t begin = 0; begin < columns; begin += DEPTH) {
-        int64_t end = std::min(begin + DEPTH, columns);
-        for (int64_t n = 0; n < count; n++) convert<kind, scaled>(w, first + n, begin, end, panel[n]);
+      std::fill(sums.begin(), sums.end(), Sum(0));
+      for (int64_t begin = 0; begin < whole; begin += PANEL_BYTES) {
+        int64_t end = std::min(begin + PANEL_BYTES, whole), stride;
+        const char *weight = of_weight(first, count, begin, end, panel, stride);
         for (int64_t at = begin; at < end; at += STEP)
           for (int64_t b = 0; b < blocks; b += 2)
             for (int64_t n = 0; n < count; n += 2 * HIGH) {
-              auto add = b + 1 < blocks ? add_tiles<2> : add_tiles<1>;
-              add(panel[n] + at - begin, panel.stride(), turned[b] + at * HIGH, turned.stride(),
-                  std::min(STEP, end - at), &sums[(b * GROUP + n) * HIGH], GROUP * HIGH);
+              auto add = b + 1 < blocks ? add_tiles<2, Sum> : add_tiles<1, Sum>;
+              add(weight + n * stride + at - begin, stride, turned.at(b, at), turned.stride(), std::min(STEP, end - at),
+                  &sums[(b * GROUP + n) * HIGH], GROUP * HIGH);
             }
       }
       const Outputs<scaled, GROUP> outputs(w, bias, first, count);
@@ -289,6 +321,38 @@ void product_by_tiles(const Bfloat16 *x, const float *x_scales, int64_t rows, co
     }
     _tile_release();
   }
+}
+
+// Rows of bfloat16 by stored numbers, which become that.
+template <Kind kind, bool scaled>
+void converted_by_tiles(const Bfloat16 *x, const float *x_scales, int64_t rows, const Weight &w, const float *bias,
+                        Bfloat16 *out, int threads) {
+  auto of_weight = [&](int64_t first, int64_t count, int64_t begin, int64_t end, Rows<char> &panel, int64_t &stride) {
+    stride = panel.stride();
+    for (int64_t n = 0; n < count; n++)
+      convert<kind, scaled>(w, first + n, begin / 2, end / 2, (Bfloat16 *)panel[n]);
+    return (const char *)panel[0];
+  };
+  product_by_tiles<kind, float, scaled>(x, 2 * w.columns, x_scales, rows, w, bias, out, threads, of_weight);
+}
+
+// Rows of int8 by stored int8, which are read where they lie, but for what tiles would read beyond them.
+template <typename X>
+void numbers_by_tiles(const int8_t *x, const float *x_scales, int64_t rows, const Weight &w, const float *bias, X *out,
+                      int threads) {
+  auto of_weight = [&](int64_t first, int64_t count, int64_t begin, int64_t end, Rows<char> &panel, int64_t &stride) {
+    const char *from = (const char *)w.values + first * w.columns + begin;
+    stride = w.columns;
+    if (count % (2 * HIGH) == 0 && end <= w.columns) return from;
+    stride = panel.stride();
+    for (int64_t n = 0; n < count; n++) {
+      int64_t there = std::min(end, w.columns) - begin;
+      memcpy(panel[n], from + n * w.columns, there);
+      memset(panel[n] + there, 0, end - begin - there);
+    }
+    return (const char *)panel[0];
+  };
+  product_by_tiles<INT8, int32_t, false>(x, w.columns, x_scales, rows, w, bias, out, threads, of_weight);
 }
 #endif
 
@@ -303,7 +367,7 @@ void of_kind(const void *x, bool half, const float *x_scales, int64_t rows, cons
   auto call = [&](auto scaled) {
 #if defined(TILES)
     if (half && tiles_allowed())
-      return product_by_tiles<kind, scaled>((const Bfloat16 *)x, x_scales, rows, w, bias, (Bfloat16 *)out, threads);
+      return converted_by_tiles<kind, scaled>((const Bfloat16 *)x, x_scales, rows, w, bias, (Bfloat16 *)out, threads);
 #endif
     if (half) product<kind, scaled, Narrow>((const Bfloat16 *)x, x_scales, rows, w, bias, (Bfloat16 *)out, threads);
     else product<kind, scaled, float>((const float *)x, x_scales, rows, w, bias, (float *)out, threads);
@@ -322,4 +386,19 @@ extern "C" void multiply(const void *x, int half, const float *x_scales, int64_t
   Weight w{values, scales, zeros, outputs, columns, high, wide};
   auto call = kind == FLOAT8 ? of_kind<FLOAT8> : kind == INT8 ? of_kind<INT8> : of_kind<INT4>;
   call(x, half != 0, x_scales, rows, w, bias, out, threads);
+}
+
+// x [rows, columns] and the weight in int8, otherwise as above: sums are of int32. 0: this CPU has no tiles.
+extern "C" int multiply_numbers(const int8_t *x, const float *x_scales, int64_t rows, const uint8_t *values,
+                                const float *scales, int64_t outputs, int64_t columns, int64_t high, const float *bias,
+                                void *out, int half, int threads) {
+#if defined(TILES)
+  if (!tiles_allowed()) return 0;
+  Weight w{values, scales, nullptr, outputs, columns, high, columns};
+  if (half) numbers_by_tiles(x, x_scales, rows, w, bias, (Bfloat16 *)out, threads);
+  else numbers_by_tiles(x, x_scales, rows, w, bias, (float *)out, threads);
+  return 1;
+#else
+  return 0;
+#endif
 }

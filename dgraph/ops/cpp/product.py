@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError, warn
 from dgraph.private.inductor import load_cpp
-from dgraph.quantised import KINDS, WHOLE, QuantisedWeight
+from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
 _PARTS = ("product_numbers.cpp", "product.cpp")
 _KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}
@@ -24,13 +25,19 @@ _ARGUMENTS = (
     *(_POINTER, _POINTER, c_int),  # bias, result, threads
 )
 
+_OF_NUMBERS = (
+    *(_POINTER, _POINTER, _SIZE),  # x, scales of rows, how many they are
+    *(_POINTER, _POINTER, _SIZE, _SIZE, _SIZE),  # values, scales, rows and columns of the weight, rows of a block
+    *(_POINTER, _POINTER, c_int, c_int),  # bias, result, whether it is bfloat16, threads
+)
+
 
 def serves(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether the kernel takes these: on a CPU where it was compiled, contiguous, of a dtype other than float64."""
     if x.device.type != "cpu" or x.dtype == torch.float64 or weight.values.dim() != 2 or not x.numel():
         return False
     stored = (weight.values, weight.scales, weight.zeros)
-    return all(part is None or part.is_contiguous() for part in stored) and _kernel() is not None
+    return all(part is None or part.is_contiguous() for part in stored) and _kernels() is not None
 
 
 def multiply(
@@ -43,14 +50,14 @@ def multiply(
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return multiply(x.float(), weight, bias, scales).to(x.dtype)
-    kernel = _kernel()
-    assert kernel is not None
+    kernels = _kernels()
+    assert kernels is not None
     rows, columns = weight.shape
     high, wide = (size if size != WHOLE else all_ for size, all_ in zip(weight.block, (rows, columns), strict=True))
     x = x.contiguous()
     added, of_rows = (None if t is None else t.float().contiguous() for t in (bias, scales))
     out = x.new_empty((*x.shape[:-1], rows))
-    kernel(
+    kernels[0](
         *(x.data_ptr(), x.dtype == torch.bfloat16, _at(of_rows), x.numel() // columns),
         *(weight.values.data_ptr(), _KINDS[weight.values.dtype], weight.scales.data_ptr(), _at(weight.zeros)),
         *(rows, columns, high, wide),
@@ -59,21 +66,44 @@ def multiply(
     return out
 
 
+def multiply_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor | None:
+    """x [..., columns] @ weight.T + bias of int8 rows by an int8 weight, in the rows' dtype; None where this CPU has no
+    tiles, or it does not serve such.
+
+    Sums are of int32; scaled by the row's scale, then by the weight's, in fp32, and rounded once.
+    """
+    kernels = _kernels() if serves(x.values, weight) else None
+    if kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    rows, columns = weight.shape
+    values, of_rows = x.values.contiguous(), x.scales.float().contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
+    done = kernels[1](
+        *(values.data_ptr(), of_rows.data_ptr(), values.numel() // columns),
+        *(weight.values.data_ptr(), weight.scales.data_ptr(), rows, columns),
+        *(rows if weight.block[0] == WHOLE else weight.block[0], _at(added), out.data_ptr()),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return out if done else None
+
+
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 @functools.cache
-def _kernel() -> Callable[..., None] | None:
-    """The kernel; None where it cannot be compiled, which is said once."""
+def _kernels() -> tuple[Callable[..., Any], ...] | None:
+    """Of rows as they are, and of rows in int8; None where they cannot be compiled, which is said once."""
+    source = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PARTS)
     try:
-        parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PARTS)
-        kernel = load_cpp("\n".join(parts), "multiply")
+        kernels = tuple(load_cpp(source, name) for name in ("multiply", "multiply_numbers"))
     except LoweringError as error:
         warn(
             f"products by quantised weights run in plain torch, which is slower, since their kernel did not compile: "
             f"{error} `dgraph doctor` says what is missing."
         )
         return None
-    kernel.argtypes, kernel.restype = _ARGUMENTS, None  # type: ignore[attr-defined]
-    return kernel
+    for kernel, takes, gives in zip(kernels, (_ARGUMENTS, _OF_NUMBERS), (None, c_int), strict=True):
+        kernel.argtypes, kernel.restype = takes, gives  # type: ignore[attr-defined]
+    return kernels

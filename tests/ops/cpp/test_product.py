@@ -13,7 +13,7 @@ from dgraph.errors import LoweringError
 from dgraph.ops import stored
 from dgraph.ops.cpp import product
 from dgraph.private.inductor import load_cpp
-from dgraph.quantised import WHOLE, Format, QuantisedWeight, quantise
+from dgraph.quantised import WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows, spread
 from tests.amounts import every_pair
 
 FORMATS = (
@@ -88,6 +88,51 @@ def test_a_row_gives_the_same_bits_whatever_is_beside_it(format: Format, dtype: 
         torch.set_num_threads(ones)
 
 
+@every_pair(
+    ("format", [Format("int8"), Format("int8", (WHOLE, WHOLE)), Format("int8", (16, WHOLE))]),
+    ("shape", [*SHAPES, (200, 4100), (96, 64)]),
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("rows", [1, 15, 16, 17, 33]),
+    ("biased", [False, True]),
+)
+def test_rows_in_int8_are_multiplied_as_they_are(
+    format: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw, weight = drawn(shape, format)
+    x = QuantisedRows(*quantised_rows(torch.randn((2, rows, shape[1]), generator=draw).to(dtype), "int8"), dtype)
+    bias = torch.randn(shape[0], generator=draw).to(dtype) if biased else None
+    sums = x.values.double() @ weight.values.double().T
+    scaled = sums * x.scales.double() * spread(weight.scales, weight.block, weight.shape)[:, 0].double()
+    want = scaled if bias is None else scaled + bias.double()
+    close = (2**-8 if dtype == torch.bfloat16 else 2**-20) * (
+        scaled.abs() + (0 if bias is None else bias.double().abs())
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "multiply_numbers", lambda x, weight, bias: None)
+        in_torch = stored.multiply(x, weight, bias)
+    assert ((in_torch.double() - want).abs() <= close).all()
+    got = product.multiply_numbers(x, weight, bias)
+    if got is None:
+        pytest.skip("needs a CPU with AMX")
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    assert ((got.double() - want).abs() <= close).all()
+    assert stored.multiply(x, weight, bias).equal(got)
+
+
+def test_rows_in_int8_that_it_does_not_serve() -> None:
+    _, weight = drawn((20, 64), Format("int8"))
+    numbers, scales = quantised_rows(torch.randn(3, 64), "int8")
+    apart = QuantisedWeight(weight.values.t().contiguous().t(), weight.scales, None, weight.block)
+    assert product.multiply_numbers(QuantisedRows(numbers, scales, torch.float32), apart, None) is None
+    assert product.multiply_numbers(QuantisedRows(numbers, scales.double(), torch.float64), weight, None) is None
+    assert product.multiply_numbers(QuantisedRows(numbers[:0], scales[:0], torch.float32), weight, None) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_float8_is_read_as_what_it_is(dtype: torch.dtype) -> None:
     """A row of the identity times a weight of all of them, with few rows and with many."""
@@ -130,13 +175,13 @@ def test_without_a_compiler_products_run_in_torch_and_that_is_said_once(monkeypa
     x = torch.randn(3, 64)
     want = stored.multiply(x, weight)
     monkeypatch.setattr(product, "load_cpp", refuse)
-    product._kernel.cache_clear()
+    product._kernels.cache_clear()
     try:
         with pytest.warns(dgraph.DgraphWarning, match=r"plain torch.*InvalidCxxCompiler.*dgraph doctor") as said:
             got = [stored.multiply(x, weight) for _ in range(2)]
         assert len(said) == 1
     finally:
-        product._kernel.cache_clear()
+        product._kernels.cache_clear()
     for each in got:
         torch.testing.assert_close(each, want, rtol=1e-5, atol=1e-5)
 
