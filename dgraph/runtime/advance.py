@@ -30,7 +30,7 @@ from dgraph.runtime.mapped import Mapped
 from dgraph.runtime.offers import OFFERS, Moment, computed, initial_states
 from dgraph.runtime.own_block import MixingState
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
-from dgraph.runtime.policies.mixture import noting_none
+from dgraph.runtime.policies.mixture import Refusals, noting_none
 from dgraph.runtime.rows import RowResults, StepRows, choose, row_results
 from dgraph.runtime.rule import Rule
 from dgraph.runtime.seeds import policy_noise
@@ -229,6 +229,15 @@ class Advance:
         """Drop the captured transition; the next step captures another."""
         if self._pool is not None and self._graph is not None:
             self._pool.let_go(self._graph[1])
+
+    def ask_again(self, refusals: Refusals) -> None:
+        """Ask policies again that were refused. What was captured without them serves nobody: it goes, and the next
+        step runs op by op, as the first one does.
+        """
+        if refusals.errors:
+            refusals.errors.clear()
+            self.let_go()
+            self._steps = 0
 
     def compile(self, outputs: Mapping[str, Tensor]) -> None:
         """Compile the transition for outputs of these types, unless that has been done before."""

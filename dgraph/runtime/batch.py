@@ -200,7 +200,7 @@ class Batch:
                 self._move(self._flying)
             self._flying = None
         if not self.running:
-            self._refusals.errors.clear()
+            self.advance.ask_again(self._refusals)
         before = self.advance
         self.rule, self.programs = rule, programs
         self.advance = self._make(rule, self._begin([], self.kv.device))
@@ -210,6 +210,7 @@ class Batch:
         """Retire everything, whatever has happened."""
         self._flying = None
         self.retire(list(self.running))
+        self.advance.ask_again(self._refusals)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch import Tensor
 from dgraph.engine.policies import LookAhead
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
+from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Candidates
+from dgraph.runtime.policies.mixture import _REFUSALS, Refusals, refusing
 from dgraph.runtime.sampling import RowContext, Sampler
 from dgraph.runtime.stats import StepRecord
 from dgraph.runtime.stops import trim
 from tests.amounts import drawn
 from tests.engine.driven import Asked, Letters, Turns, alone, filled
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
+from tests.runtime.recorder import Recorder
 
 BLOCK = 4
 LONGEST = 5 * BLOCK
@@ -382,6 +385,32 @@ def test_a_policy_that_raised_is_asked_again_when_nobody_runs() -> None:
     first, waiting, again = (told.events[-1].error for told in turns.told[1:])
     assert first is waiting, "it was not asked for the one that came while another ran"
     assert again is not first
+
+
+class Frozen(Recorder):
+    """Asks of a mixture what it asked when it was captured, as a graph does."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.refused = dict(asked.errors) if (asked := _REFUSALS.get()) else {}
+        super().__init__(function)
+
+    def replay(self) -> None:
+        with refusing(Refusals(self.refused, noting=False)):
+            super().replay()
+
+
+def test_what_was_captured_without_a_policy_that_raised_does_not_serve_it_later() -> None:
+    """The same policies in the same order when nobody runs: the transition of before would fit them."""
+    failing, other = (Decoding(max_new_tokens=8, ignore_eos=True, policy=policy) for policy in (Fails(0), "sequential"))
+    asked = [Asked((1,), one, turn=turn) for turn in (0, 60) for one in (other, failing)]
+    pool = GraphPool(recorder=Frozen)
+    turns = Turns(made("step", pool=pool), asked, max_sequences=2, max_tokens=64)
+    turns.run()
+    assert [told.finish for told in turns.told] == ["length", "error"] * 2
+    first, again = (turns.told[n].events[-1].error for n in (1, 3))
+    assert isinstance(again, ArithmeticError)
+    assert again is not first
+    assert [name for name, _ in pool.recorded].count("transition") == 2
 
 
 def test_the_error_of_one_does_not_end_the_next_of_its_slot() -> None:
