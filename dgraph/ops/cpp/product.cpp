@@ -203,11 +203,11 @@ inline void turn(const char *x, int64_t stride, int64_t rows, int64_t bytes, cha
   for (int64_t i = 0; i < HIGH; i++) _mm512_storeu_si512(to + i * LINE, v[i]);
 }
 
-// All rows of x [rows, bytes] so, 16 after 16.
+// All rows of x so, 16 after 16, of so many bytes: whole lines.
 template <Kind kind>
 class Turned {
  public:
-  Turned(int64_t rows, int64_t bytes) : wide((bytes + LINE - 1) / LINE * LINE), held((rows + HIGH - 1) / HIGH, wide * HIGH) {}
+  Turned(int64_t rows, int64_t bytes) : held((rows + HIGH - 1) / HIGH, bytes * HIGH) {}
   void take(const void *x, int64_t rows, int64_t bytes) {  // by all threads
 #pragma omp for
     for (int64_t r = 0; r < rows; r += HIGH)
@@ -219,7 +219,6 @@ class Turned {
   const char *at(int64_t block, int64_t byte) { return held[block] + byte * HIGH; }
 
  private:
-  int64_t wide;
   Rows<char> held;
 };
 
@@ -290,7 +289,7 @@ template <Kind kind, typename Sum, bool scaled, typename X, typename F>
 void product_by_tiles(const void *x, int64_t bytes, const float *x_scales, int64_t rows, const Weight &w,
                       const float *bias, X *out, int threads, F of_weight) {
   int64_t whole = (bytes + LINE - 1) / LINE * LINE, blocks = (rows + HIGH - 1) / HIGH;
-  Turned<kind> turned(rows, bytes);
+  Turned<kind> turned(rows, whole);
 #pragma omp parallel num_threads(threads)
   {
     turned.take(x, rows, bytes);
