@@ -52,10 +52,17 @@ def _write(
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0)
-    if row >= tl.load(cu_ptr + b):
-        return
+    k_ptr += row.to(tl.int64) * k_row
+    v_ptr += row.to(tl.int64) * v_row
+    # What needs no other load is asked for at once, also by a row that is not live.
+    live, position = tl.load(cu_ptr + b), tl.load(positions_ptr + row)
+    at = tl.arange(0, BLOCK)
+    if k_scale_ptr is None and BLOCK >= SIZE:
+        key = tl.load(k_ptr + at, mask=at < SIZE)
+        value = tl.load(v_ptr + at, mask=at < SIZE)
     s = owner_of(cu_ptr, b, row, OFFSETS)
-    position = tl.load(positions_ptr + row)
+    if row >= live:
+        return
     page = tl.load(table_ptr + s.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
     if page < 0:
         return
@@ -63,14 +70,15 @@ def _write(
     v_at = page * v_page + position % PAGE * v_slot
     if k_scale_ptr is not None:
         slot = scales_at(page, position % PAGE, PAGE, HEADS)
-        k_ptr += row.to(tl.int64) * k_row
-        v_ptr += row.to(tl.int64) * v_row
         store_scaled(k_ptr, k_cache_ptr + k_at, k_scale_ptr + slot, row >= 0, PAGE, HEADS, SOME, D, WIDTH)
         store_scaled(v_ptr, v_cache_ptr + v_at, v_scale_ptr + slot, row >= 0, PAGE, HEADS, SOME, D, WIDTH)
+    elif BLOCK >= SIZE:
+        tl.store(k_cache_ptr + k_at + at, key, mask=at < SIZE)
+        tl.store(v_cache_ptr + v_at + at, value, mask=at < SIZE)
     else:
         for first in range(0, SIZE, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            key = tl.load(k_ptr + row.to(tl.int64) * k_row + at, mask=at < SIZE)
-            value = tl.load(v_ptr + row.to(tl.int64) * v_row + at, mask=at < SIZE)
+            key = tl.load(k_ptr + at, mask=at < SIZE)
+            value = tl.load(v_ptr + at, mask=at < SIZE)
             tl.store(k_cache_ptr + k_at + at, key, mask=at < SIZE)
             tl.store(v_cache_ptr + v_at + at, value, mask=at < SIZE)

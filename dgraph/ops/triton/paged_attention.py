@@ -116,11 +116,20 @@ def kernel(
             num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
         )  # fmt: skip
     if splits > 1:
-        some = min(power_of_two(heads), 8)
-        grid = (n, triton.cdiv(heads, some))
-        sizes = (n, heads, d, width, splits, power_of_two(splits), some)
-        _add_up[grid](part, mass, out, *sizes, num_warps=4, **start_of(q.device))
+        add_up(part, mass, out)
     return out
+
+
+def add_up(part: Tensor, mass: Tensor, out: Tensor) -> None:
+    """Shares of the keys into out [N, H, D]: means, f32 [splits, N, H, D], each of weight 2 ** mass, f32 [splits, N,
+    H]. A share without a key has the mass -inf, and may hold anything.
+    """
+    splits, n, heads, d = part.shape
+    width = power_of_two(d, 16)
+    _add_up[(n, heads)](
+        part, mass, out, n, heads, d, width, splits, power_of_two(splits),
+        num_warps=max(width // 128, 1), **start_of(out.device),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -310,26 +319,21 @@ def _attend(
 @triton.jit
 def _add_up(
     part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr = False,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = the mean of the shares, weighted by 2 ** mass."""
+    """out = the mean of the shares of a row and a head, weighted by 2 ** mass. All are asked for at once: one after the
+    other would take the time of as many trips to memory.
+    """
     wait(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
     d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
-    value = row * heads + head
-    at = split.to(tl.int64)[:, None] * n * heads + value[None, :]
-    mass = tl.load(mass_ptr + at, mask=(split < SPLITS)[:, None] & (head < heads)[None, :], other=float("-inf"))
+    value = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    at = split.to(tl.int64) * n * heads + value
+    mass = tl.load(mass_ptr + at, mask=split < SPLITS, other=float("-inf"))
+    there = (split < SPLITS)[:, None] & (d < D)[None, :]
+    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
     top = tl.max(mass, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(mass - base[None, :]), 0)
-    acc = tl.zeros([SOME, WIDTH], tl.float32)
-    for i in range(SPLITS):
-        place = tl.full([], i, tl.int64) * n * heads + value
-        mine = tl.load(mass_ptr + place, mask=head < heads, other=float("-inf"))
-        some = (mine > float("-inf"))[:, None] & (d < D)[None, :]
-        part = tl.load(part_ptr + place[:, None] * D + d[None, :], mask=some, other=0.0)
-        acc += part * tl.exp2(mine - base)[:, None]
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    inside = (head < heads)[:, None] & (d < D)[None, :]
-    tl.store(out_ptr + value[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    found = tl.sum(tl.where((mass > float("-inf"))[:, None], part, 0.0) * weight[:, None], 0)
+    found /= tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + value * D + d, found.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -23,7 +23,7 @@ from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import REPACK, REUSE
 from dgraph.ops.triton import attention_tiling
 from dgraph.ops.triton.attention_tiling import multiprocessors
-from dgraph.ops.triton.paged_attention import _add_up, blocks_of, load_keys
+from dgraph.ops.triton.paged_attention import add_up, blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.triton.scales import check_scales, halved, load_scales, scales_at, scales_of
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
@@ -138,9 +138,7 @@ def kernel(
         num_warps=sizes.warps,
     )  # fmt: skip
     if splits > 1:
-        some = min(power_of_two(heads), 8)
-        grid = (n, triton.cdiv(heads, some))
-        _add_up[grid](part, mass, out, n, heads, d, width, splits, power_of_two(splits), some, num_warps=4)
+        add_up(part, mass, out)
     if dense:  # last: adding up writes all rows
         attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense, k_scale, v_scale)
     return out
