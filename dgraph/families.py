@@ -39,7 +39,7 @@ from torch import nn
 from dgraph.adapters import Adapter
 from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
-from dgraph.plugins import entry_points
+from dgraph.plugins import entry_points, refusal
 from dgraph.plugins import load as load_entry
 from dgraph.spec import FACTS, ModelSpec
 from dgraph.weights import WeightSource, read_all, weights_of
@@ -49,6 +49,15 @@ DIFFERENCE = "difference.safetensors"
 """In a checkpoint folder: weights as a difference from an autoregressive model, whose tokenizer is the folder's, too,
 unless it has its own.
 """
+
+
+def check_text(text: str) -> None:
+    """Raises `InputError` for a text with half of a character, which Python and JSON can have and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(f"a text has no half of a character (a lone surrogate), got {half!r}.") from None
 
 
 class Tokenizer(Protocol):
@@ -179,14 +188,23 @@ class Embedded:
 
 
 def _entries() -> dict[str, Family | Embedded]:
-    """What can be imported of the group; of the rest a warning tells."""
+    """What can be used of the group; of the rest a warning tells."""
     found: dict[str, Family | Embedded] = {}
     for name in entry_points(GROUP):
         try:
-            found[name] = load_entry(GROUP, name)
+            entry = load_entry(GROUP, name)
+            if isinstance(entry, type) or not (isinstance(entry, Embedded) or _is_family(entry)):
+                raise refusal(GROUP, name, f"is no Family and no Embedded (an object, not a class), got {entry!r}")
         except PluginError as error:
             warn(str(error))
+        else:
+            found[name] = entry
     return found
+
+
+def _is_family(entry: Any) -> bool:
+    named = all(isinstance(getattr(entry, name, None), str) for name in ("name", "summary"))
+    return named and all(callable(getattr(entry, name, None)) for name in ("adopt", "open"))
 
 
 def families() -> dict[str, Family]:

@@ -15,7 +15,7 @@ from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.profile import profile
 from dgraph.errors import InputError
-from dgraph.families import Model
+from dgraph.families import Model, check_text
 from dgraph.graph import Graph
 from dgraph.groups import ranks_of
 from dgraph.lowering.buckets import Buckets
@@ -357,8 +357,5 @@ class Optimized:
         for text in texts:
             if not isinstance(text, str):
                 raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise InputError(f"a text has no half of a character (a lone surrogate), got {text!r}.") from None
+            check_text(text)
         return [self.model.tokenizer.encode(text) for text in texts]

@@ -1,6 +1,6 @@
 """What installed packages add to dgraph, through entry points of their pyproject.toml.
 
-    [project.entry-points."dgraph.recipes"]     # a builder: (spec, **options) -> Recipe
+    [project.entry-points."dgraph.recipes"]     # a builder: (spec, option=default, ...) -> Recipe
     mine = "package.recipes:mine"
     [project.entry-points."dgraph.policies"]    # a decoding rule (a class), or settings of one (an object)
     patient = "package.policies:Patient"

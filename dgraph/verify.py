@@ -6,10 +6,12 @@ It recomputes instead of trusting. A message names the pass, the layer, the node
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import VerifyError
@@ -31,13 +33,16 @@ class Signature:
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
-    weights: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    weights: frozenset[tuple[str, tuple[int, ...], torch.dtype, int]]
+    """By name, shape, dtype, and which tensor it is."""
+    held: tuple[Tensor, ...] = field(compare=False, repr=False)
+    """These tensors: while they live, no other has the number of one of them."""
 
     @classmethod
     def of(cls, graph: Graph) -> Signature:
         """The signature of a graph as it stands."""
-        weights = tuple(sorted((name, tuple(t.shape), t.dtype) for name, t in graph.tensors.items()))
-        return cls(tuple(graph.inputs.values()), graph.outputs, weights)
+        weights = frozenset((name, tuple(t.shape), t.dtype, id(t)) for name, t in graph.tensors.items())
+        return cls(tuple(graph.inputs.values()), graph.outputs, weights, tuple(graph.tensors.values()))
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,9 @@ def _straight(graph: Graph) -> Iterable[str]:
             yield f"{where(node)} is a {node.op}; expected placeholders, calls and one output"
         elif node.op == "placeholder" and ("weight" in node.meta) == ("input" in node.meta):
             yield f"placeholder {node.name} is neither weight nor input; make it with add_weight or add_input"
+        elif node.op == "call_function" and not (isinstance(node.target, OpOverload) or node.target is getitem):
+            got = getattr(node.target, "__name__", node.target)
+            yield f"{where(node)} calls {got}; expected an overload of an op, as torch.ops.aten.neg.default, or getitem"
     outputs = [node for node in graph.fx.nodes if node.op == "output"]
     if len(outputs) != 1:
         yield f"the graph has {len(outputs)} output nodes; make the one with set_outputs"
@@ -233,7 +241,7 @@ def _signature_changes(before: Signature, after: Signature, may: frozenset[str],
             verb = "removed" if name in before.outputs else "added"
             yield f"output {name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
     if before.weights != after.weights and not may_weights:
-        names = sorted({w[0] for w in set(before.weights) ^ set(after.weights)})
+        names = sorted({w[0] for w in before.weights ^ after.weights})
         more = ", ..." if len(names) > 4 else ""
         yield f"weights changed ({', '.join(names[:4])}{more}); the pass does not declare it"
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from dgraph.errors import CheckpointError, InputError
+from dgraph.families import check_text
 
 
 class FileTokenizer:
@@ -115,6 +116,8 @@ class FileTokenizer:
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts in which special tokens are such, and marked places are text."""
+        for text in texts:
+            check_text(text)
         if len(texts) == 1:  # what several would take another 0.1 ms for
             return [self._encode(texts[0])]
         found: list[list[int]] = []

@@ -56,6 +56,8 @@ class Slow(DecodeRule):
 warm = ConfidenceThreshold(0.8, sampler=Sampler(temperature=0.7, top_k=50))
 """
 
+LOOSE = "\ndef Loose(spec, **options): ...\n"
+
 Install = Callable[..., None]
 
 
@@ -187,6 +189,15 @@ def test_a_family_that_cannot_be_imported_is_in_nobody_else_s_way(install: Insta
         resolve("gone")
 
 
+@pytest.mark.parametrize("value", ["Slow", "patient", "SOMETHING"])
+def test_what_is_no_family_is_in_nobody_else_s_way(install: Install, value: str) -> None:
+    """A class, whose objects might be families, is none."""
+    source = SOURCE + "\nclass SOMETHING:\n    name = summary = ''\n    def adopt(self): ...\n    def open(self): ...\n"
+    install("broken", {"dgraph.models": {"afam": f"broken_methods:{value}"}}, source)
+    with pytest.warns(DgraphWarning, match="'afam' of distribution 'broken'.*is no Family and no Embedded"):
+        assert resolve("tiny_sdar").spec.family == "sdar"
+
+
 def test_they_combine_with_what_keeps_keys(install: Install) -> None:
     install("patience", {"dgraph.recipes": {"patient": "patience_methods:patient"}})
     both = build(RECIPES, "maskkv+patient", BOTH, {"pairs": 7, "every": 3})
@@ -252,9 +263,10 @@ def test_ops_are_imported_when_a_kept_graph_names_one(install: Install) -> None:
         ({"patient": "broken_methods:patient"}, "import no_such_thing", "cannot be imported: ModuleNotFoundError"),
         ({"patient": "broken_methods:missing"}, SOURCE, "cannot be imported: AttributeError"),
         ({"patient": "broken_methods:warm"}, SOURCE, "is no builder"),
+        ({"patient": "broken_methods:Loose"}, SOURCE + LOOSE, r"takes \*\*options; it must name each"),
         ({"focus": "broken_methods:patient"}, SOURCE, "has the name of one of dgraph's own"),
     ],
-    ids=["import", "attribute", "no builder", "clash"],
+    ids=["import", "attribute", "no builder", "options without names", "clash"],
 )
 def test_what_cannot_be_used_names_its_distribution(
     install: Install, groups: dict[str, str], source: str, message: str

@@ -93,6 +93,12 @@ def foreign_node(graph: Graph) -> None:
         graph.fx.get_attr("weight").meta.update(layer=None, role="", by="Test", val=None)
 
 
+def call_of_a_function(graph: Graph) -> None:
+    last = graph.result("y")
+    with graph.fx.inserting_before(graph.output):
+        graph.fx.call_function(torch.neg, (last,)).meta.update(last.meta)
+
+
 def bare_placeholder(graph: Graph) -> None:
     with graph.fx.inserting_before(graph.calls[0]):
         graph.fx.placeholder("who")
@@ -288,6 +294,7 @@ def float8_copied_and_read(graph: Graph) -> None:
 
 BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("straight", foreign_node, r"outside the layers, node weight, made by Test is a get_attr; expected placeholders"),
+    ("straight", call_of_a_function, r"calls neg; expected an overload of an op, as torch\.ops\.aten\.neg\.default"),
     ("straight", bare_placeholder, r"placeholder who is neither weight nor input"),
     ("straight", second_output, r"the graph has 2 output nodes"),
     ("straight", unnamed_output, r"output returns 1 values under the names \('y', 'z'\)"),
@@ -430,6 +437,10 @@ def rename_output(graph: Graph) -> None:
     graph.set_outputs({"z": graph.result("y")})
 
 
+def other_values(graph: Graph) -> None:
+    graph.tensors["layers.0.norm"] = torch.zeros_like(graph.tensors["layers.0.norm"])
+
+
 def replace_weight(graph: Graph) -> None:
     old = graph.weight("layers.0.norm")
     graph.replace(old, graph.add_weight("layers.0.other", torch.zeros(8)))
@@ -443,6 +454,7 @@ def replace_weight(graph: Graph) -> None:
         (drop_input, r"input limit was removed; the pass declares only \['x'\]"),
         (rename_output, r"output y was removed.*\n.*output z was added"),
         (replace_weight, r"weights changed \(layers\.0\.norm, layers\.0\.other\); the pass does not declare it"),
+        (other_values, r"weights changed \(layers\.0\.norm\); the pass does not declare it"),
     ],
 )
 def test_undeclared_changes_are_refused(change: Callable[[Graph], None], message: str) -> None:
@@ -459,6 +471,7 @@ def test_undeclared_changes_are_refused(change: Callable[[Graph], None], message
         (drop_input, {"limit"}, False),
         (rename_output, {"y", "z"}, False),
         (replace_weight, set(), True),
+        (other_values, set(), True),
     ],
 )
 def test_declared_changes_are_allowed(change: Callable[[Graph], None], may: set[str], weights: bool) -> None:

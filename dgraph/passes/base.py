@@ -132,7 +132,7 @@ def pass_from_json(value: Mapping[str, Any], known: Mapping[str, type[Pass]]) ->
         UnknownName: an unknown pass or field.
         InputError: a field out of range.
     """
-    options = {k: float("inf") if v == "inf" else v for k, v in value.items() if k != "pass"}
+    options = {k: _from_plain(v) for k, v in value.items() if k != "pass"}
     name = str(value.get("pass"))
     if name not in known:
         raise UnknownName("pass", name, known)
@@ -144,5 +144,13 @@ def pass_from_json(value: Mapping[str, Any], known: Mapping[str, type[Pass]]) ->
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity; every other field is a plain value already."""
+    """JSON has no infinity, and lists for tuples; every other field is a plain value already."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
     return "inf" if value == float("inf") else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_plain(each) for each in value)
+    return float("inf") if value == "inf" else value

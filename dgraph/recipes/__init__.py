@@ -42,8 +42,10 @@ def check_builder(name: str, builder: Any) -> bool:
     try:
         _, *options = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):
-        raise ValueError(f"is no builder: (spec, **options) -> Recipe, got {builder!r}") from None
+        raise ValueError(f"is no builder: (spec, option=default, ...) -> Recipe, got {builder!r}") from None
     for option in options:
+        if option.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ValueError(f"takes {option}; it must name each of its options, with a default")
         if option.default is inspect.Parameter.empty:
             raise ValueError(f"has the option {option.name!r} without a default")
     return True

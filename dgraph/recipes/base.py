@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec
 
 from dgraph.errors import InputError, UnknownName
@@ -44,10 +45,25 @@ class Phase:
             missing += ["run"] if type(step).run is Pass.run else []
             if missing:
                 raise InputError(f"pass {step.name} must say its {' and its '.join(missing)}; see dgraph.passes.Pass.")
+            for name in (f.name for f in fields(step) if f.compare):
+                if not _can_be_compared(value := getattr(step, name)):
+                    raise InputError(
+                        f"pass {step.name}: {name} must be a value that never changes, as a tuple and no list, got "
+                        f"{value!r}."
+                    )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"phase": self.name, "passes": [p.to_json() for p in self.passes], "optional": sorted(self.optional)}
+
+
+def _can_be_compared(value: Any) -> bool:
+    """Whether passes are told apart by it."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -281,13 +297,18 @@ def options_of(builder: Builder) -> dict[str, Any]:
     return {p.name: p.default for p in parameters}
 
 
-def types_of(builder: Builder) -> dict[str, type]:
+def types_of(builder: Builder) -> dict[str, Any]:
     """The types in which a builder's options are read from text: those of their defaults; of an option whose default is
-    None, text if it is annotated so ("str | None"), else a whole number.
+    None, text if it is annotated so ("str | None"), else a whole number. Of a tuple its values' as well: that of the
+    first, or of one without any what it is annotated with ("tuple[int, ...]"), else text.
     """
     parameters = inspect.signature(builder).parameters
 
-    def kind(name: str, default: Any) -> type:
+    def kind(name: str, default: Any) -> Any:
+        if isinstance(default, tuple):
+            named = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", str(parameters[name].annotation))
+            each = {"int": int, "float": float, "bool": bool}.get(named[1], str) if named else str
+            return tuple[type(default[0]) if default else each, ...]  # type: ignore[misc]
         if default is not None:
             return type(default)
         return str if str(parameters[name].annotation).startswith("str") else int

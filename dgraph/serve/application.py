@@ -189,8 +189,11 @@ def _described(errors: Sequence[Any]) -> Refusal:
         return NO_JSON
     if not where:
         return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
-    got = "" if first["type"] in TOLD else f", got {kind_of(first['input'])}"
-    return Refusal(400, f"{'.'.join(where)}: {first['msg']}{got}.", param=where[0])
+    said, value = first["msg"], first["input"]
+    if first["type"] == "union_tag_invalid":  # whose own words have what was sent
+        said, value = f"type: expected one of {first['ctx']['expected_tags']}", value["type"]
+    got = "" if first["type"] in TOLD else f", got {kind_of(value)}"
+    return Refusal(400, f"{'.'.join(where)}: {said}{got}.", param=where[0])
 
 
 def _add_page(app: FastAPI) -> None:

@@ -62,7 +62,7 @@ class Running:
         except (EngineBusy, EngineClosed) as error:
             raise not_now(error) from None
         except (InputError, UnknownName) as error:
-            raise refused(error, self.order.where) from None
+            raise refused(error, self.order.where, next(iter(self.order.decodings), None)) from None
         if self._cancelled:  # meanwhile
             self.cancel()
 

@@ -219,13 +219,20 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         raise refused(error) from None
 
 
-def refused(error: DgraphError, where: str | None = None) -> Refusal:
-    """The refusal for what dgraph says of a request: the first field that its message names is at fault. where: the
-    field that has the prompts, if they have been read.
+def refused(error: DgraphError, where: str | None = None, decoding: Decoding | None = None) -> Refusal:
+    """The refusal for what dgraph says of a request: the first field that its message names is at fault.
+
+    Args:
+        where: the field that has the prompts, if they have been read.
+        decoding: what was asked for, if that has been read: of fields that have their defaults a message only advises,
+            so that the policy is at fault, if one was chosen.
     """
     message = str(error)
     if re.match(r"prompt \d+\b", message):
         return Refusal(400, message, param=where)
     found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else (*DECODING, "canvas")
     named = [name for name in found if re.search(rf"\b{name}\b", message)]
+    if decoding is not None:
+        asked = [name for name in DECODING if getattr(decoding, name) != getattr(Decoding, name)]
+        named = [name for name in named if name in (*asked, "canvas")] or [n for n in ("policy",) if n in asked]
     return Refusal(400, message, param=named[0] if named else None)

@@ -18,6 +18,7 @@ from dgraph.cli.app import app
 from dgraph.cli.options import bucket_list, read_options, read_prompts, recipe_options, shared_options
 from dgraph.cli.output import print_text
 from dgraph.errors import InputError, UnknownName
+from dgraph.recipes import types_of
 from dgraph.text.writer import dump
 from tests.cli.conftest import Run
 from tests.cli.folders import LAYERS
@@ -295,6 +296,17 @@ def test_options_are_read_as_the_type_of_their_default() -> None:
             read_options("option", defaults, [text])
     with pytest.raises(UnknownName, match="Did you mean 'keep'"):
         read_options("option", defaults, ["keeep=1"])
+
+
+def test_an_option_that_is_a_tuple_is_read_with_commas() -> None:
+    def builder(spec: Any, *, layers: tuple[int, ...] = (), shares: Any = (0.5,), names: Any = ()) -> None: ...
+
+    types = types_of(builder)  # type: ignore[arg-type]
+    found = read_options("option", types, ["layers=3,5", "shares=1", "names=a,b"])
+    assert found == {"layers": (3, 5), "shares": (1.0,), "names": ("a", "b")}
+    assert read_options("option", types, ["layers="]) == {"layers": ()}
+    with pytest.raises(InputError, match="option layers is a whole number, got 'x'"):
+        read_options("option", types, ["layers=3,x"])
 
 
 def test_the_format_of_keys_and_values_is_an_option_of_the_recipe(run: Run) -> None:

@@ -56,6 +56,18 @@ def byte_level(folder: Path, trained: dict[str, Any], **more: Any) -> Path:
     return folder
 
 
+def test_half_of_a_character_is_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
+    tokenizer = read_tokenizer(byte_level(tmp_path / "m", trained))
+    for read in (
+        lambda: tokenizer.encode("a\ud800"),
+        lambda: tokenizer.encode_prompts(["fox", "a\ud800"]),
+        lambda: tokenizer.encode_chat([{"role": "user", "content": "\udcffa"}]),
+        lambda: tokenizer.encode_text("\udcff"),
+    ):
+        with pytest.raises(InputError, match=r"no half of a character \(a lone surrogate\), got '\\ud(800|cff)'"):
+            read()
+
+
 def test_a_vocabulary_and_its_merges(tmp_path: Path, trained: dict[str, Any]) -> None:
     tokenizer = read_tokenizer(byte_level(tmp_path / "m", trained))
     assert tokenizer is not None

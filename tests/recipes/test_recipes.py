@@ -7,7 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dgraph.passes import (
     PackRows,
     SlotKV,
 )
+from dgraph.passes.base import Effect, Pass, Report, pass_from_json
 from dgraph.recipes import RECIPES, Phase, Recipe, build, costs_of, options_of
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
@@ -151,6 +152,29 @@ def test_json_says_all_of_a_recipe(name: str, options: dict[str, Any]) -> None:
     assert json.loads(text) == value.to_json()
     assert Recipe.from_json(json.loads(text)) == value
     assert value.to_json()["version"] == value.version
+
+
+@dataclass(frozen=True)
+class Scale(Pass):
+    """A pass whose configuration has tuples."""
+
+    layers: tuple[int, ...] = ()
+    limits: tuple[tuple[float, ...], ...] = ()
+    effect = Effect.APPROXIMATE
+    summary = "scales"
+
+    def run(self, graph: Graph, report: Report) -> None: ...
+
+
+def test_a_field_that_is_a_tuple_comes_back_as_one() -> None:
+    value = Scale((3, 5), ((0.5, math.inf), ()))
+    text = json.dumps(value.to_json(), allow_nan=False)
+    assert pass_from_json(json.loads(text), {"Scale": Scale}) == value
+
+
+def test_a_field_that_may_change_is_refused() -> None:
+    with pytest.raises(InputError, match=r"pass Scale: layers must be a value that never changes.*got \[3, 5\]"):
+        Phase("step", (Scale([3, 5]),))  # type: ignore[arg-type]
 
 
 def test_json_that_is_no_recipe_says_what_is_wrong() -> None:

@@ -81,6 +81,15 @@ def test_what_cannot_be_asked(http: httpx.Client, fields: dict[str, Any], param:
     assert refused(ask(http, **fields), 404 if param == "model" else 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("kind", "got"), [("secret" * 100, "a text of length 600"), (["secret"], "a list of length 1")]
+)
+def test_what_was_sent_is_not_sent_back(http: httpx.Client, kind: Any, got: str) -> None:
+    error = refused(ask(http, questions=[{"type": kind, "instructions": "a"}]))
+    expected = "questions.0: type: expected one of 'predicate', 'choice', 'score'"
+    assert (error["message"], error["param"]) == (f"{expected}, got {got}.", "questions")
+
+
 def test_a_prompt_that_is_longer_than_the_server_allows() -> None:
     with Held(server={"max_prompt_tokens": 5}) as held, httpx.Client(base_url=held.live.url, timeout=WAIT) as http:
         error = refused(ask(http, questions=[PREDICATE]))

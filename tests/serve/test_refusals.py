@@ -146,6 +146,7 @@ def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"threshold": 0.5, "steps": 4}, "threshold"),
         ({"policy": "confidence_threshold", "steps": 4}, "steps"),
+        ({"policy": "autoregressive"}, "policy"),
     ],
 )
 def test_a_chat_that_cannot_be_served(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
