@@ -293,8 +293,8 @@ class DecodeState(ABC):
 
     @property
     def editable(self) -> Tensor:
-        """bool[b, B]: decoded positions of the current block, given ones aside. A last block that reaches beyond the
-        response is decoded, and so edited, as a whole.
+        """bool[b, B]: decoded positions of the current block, given ones aside. By a rule that edits a last block that
+        reaches beyond the response is decoded, and so edited, as a whole.
         """
         return ~self.block_masked & ~self._at(self.columns, self.given)
 
@@ -466,7 +466,8 @@ class DecodeState(ABC):
 
     def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
         """End sequences that are done; bool[b]: those of the others whose block is done."""
-        complete = ~self.block_masked.any(dim=1) if settled is None else settled
+        left = self.block_masked & (self.columns <= self.last[:, None])  # masks beyond the response need no step
+        complete = ~left.any(dim=1) if settled is None else settled
         stopped = self._stopped()
         if settled is not None:
             edited = per_sequence("edits", policy, self.kind)

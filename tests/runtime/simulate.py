@@ -108,7 +108,7 @@ def simulate(
     while True:
         uncached, reached, yields = list(range(start, start + block)), -1, []
         done = False
-        while not done and any(p in undecided for p in range(start, start + block)):
+        while not done and any(p in undecided for p in range(start, min(start + block, end))):
             masked = [p for p in uncached if p in undecided]
             limits = dict.fromkeys(commit, start) | dict.fromkeys(uncached, uncached[-1] + 1)
             average = single(sum(yields) / len(yields)) if yields else 1.0

@@ -96,6 +96,21 @@ def test_session_does_what_the_simulation_does(block: int, block_cache: str, rec
 
 
 @pytest.mark.parametrize("kind", ["step", "evict"])
+def test_masks_beyond_the_response_need_no_step(kind: str) -> None:
+    """Of a last block that reaches beyond it; what is said is the beginning of a longer response."""
+    session = make_session(8, kind)
+    prompt, policy = random_prompts(random.Random(3), 1, 5), FixedSteps(8)
+    longer = session.generate(prompt, max_new_tokens=24, policy=policy)
+    steps = []
+    for new in range(1, 17):
+        short = session.generate(prompt, max_new_tokens=new, policy=policy)
+        assert short.token_ids[0] == longer.token_ids[0][:new]
+        steps.append(short.stats.steps)
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1] <= longer.stats.steps
+
+
+@pytest.mark.parametrize("kind", ["step", "evict"])
 def test_a_batch_gives_what_its_prompts_give_one_by_one(kind: str) -> None:
     rng = random.Random(7)
     prompts = random_prompts(rng, 7, 20)
