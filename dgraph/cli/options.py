@@ -145,8 +145,8 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
             raise InputError(f"option {key!r} is given twice, the second time as {value!r}; give it once.")
         default = defaults[key]
         if get_origin(default) is tuple:
-            kind = get_args(default)[0]
-            options[key] = tuple(typed("option", key, part, kind) for part in filter(None, value.split(",")))
+            each = get_args(default)[0]
+            options[key] = tuple(typed("option", key, part, each) for part in filter(None, value.split(",")))
             continue
         read = default if isinstance(default, type) else int if default is None else type(default)
         options[key] = typed("option", key, value, read)

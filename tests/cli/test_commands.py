@@ -307,6 +307,8 @@ def test_an_option_that_is_a_tuple_is_read_with_commas() -> None:
     assert read_options("option", types, ["layers="]) == {"layers": ()}
     with pytest.raises(InputError, match="option layers is a whole number, got 'x'"):
         read_options("option", types, ["layers=3,x"])
+    with pytest.raises(UnknownName, match="unknown option 'lawyers'"):
+        read_options("option", types, ["layers=3", "lawyers=3"])
 
 
 def test_the_format_of_keys_and_values_is_an_option_of_the_recipe(run: Run) -> None:
