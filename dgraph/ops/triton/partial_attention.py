@@ -145,10 +145,9 @@ def kernel(
     launch(_mixed, mixed, tiling.block_n, tiling.stages, tiling.least, tiling.few, tiling.changes, **bound)
     launch(_exact, (min(room, most),), sizes.block_n, sizes.stages, narrow, power_of_two(b, 16))
     if splits > 1:
-        some = min(power_of_two(heads), 8)
-        _add_up[(n, triton.cdiv(heads, some))](
+        _add_up[(n, heads)](
             part, mass, exact, c_cache, slots, cu_rows, out, sums, n, b, heads, *c_cache.stride()[:2],
-            page, d, width, splits, some, num_warps=4,
+            page, d, width, splits, power_of_two(splits), num_warps=max(width // 128, 1),
         )  # fmt: skip
     return out, decide(sums, full, cu_rows, out, tau if flags else None)
 
@@ -268,32 +267,26 @@ def _mixed(
 @triton.jit
 def _add_up(
     part_ptr, mass_ptr, exact_ptr, c_ptr, slots_ptr, cu_ptr, out_ptr, sums_ptr, n, b, heads, c_page, c_slot,
-    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SOME: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The shares of a row, each relative to its largest score, in order."""
+    """The shares of a row and a head, each relative to its largest score, all asked for at once."""
     row = tl.program_id(0)
     if row >= tl.load(cu_ptr + b):
         return
-    head, d = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, WIDTH)
-    live = head < heads
-    value = row * heads + head
+    d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
     count = tl.full([], n, tl.int64) * heads
-    highest = tl.full([SOME], float("-inf"), tl.float32)
-    for i in range(SPLITS):
-        highest = tl.maximum(highest, tl.load(mass_ptr + i * count + value, mask=live, other=float("-inf")))
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([SOME], tl.float32)
-    acc = tl.zeros([SOME, WIDTH], tl.float32)
-    for i in range(SPLITS):
-        top = tl.load(mass_ptr + i * count + value, mask=live, other=float("-inf"))
-        weight = tl.exp2(top - base)
-        total += tl.load(mass_ptr + (SPLITS + i) * count + value, mask=live, other=0.0) * weight
-        some = (top > float("-inf"))[:, None] & (d < D)[None, :]
-        part = tl.load(part_ptr + (i * count + value)[:, None] * D + d[None, :], mask=some, other=0.0)
-        acc += part * weight[:, None]
-    found = acc / tl.where(total > 0, total, 1.0)[:, None]
-    added = tl.load(exact_ptr + row) == 0
+    at = split * count + row * heads + tl.program_id(1)
+    top = tl.load(mass_ptr + at, mask=split < SPLITS, other=float("-inf"))
+    mass = tl.load(mass_ptr + SPLITS * count + at, mask=split < SPLITS, other=0.0)
+    there = (split < SPLITS)[:, None] & (d < D)[None, :]
+    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(mass * weight, 0)
+    found = tl.sum(tl.where((top > float("-inf"))[:, None], part, 0.0) * weight[:, None], 0)
+    found /= tl.where(total > 0, total, 1.0)
+    one = tl.arange(0, 1)
     finish(
-        found, row + head * 0, head, live, slots_ptr, c_ptr, out_ptr, sums_ptr, n, heads, c_page, c_slot, added,
-        PAGE, D, WIDTH,
+        found[None, :], row + one, tl.program_id(1) + one, one == 0, slots_ptr, c_ptr, out_ptr, sums_ptr, n, heads,
+        c_page, c_slot, tl.load(exact_ptr + row) == 0, PAGE, D, WIDTH,
     )  # fmt: skip
