@@ -157,7 +157,7 @@ def generate(
         canvas += [mask_id] * (stop - len(canvas))
         uncached, reached = set(range(start, stop)), start - 1
         yields: list[int] = []  # commits of each step of the block
-        while mask_id in canvas[start:stop]:  # one step per turn
+        while mask_id in canvas[start : min(stop, end)]:  # one step per turn; masks beyond the response need none
             positions = sorted(commit | uncached)
             masked = [p >= start and canvas[p] == mask_id for p in positions]
             limits = [start if p < start else positions[-1] + 1 for p in positions]

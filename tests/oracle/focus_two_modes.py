@@ -96,7 +96,7 @@ def generate(
         canvas += [mask_id] * (stop - len(canvas))
         uncached, reached = set(range(start, stop)), start - 1
         yields: list[int] = []
-        while mask_id in canvas[start:stop]:
+        while mask_id in canvas[start : min(stop, end)]:  # masks beyond the response need no step
             if stopped(canvas, max(start, len(prompt)), stop, mask_id, eos_ids):
                 break
             wanted = {p - shift for p in range(start, stop) if canvas[p] == mask_id}
