@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -35,14 +36,15 @@ class Signature:
     outputs: tuple[str, ...]
     weights: frozenset[tuple[str, tuple[int, ...], torch.dtype, int]]
     """By name, shape, dtype, and which tensor it is."""
-    held: tuple[Tensor, ...] = field(compare=False, repr=False)
-    """These tensors: while they live, no other has the number of one of them."""
+    tensors: tuple[tuple[str, ReferenceType[Tensor]], ...] = field(compare=False, repr=False)
+    """These, not held, since a pass may free them: of one that is gone another may have the number."""
 
     @classmethod
     def of(cls, graph: Graph) -> Signature:
         """The signature of a graph as it stands."""
         weights = frozenset((name, tuple(t.shape), t.dtype, id(t)) for name, t in graph.tensors.items())
-        return cls(tuple(graph.inputs.values()), graph.outputs, weights, tuple(graph.tensors.values()))
+        tensors = tuple((name, ref(t)) for name, t in graph.tensors.items())
+        return cls(tuple(graph.inputs.values()), graph.outputs, weights, tensors)
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,10 @@ def _signature_changes(before: Signature, after: Signature, may: frozenset[str],
         if not _declared(name, may):
             verb = "removed" if name in before.outputs else "added"
             yield f"output {name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
-    if before.weights != after.weights and not may_weights:
-        names = sorted({w[0] for w in before.weights ^ after.weights})
+    changed = {name for name, *_ in before.weights ^ after.weights}
+    changed |= {name for name, tensor in before.tensors if tensor() is None}
+    if changed and not may_weights:
+        names = sorted(changed)
         more = ", ..." if len(names) > 4 else ""
         yield f"weights changed ({', '.join(names[:4])}{more}); the pass does not declare it"
 
