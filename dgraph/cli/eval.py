@@ -138,7 +138,7 @@ def evaluate(
     recipes, rules, sweeps, reference = _choices(recipe, option, policy, threshold, steps, sweep, against)
     for one in weights or ():
         quantising(one)
-    for name, value in (("--count (--limit)", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
+    for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
     for name, path in (("--out", out), ("--plot", plot)):

@@ -239,7 +239,7 @@ def diffuse(model: Model, prompt: Sequence[int], new: int, choose: Choose, cache
     while True:
         canvas += [model.mask] * (start + block - len(canvas))
         known = None
-        while model.mask in canvas[start:]:
+        while model.mask in canvas[start : len(prompt) + new]:  # masks beyond the response need no step
             if model.ended(canvas, len(prompt)):
                 return model.finish(trace, canvas, len(prompt), new, start)
             first = canvas.index(model.mask, start) - start
