@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 from dgraph.errors import InputError, UnknownName
 
@@ -47,17 +47,19 @@ def named(text: str) -> tuple[str, list[str]]:
     return name, options.split(",") if colon else []
 
 
-def typed(what: str, key: str, text: str, kind: type) -> Any:
-    """A text as a bool, a number or a string.
+def typed(what: str, key: str, text: str, kind: Any) -> Any:
+    """A text as a bool, a number, a string or a tuple of these, with commas between them.
 
     Args:
         what, key: what has that value, for messages.
         text: of the value.
-        kind: bool, int or float; anything else is the text itself.
+        kind: bool, int, float, or tuple[one of them, ...]; anything else is the text itself.
 
     Raises:
         InputError: a text that is no such value.
     """
+    if get_origin(kind) is tuple:
+        return tuple(typed(what, key, part, get_args(kind)[0]) for part in filter(None, text.split(",")))
     if kind is bool:
         if text.lower() not in _TRUTH:
             raise InputError(f"{what} {key} is true or false, got {text!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -122,11 +122,7 @@ def facts(given: Sequence[str] | None) -> dict[str, Any]:
             raise InputError(f"--fact takes NAME=VALUE, got {text!r}.")
         if name not in FACTS:
             raise UnknownName("fact", name, FACTS)
-        if get_origin(types[name]) is tuple:
-            kind = get_args(types[name])[0]
-            found[name] = tuple(typed("fact", name, part, kind) for part in filter(None, value.split(",")))
-        else:
-            found[name] = typed("fact", name, value, types[name])
+        found[name] = typed("fact", name, value, types[name])
     return found
 
 
@@ -144,11 +140,8 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
         if key in options:
             raise InputError(f"option {key!r} is given twice, the second time as {value!r}; give it once.")
         default = defaults[key]
-        if get_origin(default) is tuple:
-            each = get_args(default)[0]
-            options[key] = tuple(typed("option", key, part, each) for part in filter(None, value.split(",")))
-            continue
-        read = default if isinstance(default, type) else int if default is None else type(default)
+        given_type = isinstance(default, type) or get_origin(default) is tuple
+        read = default if given_type else int if default is None else type(default)
         options[key] = typed("option", key, value, read)
     return options
 
