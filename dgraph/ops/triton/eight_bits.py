@@ -58,7 +58,7 @@ def launch(
     scales, by = x.scales.contiguous(), weight.scales.contiguous()
     high = len(weight) if weight.block[0] == WHOLE else weight.block[0]
     if tile is None and product_roles.fits(values, numbers):
-        choices = product_cases.cases(pair, itemsize=1)
+        choices = product_cases.cases(pair, itemsize=1, most=n)
         programs = multiprocessors(x.device)
         product_roles.launch(values, numbers, bias, cu_rows, out, choices, programs, GROUP, pair, (scales, by, high))
         return out

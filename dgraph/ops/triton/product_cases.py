@@ -42,18 +42,19 @@ class Case:
     splits: int
 
 
-def cases(pair: bool, itemsize: int = 2) -> tuple[Case, ...]:
-    """What the kernel chooses from, for values of so many bytes.
+def cases(pair: bool, itemsize: int = 2, most: int = ANY) -> tuple[Case, ...]:
+    """What the kernel chooses from, for values of so many bytes and `most` rows at most; others would be compiled for
+    nothing.
 
     Of one byte no tile has 256 columns: sums of float8 are held twice, and registers do not hold so many; of int8,
     Triton knows no instruction that is so wide.
     """
     narrow = (64, 128) if pair else (32, 48, 64, 96)
     wide = [(128, 4), (256, 1)] if pair else [(64, 4), (96, 4), (128, 4), (192, 4), (256, 1)]
-    return (
-        *(Case(0, FEW, FEW, columns, 8) for columns in narrow),
-        *(Case(FEW, ANY, 128, columns, splits) for columns, splits in wide if columns < 256 or itemsize > 1),
-    )
+    found = [Case(0, FEW, FEW, columns, 8) for columns in narrow]
+    if most > FEW:
+        found += [Case(FEW, ANY, 128, columns, splits) for columns, splits in wide if columns < 256 or itemsize > 1]
+    return tuple(found)
 
 
 @gluon.constexpr_function

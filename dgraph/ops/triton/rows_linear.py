@@ -155,7 +155,7 @@ def launch(
         return out
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     if tiling.roles and tiling.bulk and product_roles.fits(x, weight):
-        choices = product_cases.cases(pair)
+        choices = product_cases.cases(pair, most=n)
         product_roles.launch(x, weight, bias, cu_rows, out, choices, multiprocessors(x.device), tiling.group, pair)
         return out
     cases, programs = tiling.cases(), tiling.programs * multiprocessors(x.device)

@@ -134,12 +134,12 @@ def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("kind", [*ROW_KINDS, "int4", "bf16"])
 def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is placed while what makes its rows still runs."""
+    """Each is placed while what makes its rows still runs, of which some are live, or none."""
     from dgraph.ops.triton import rows as starting
     from dgraph.ops.triton.hopper import understood
-    from dgraph.ops.triton.linear import kernel as linear
+    from dgraph.ops.triton.rows_linear import kernel as linear
 
     device = torch.device("cuda", 0)
     if not understood(device):
@@ -147,32 +147,34 @@ def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: p
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = [(1024, 4096), (4096, 1024), (1024, 1024)] * 8
     drawn = [torch.randn(out, n, generator=generator, device=device).bfloat16() * n**-0.5 for n, out in sizes]
-    weights = [quantise(weight, Format(kind)) for weight in drawn]
+    weights = drawn if kind == "bf16" else [quantise(weight, Format(kind)) for weight in drawn]
 
-    def layers(x: Tensor) -> Tensor:
+    def layers(x: Tensor, cu_rows: Tensor) -> Tensor:
         for weight in weights:
-            x = linear(QuantisedRows(*quantised_rows(x, kind), x.dtype), weight, None)
+            rows = QuantisedRows(*quantised_rows(x, kind), x.dtype) if kind in ROW_KINDS else x
+            x = linear(rows, weight, None, cu_rows)
         return x
 
-    def captured(rows: int) -> list[Tensor]:
+    def captured(rows: int, live: int) -> list[Tensor]:
         start = torch.randn(rows, 1024, generator=generator.manual_seed(rows), device=device).bfloat16()
-        plain = layers(start)
+        cu_rows = torch.tensor([0, live], dtype=torch.int32, device=device)
+        plain = layers(start, cu_rows)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = layers(start)
-        found = [plain]
+            result = layers(start, cu_rows)
+        found = [plain[:live]]
         for _ in range(10):
             graph.replay()
-            found.append(result.clone())
+            found.append(result[:live].clone())
         return found
 
-    for rows in (1, 16, 17, 32, 64):
-        early = captured(rows)
+    for rows, live in ((1, 1), (16, 16), (17, 3), (32, 32), (64, 50), (64, 0), (65, 65)):
+        early = captured(rows, live)
         with monkeypatch.context() as patch:
             patch.setattr(starting, "starts_early", lambda device: False)
-            late = captured(rows)
+            late = captured(rows, live)
         assert late[0].isfinite().all()
-        assert late[0].any()
+        assert late[0].any() or not live
         for one in (*early, *late):
             assert torch.equal(one, late[0])

@@ -28,6 +28,9 @@ def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool, itemsize
         fitting = [case for case in of.cases(pair, itemsize) if case.above < rows <= case.up_to]
         assert len({case.columns for case in fitting}) == len(fitting) > 0
         assert all(case.rows == 128 or rows <= case.rows for case in fitting)
+        kept = of.cases(pair, itemsize, most=rows)
+        assert set(fitting) <= set(kept) <= set(of.cases(pair, itemsize))
+        assert all(case.above < rows for case in kept), "none is compiled that no row takes"
     for case in of.cases(pair, itemsize):
         stages, units = (int(f(case.rows, case.columns)) for f in (of._stages, of._units))
         assert 4 <= stages <= of.MOST_STAGES.value
