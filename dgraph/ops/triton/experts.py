@@ -53,18 +53,7 @@ def by_grouping(
     (n, d), experts, slots = x.shape, len(down), choice.shape[1]
     choice, weight = choice.contiguous(), weight.contiguous()
     ends, rank = ordered(choice, experts)
-    place = torch.empty_like(rank)
-
-    def spread(x: Tensor) -> Tensor:
-        x, wide, size = dense_rows(x), power_of_two(slots), x.shape[1]
-        block = power_of_two(size, 16, max(16, TILE // wide))
-        rows = torch.empty((n * slots, size), dtype=x.dtype, device=x.device)
-        _spread_rows[(n, triton.cdiv(size, block))](
-            x, choice, ends, rank, place, rows, experts, x.stride(0), slots, wide, size, block, num_warps=4
-        )
-        return rows
-
-    rows = x.each(spread) if isinstance(x, QuantisedRows) else spread(x)
+    rows, place = spread(x, choice, ends, rank)
     between: Tensor | QuantisedRows
     if inner is None:
         between = _units(rows, gate_up, ends, activation == "silu")
@@ -77,6 +66,25 @@ def by_grouping(
     out = torch.empty((n, d), dtype=x.dtype, device=x.device)
     _sum_slots[(n, triton.cdiv(d, block))](each, place, weight, out, each.stride(0), slots, d, block, num_warps=4)
     return out
+
+
+def spread(
+    x: Tensor | QuantisedRows, choice: Tensor, ends: Tensor, rank: Tensor
+) -> tuple[Tensor | QuantisedRows, Tensor]:
+    """The row of each slot in the order of the experts, and the place of each slot there, -1 of one without an expert;
+    ends, rank: as `ordered` gives them.
+    """
+    values, scales = (x.values, x.scales.contiguous()) if isinstance(x, QuantisedRows) else (x, None)
+    values, (n, size), slots = dense_rows(values), x.shape, choice.shape[1]
+    wide, place = power_of_two(slots), torch.empty_like(rank)
+    block = power_of_two(size, 16, max(16, TILE // wide))
+    rows = torch.empty((n * slots, size), dtype=values.dtype, device=x.device)
+    by = None if scales is None else torch.empty((n * slots, 1), dtype=scales.dtype, device=x.device)
+    _spread_rows[(n, triton.cdiv(size, block))](
+        values, scales, choice, ends, rank, place, rows, by, len(ends), values.stride(0), slots, wide, size, block,
+        num_warps=4,
+    )  # fmt: skip
+    return rows if by is None else QuantisedRows(rows, by, x.dtype), place
 
 
 def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
@@ -162,10 +170,10 @@ def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spread_rows(
-    x_ptr, choice_ptr, ends_ptr, rank_ptr, place_ptr, out_ptr, experts, x_row,
+    x_ptr, scale_ptr, choice_ptr, ends_ptr, rank_ptr, place_ptr, out_ptr, by_ptr, experts, x_row,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row to the places of its slots, and these places; -1 of a slot without an expert."""
+    """A row and its scale, if rows have scales, to the places of its slots, and these places."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
     at = row * SLOTS + slot
@@ -175,6 +183,8 @@ def _spread_rows(
     place = tl.where(live, before + tl.load(rank_ptr + at, mask=live, other=0), -1)
     if tl.program_id(1) == 0:
         tl.store(place_ptr + at, place, mask=slot < SLOTS)
+        if scale_ptr is not None:
+            tl.store(by_ptr + place, tl.load(scale_ptr + row), mask=live)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + row * x_row + column, mask=column < SIZE)
     to = out_ptr + place.to(tl.int64)[:, None] * SIZE + column[None, :]
@@ -201,7 +211,8 @@ def _gate_rows(
 
 @triton.jit
 def _sum_slots(
-    each_ptr, place_ptr, weight_ptr, out_ptr, each_row, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    each_ptr, place_ptr, weight_ptr, out_ptr, each_row,
+    SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of a row's slots, in order."""
     row = tl.program_id(0).to(tl.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantis
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
-pytest.importorskip("triton", reason="needs Triton")
+triton_ops = pytest.importorskip("dgraph.ops.triton.rows", reason="needs Triton")
 
 
 @pytest.fixture
@@ -35,6 +37,23 @@ def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None
         assert (early["early"], late["early"]) == (True, False), name
         assert (late["wait"], late["launch"]) == ([], []), name
         assert early["hash"] != late["hash"], name
+
+
+def test_every_kernel_of_ours_that_may_start_early_waits_first() -> None:
+    """As written; warps with roles are told apart behind their wait, in front of which barriers are made."""
+    found = {}
+    for path in Path(triton_ops.__file__).parent.glob("*.py"):
+        for function in ast.parse(path.read_text()).body:
+            if not isinstance(function, ast.FunctionDef) or function.name == "wait":
+                continue
+            if "EARLY" not in [each.arg for each in function.args.args]:
+                continue
+            body = [ast.unparse(line) for line in function.body[ast.get_docstring(function) is not None :]]
+            before = body[: body.index("wait(EARLY)")]
+            found[function.name] = before
+            assert function.name.endswith("in_roles") or not before, f"{path.name}: {function.name}"
+            assert not re.search(r"load|store|atomic|async_copy", "".join(before)), f"{path.name}: {function.name}"
+    assert {"_attend", "_add_up", "_write", "_multiply_in_roles", "_multiply_stored_in_roles"} <= set(found)
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -353,6 +353,20 @@ def test_experts_are_three_launches_and_two_products(monkeypatch: pytest.MonkeyP
     assert module.by_masking(*args).shape == (6, 16)
 
 
+def test_rows_of_8_bits_and_their_scales_are_spread_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.ops.triton import experts as module
+
+    seen: list[str] = []
+    monkeypatch.setattr(module, "_spread_rows", Launches("_spread_rows", seen))
+    x = QuantisedRows(*quantised_rows(torch.randn(6, 16), "int8"), torch.float32).each(lambda part: part.to("meta"))
+    choice, ends, rank = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((6, 2), 4, 12))
+    with Operations() as operations:
+        rows, place = module.spread(x, choice, ends, rank)
+    assert isinstance(rows, QuantisedRows)
+    assert (rows.values.shape, rows.scales.shape, place.shape) == ((12, 16), (12, 1), (12,))
+    assert (seen, operations.names) == (["_spread_rows"], [])
+
+
 def test_a_route_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from dgraph.ops.triton import route as module
 
