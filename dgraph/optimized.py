@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import run_steps
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
+from dgraph.nodes import args_of
 from dgraph.ops.statistics import Statistic
 from dgraph.passes.base import Report
 from dgraph.passes.manager import run_passes
@@ -33,7 +34,7 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import Recipe
-from dgraph.runtime.checks import canvases_of, ids_of, listed
+from dgraph.runtime.checks import canvases_of, check_modes, ids_of, listed
 from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.generation import Progress, SequenceKV
@@ -248,6 +249,10 @@ class Optimized:
         chosen = settings_of(EngineSettings, settings, keywords)
         if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
             return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
+        block = chosen.block_length or self.spec.block_length
+        if any(block % args_of(node)[2] for node in self.captured.find("block_numbers")):
+            # A prompt may end within a routed block, whose rows would share experts with those of the first step.
+            chosen = replace(chosen, max_mixed_rows=0)
         occupied = ExitStack()
         occupied.enter_context(self._used_by("engine"))
         occupied.callback(self._session.give_back)
@@ -293,6 +298,8 @@ class Optimized:
         """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
         for statistics that policies ask for. Threads that ask an engine for the same at once wait for the first.
         """
+        for chosen in decodings:
+            check_modes(self.spec, chosen.rule, chosen.sampling)
         policy = Mixture.of([chosen.rule for chosen in decodings])
         asked = statistics_of(policy)
         variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)

@@ -119,8 +119,10 @@ class ModelSpec:
             )
         if self.heads % self.kv_heads:
             raise InputError(f"{self.family}: {self.heads} heads are not a multiple of {self.kv_heads} KV heads.")
-        if self.block_length < 1:
-            raise InputError(f"{self.family}: block_length must be at least 1, got {self.block_length}.")
+        if type(self.block_length) is not int or self.block_length < 1:
+            raise InputError(f"{self.family}: block_length must be at least 1, got {self.block_length!r}.")
+        if not all(type(token) is int for token in self.eos_ids):
+            raise InputError(f"{self.family}: eos_ids must be token ids, got {self.eos_ids!r}.")
         if len(self.layer_importance) not in (0, self.layers):
             raise InputError(
                 f"{self.family}: layer_importance has {len(self.layer_importance)} values for {self.layers} layers; "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import Model
 from dgraph.models.moe import MoEFamily, RMSNorm, RoutedExperts, identity_of
-from dgraph.models.remote_code import require
+from dgraph.models.remote_code import require, section
 from dgraph.models.tiny import EOS, build_tiny
 from dgraph.ops.route import check
 from dgraph.shapes import InputSpec
@@ -98,8 +98,8 @@ class Config:
         """
         from transformers import DiffusionGemmaTextConfig
 
-        given = dict(keys.get("text_config") or keys)
         try:
+            given = section(keys, "text_config") or dict(keys)
             if missing := [name for name in SIZES if given.get(name) is None]:
                 raise CheckpointError(f"missing {', '.join(missing)}.")
             for key, allowed in _ONLY.items():

@@ -35,7 +35,8 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
             f"layer_types has {', '.join(map(repr, kinds))}, expected 'full_attention' alone: dgraph's attention sees "
             f"all positions before the end of a block."
         )
-    return {**config, "block_size": config.get("bd_size", config.get("block_size"))}
+    said = (config[key] for key in ("bd_size", "block_size") if config.get(key) is not None)
+    return {**config, "block_size": next(said, None)}
 
 
 family = RemoteCodeFamily(

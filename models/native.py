@@ -149,7 +149,7 @@ def native_spec(
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab": config.vocab_size,
         "mask_id": getattr(config, "mask_token_id", None),
-        "eos_ids": (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos),
+        "eos_ids": None if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         "pad_id": pad,
         "image_id": getattr(config, "image_token_id", None),
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),

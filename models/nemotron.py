@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from dgraph.errors import CheckpointError
-from dgraph.models.remote_code import RemoteCodeFamily, require
+from dgraph.models.remote_code import RemoteCodeFamily, require, section
 
 FACTS: dict[str, Any] = {
     "mask_id": 100,
@@ -55,7 +55,7 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
         ("tie_word_embeddings", (False, None)),
     ):
         require(config, key, allowed, NATIVE)
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = section(config, "rope_parameters") or section(config, "rope_scaling")
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
         if rope.get(key) is None:
             raise CheckpointError(f"rope_parameters has no {key}, by which {NATIVE} scales queries.")

@@ -127,6 +127,18 @@ class RemoteCodeFamily:
             raise CheckpointError(f"{source}: {error}") from None
 
 
+def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The keys that stand below one of a config; none where it is absent or null.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise CheckpointError(f"{key} is {found!r}, expected an object of keys.")
+    return dict(found or {})
+
+
 def require(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], native: str) -> None:
     """Refuse a config whose `key` has a value that the native class cannot represent.
 

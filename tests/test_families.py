@@ -280,6 +280,9 @@ def test_facts_are_fields_of_the_spec(tmp_path: Path) -> None:
         ({"attention": "causal"}, r"attention must be one of \('block_causal', 'bidirectional'\), got 'causal'"),
         ({"kv_heads": 3}, r"4 heads are not a multiple of 3 KV heads"),
         ({"block_length": 0}, r"block_length must be at least 1, got 0"),
+        ({"block_length": "8"}, r"block_length must be at least 1, got '8'"),
+        ({"block_length": True}, r"block_length must be at least 1, got True"),
+        ({"eos_ids": (1.5,)}, r"eos_ids must be token ids, got \(1.5,\)"),
         ({"dtype": torch.int8}, r"floating dtype, got torch\.int8"),
     ],
 )

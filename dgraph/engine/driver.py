@@ -15,10 +15,10 @@ from dgraph.engine.scheduler import Scheduler
 from dgraph.engine.served import Served
 from dgraph.engine.tickets import Sink, Ticket, Totals
 from dgraph.engine.writer import Writer
-from dgraph.errors import PoolFull
+from dgraph.errors import InputError, PoolFull
 from dgraph.runtime.batch import Batch
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import kind_of, policy_key
+from dgraph.runtime.policies import Mixture, kind_of, policy_key
 from dgraph.runtime.report import Report, broken
 from dgraph.runtime.requests import (
     Request,
@@ -193,6 +193,7 @@ class Driver:
     def _admit(self, tickets: list[Ticket]) -> None:
         if not tickets:
             return
+        self._refuse_unlike(tickets)
         batch = self._ready_for([ticket.request.decoding for ticket in tickets])
         for ticket in list(tickets):
             if (error := batch.refused(ticket.request.decoding.rule)) is not None:
@@ -218,6 +219,22 @@ class Driver:
                 ticket.times.admitted = now
             if not ticket.said:
                 ticket.cached = batch.running[slot].prefilled
+
+    def _refuse_unlike(self, tickets: list[Ticket]) -> None:
+        """End those whose rules cannot be in one batch with those that are, as of two statistics of one name."""
+        busy = self._batch is not None and (self._batch.running or self._batch.busy)
+        rules = {policy_key(kind_of(chosen.rule)): chosen.rule for chosen in self._decodings} if busy else {}
+        for ticket in list(tickets):
+            rule = ticket.request.decoding.rule
+            if (kind := policy_key(kind_of(rule))) in rules:
+                continue
+            try:
+                Mixture.of([*rules.values(), rule])
+            except InputError as error:
+                tickets.remove(ticket)
+                self._end(ticket, "error", error=error)
+            else:
+                rules[kind] = rule
 
     def _ready_for(self, decodings: list[Decoding]) -> Batch:
         """The batch, able to decode as these requests ask for as well as for those that run."""
@@ -267,7 +284,9 @@ class Driver:
         if self._resumes:
             # It goes on at the block that it is in: all before that is a prompt now.
             one = batch.running[slot]
-            if one.start > len(now.ids):
+            # With tokens that are fixed in later blocks, a model of two modes begins these elsewhere after a prompt.
+            begins_elsewhere = self.session.spec.two_modes and any(token is not None for token in now.canvas)
+            if one.start > len(now.ids) and not begins_elsewhere:
                 # A block that begins with the token of the forward before it begins with that forward again.
                 steps = one.began - 1 if self.session.spec.next_token else one.began
                 again = now.after(self._script.tokens(slot, len(now.ids), one.start), steps)

@@ -159,8 +159,12 @@ class OtherToken(Statistic):
 
     ids: tuple[int, ...]
 
-    name: ClassVar[str] = "other_token"
     filler: ClassVar[float] = -1.0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """One of its own for each choice of ids: a batch may hold requests that leave out others."""
+        return "_".join(("other_token", *map(str, self.ids)))
 
     def measure(self, rows: RowLogits) -> Tensor:
         """f32[R], exact up to 2^24 ids."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from dgraph import optimize
+from dgraph.families import families
 from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
@@ -83,6 +86,30 @@ def texts(tiny: TinyModel) -> list[tuple[int, ...]]:
     """Prompts; some begin like others."""
     found = [tuple(prompt) for prompt in prompts(tiny)]
     return [*found, (*found[2][: tiny.model.spec.block_length], *found[0])]
+
+
+@pytest.mark.parametrize(
+    ("family", "canvas", "pages", "temperature"),
+    [
+        ("nemotron", [*[None] * 7, 20, 21, 22, *[None] * 5, 30, 31, 32], 8, 0.0),
+        ("fast_dllm_v2", [*[None] * 4, 20, 21, *[None] * 6, 30, 31, *[None] * 6, 40], 7, 1.0),
+    ],
+)
+def test_who_gives_way_with_tokens_fixed_ahead_says_the_same_later(
+    family: str, canvas: list[int | None], pages: int, temperature: float
+) -> None:
+    """A model of two modes begins a block after tokens that are fixed behind a prompt, and with them behind a block."""
+    model = families()[family].random(0)
+    made = optimize(replace(model, spec=replace(model.spec, eos_ids=())), "dense", backend="eager")
+    decoding = Decoding(max_new_tokens=40, threshold=0.6, temperature=temperature)
+    asked = [Asked((n, n + 1, n + 2, n + 3), decoding, canvas=tuple(canvas)) for n in (5, 9)]
+    kv, engine = made._session.kv, {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
+    size = pages * kv.page_size * kv.position_bytes
+    turns = Turns(made._session, asked, max_sequences=2, pages="block", kv_bytes=size, **engine)
+    told = turns.run()
+    assert turns.driver.totals.preempted > 0
+    for one, each in zip(told, asked, strict=True):
+        one.check_as(alone(family, made._session, each, **engine))
 
 
 @st.composite

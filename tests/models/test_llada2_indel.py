@@ -11,7 +11,7 @@ import torch
 import dgraph
 from dgraph.errors import InputError
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import Candidates, JointThreshold, JointThresholdInDel
+from dgraph.runtime.policies import Candidates, JointThreshold, JointThresholdInDel, statistics_of
 from tests.engine.alone import check_as_alone
 from tests.models.test_llada2 import SIZES, WEIGHTS, remote
 from tests.oracle import indel
@@ -72,10 +72,10 @@ def test_generations_are_the_oracles(
 
 
 def test_a_batch_of_several_rules_gives_what_each_gives_alone(dense: dgraph.Optimized) -> None:
-    prompts = prompts_for("several", 3)
-    rules = [JointThresholdInDel(delete_id=DELETE, split_id=SPLIT), JointThreshold(), None]
+    prompts = prompts_for("several", 4)
+    rules = [JointThresholdInDel(delete_id=DELETE, split_id=SPLIT), JointThreshold(), None, JointThresholdInDel()]
     decodings = [Decoding(max_new_tokens=12, **({"policy": rule} if rule else {"threshold": 0.6})) for rule in rules]
-    check_as_alone(dense, prompts, decodings, max_sequences=3, max_tokens=96)
+    check_as_alone(dense, prompts, decodings, max_sequences=4, max_tokens=96)
 
 
 def test_given_tokens_stay_and_the_others_move_around_them() -> None:
@@ -96,7 +96,7 @@ def test_given_tokens_stay_and_the_others_move_around_them() -> None:
         decoded=zeros,
         start=zeros,
         prompt=zeros,
-        measured={"other_token": torch.full((3, 6), 7.0)},
+        measured={each.name: torch.full((3, 6), 7.0) for each in statistics_of(rule)},
         carried={each.name: each.begin(3, 6, torch.device("cpu")) for each in rule.carries},
         forwards=zeros,
         editable=editable,
@@ -128,3 +128,10 @@ def test_a_recipe_that_evicts_is_refused() -> None:
 def test_settings_that_cannot_be(options: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         JointThresholdInDel(**options)  # type: ignore[arg-type]
+
+
+def test_requests_whose_rules_leave_out_other_ids_share_a_batch() -> None:
+    made = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    rules = [None, JointThresholdInDel(delete_id=1, split_id=2), JointThresholdInDel(delete_id=3, split_id=4)]
+    decodings = [Decoding(max_new_tokens=24, **({"policy": rule} if rule else {"threshold": 0.9})) for rule in rules]
+    check_as_alone(made, [[5, 6, 7]] * 3, decodings, max_sequences=3, max_tokens=96)

@@ -11,10 +11,14 @@ import torch
 
 import dgraph
 from dgraph.errors import CheckpointError
+from dgraph.families import families
 from dgraph.models.llada2 import Config
+from dgraph.models.tiny import build_tiny
 from dgraph.passes import CacheKV, FuseProjections, GateFFN, PackRows
 from dgraph.passes.manager import run_passes
+from dgraph.runtime.decoding import Decoding
 from dgraph.testing import TinyModel, check_ranks_agree
+from tests.engine.alone import check_as_alone
 from tests.models.test_llada2 import SIZES as UNSHARED
 from tests.models.test_llada2 import expected, near, remote
 from tests.oracle import llada2 as oracle
@@ -137,3 +141,15 @@ def test_an_official_folder(tmp_path: Path) -> None:
 def test_a_config_that_describes_something_else(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"test does not describe a LLaDA2 model: {message}"):
         Config.of(oracle.keys(SIZES, **config), "test")
+
+
+@pytest.mark.parametrize("block", [8, 12])
+def test_prompts_that_end_within_a_routed_block_share_no_experts_with_the_first_step(block: int) -> None:
+    keys = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "expert_capacity": 3}
+    llada2 = families()["llada2"]
+    module = build_tiny(llada2.build, {**keys, "n_group": 4, "topk_group": 2, "block_size": 8}, 0)
+    model = llada2.model("routed", module, {}, torch.float32, mask_id=96, eos_ids=(), pad_id=95)
+    made = dgraph.optimize(model, "dense", backend="eager")
+    prompts = [torch.randint(1, 90, (16,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
+    decoding = Decoding(max_new_tokens=16, threshold=0.9, block_length=block)
+    check_as_alone(made, prompts, [decoding] * 3, max_sequences=1, max_tokens=64, block_length=block)

@@ -127,6 +127,7 @@ def test_the_published_sizes(name: str, hidden: int, layers: int, intermediate: 
         ({"sliding_window": 8}, r"config\.json: sliding_window is 8, expected none: Ministral3ForCausalLM"),
         ({"attention_bias": True}, "attention_bias is True, expected False"),
         ({"dlm_paradigm": "autoregressive"}, "dlm_paradigm is 'autoregressive', expected 'bidirectional'"),
+        ({"rope_parameters": "long"}, r"rope_parameters is 'long', expected an object of keys"),
         ({"rope_parameters": {**ROPE, "llama_4_scaling_beta": None}}, "rope_parameters has no llama_4_scaling_beta"),
     ],
 )

@@ -126,6 +126,7 @@ def test_every_key_that_later_rows_see_is_causal() -> None:
     ("settings", "message"),
     [
         ({"threshold": 0.9}, r"ConfidenceThreshold does not decode diffusion_gemma, .* use policy='renoise'"),
+        ({"policy": "llada2.2"}, r"JointThresholdInDel does not decode diffusion_gemma, .* use policy='renoise'"),
         ({"policy": "renoise", "temperature": 0.5}, "Renoise draws at temperatures of its own"),
         ({"policy": "renoise", "canvas": [[4]]}, "canvas 0: diffusion_gemma decodes a canvas as a whole"),
     ],
@@ -133,6 +134,14 @@ def test_every_key_that_later_rows_see_is_causal() -> None:
 def test_settings_of_other_models(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         optimized(4.0, 0.3).generate(input_ids=[[1, 2]], max_new_tokens=4, **settings)
+
+
+def test_labels_of_a_model_without_a_mask_token() -> None:
+    """It has no linear LM head either, of which nobody should hear first."""
+    with optimized(4.0, 0.3).engine(max_sequences=1) as engine:
+        with pytest.raises(InputError, match="a decision between labels forwards mask tokens, but diffusion_gemma has"):
+            engine.decide([3, 4], [[5], [6]]).result(timeout=60)
+        assert engine.generate([[3, 4]], max_new_tokens=4)[0].finish_reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"sampler": Sampler(cfg_scale=1.0)}])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgraph.runtime.policies import Candidates
+from dgraph.runtime.policies import Candidates, JointThresholdInDel, statistics_of
 
 NONE = -math.inf
 
@@ -90,7 +90,8 @@ def together(sequences: list[Sequence]) -> Candidates:
     flags = {n: column(n, torch.bool) for n in ("masked", "editable")}
     real = {n: column(n, torch.float32) for n in ("noise", "order")}
     measured = {n: column(n, torch.float32) for n in ("margin", "entropy")}
-    measured["other_token"] = torch.full_like(measured["margin"], 3.0)
+    (other,) = statistics_of(JointThresholdInDel())
+    measured[other.name] = torch.full_like(measured["margin"], 3.0)
     zeros = torch.zeros(len(sequences), dtype=torch.int64)
     confidence = column("c", torch.float32)
     return Candidates(confidence=confidence, start=zeros, prompt=zeros, measured=measured, **whole, **flags, **real)
