@@ -26,12 +26,11 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import run_steps
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
-from dgraph.nodes import args_of
 from dgraph.ops.statistics import Statistic
 from dgraph.passes.base import Report
 from dgraph.passes.manager import run_passes
 from dgraph.passes.measure_rows import MeasureRows
-from dgraph.phases import graph_of_phase, rewrite, scoring
+from dgraph.phases import graph_of_phase, rewrite, routed_blocks, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import Recipe
 from dgraph.runtime.checks import canvases_of, check_modes, ids_of, listed
@@ -250,7 +249,7 @@ class Optimized:
         if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
             return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
         block = chosen.block_length or self.spec.block_length
-        if any(block % args_of(node)[2] for node in self.captured.find("block_numbers")):
+        if any(block % routed for routed in routed_blocks(self.captured)):
             # A prompt may end within a routed block, whose rows would share experts with those of the first step.
             chosen = replace(chosen, max_mixed_rows=0)
         occupied = ExitStack()

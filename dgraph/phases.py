@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dgraph.errors import PassError, UnknownName
 from dgraph.graph import Graph
 from dgraph.linears import head_of
+from dgraph.nodes import args_of
 from dgraph.passes.adapt_drafts import AdaptDrafts
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
@@ -113,3 +114,8 @@ def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | Non
     if phase not in phases:
         raise UnknownName("phase", phase, phases)
     return phases[phase].graph if after is None else phases[phase].after(after)
+
+
+def routed_blocks(captured: Graph) -> frozenset[int]:
+    """Of how many positions the blocks are whose rows share experts; none where each row has its own."""
+    return frozenset(args_of(node)[2] for node in captured.find("block_numbers"))

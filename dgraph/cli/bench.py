@@ -111,9 +111,8 @@ def bench(
             f"{found.name}{over}: {batch} prompts of {prompt}, {tokens} new tokens, blocks of {found.spec.block_length}"
         )
         setting = {**written.machine(where), "title": title, "model": found.spec.to_json(), "buckets": rows}
-        said = {"steps": load.decoding.steps, "threshold": load.decoding.threshold}
-        setting["commits"] = commits or {name: value for name, value in said.items() if value is not None}
-        _measure(measure, arms, load, setting, json, plot)
+        setting["commits"] = commits or workload.written_commits(measure.load.decoding)
+        _measure(measure, arms, measure.load, setting, json, plot)
 
 
 def _measure(
@@ -235,7 +234,8 @@ def _bench(
     RegionCompiler(backend)
     if buckets is not None:
         Buckets.of(buckets)
-    load = replace(load, prompts=prompts_of(model, [len(p) for p in load.prompts]))
+    prompts = prompts_of(model, [len(p) for p in load.prompts])
+    load = replace(load, prompts=prompts, decoding=workload.decided(load.decoding, model.spec))
     check_request(model.spec, load.prompts, load.decoding, None)
     return Bench(model, load, Device(device), backend, buckets, repeat)
 

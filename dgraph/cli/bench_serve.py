@@ -169,7 +169,7 @@ def serve(
         running: dict[str, Any] = {"backend": backend, "buckets": given.bucket_list(buckets), "graphs": not no_graphs}
         optimized = dgraph.optimize(found, chosen, progress=tell, mesh=mesh, weights=weights, **running)
         prompts = serving.prompts_for(found, asked, shared, seed)
-        decoding = replace(decoding, ignore_eos=ignore_eos)
+        decoding = replace(workload.decided(decoding, found.spec), ignore_eos=ignore_eos)
         test = serving.LoadTest(optimized, asked, prompts, decoding, settings, limit, warm_share)
         test.prepare(named[0], slots, _counted(tell, "warming up"))
         try:
@@ -187,7 +187,7 @@ def serve(
             over += "" if weights is None else f", weights {weights}"
             title = f"{found.name}, {recipe}{over}: {len(asked)} requests, {slots} slots"
             setting = {**machine(where), "title": title, "model": found.spec.to_json(), "engine": asdict(test.settings)}
-            setting["commits"] = commits or {"steps": decoding.steps, "threshold": decoding.threshold}
+            setting["commits"] = commits or workload.written_commits(decoding)
             if json is not None and done:
                 workload.write_json(json, written.to_json(done, setting))
             if plot is not None and len(done) > 1 and writes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dgraph.bench.traces import Trace
     from dgraph.families import Model
     from dgraph.runtime.decoding import Decoding
+    from dgraph.spec import ModelSpec
 
 NAMED = "Name of an embedded model, or a checkpoint folder."
 
@@ -104,19 +106,31 @@ def model_of(
 def commits_of(
     commits: str | None, steps: int | None, threshold: float | None, tokens: int, block: int | None
 ) -> tuple[Decoding, Trace | None]:
-    """How tokens are committed, and the trace that says so, if one does."""
+    """How tokens are committed, if that was said (see `decided`), and the trace that says so, if one does."""
     from dgraph.bench.traces import read_trace
     from dgraph.runtime.decoding import Decoding
 
     if sum(value is not None for value in (commits, steps, threshold)) > 1:
         raise InputError("give one of --commits, --steps and --threshold.")
     if commits is None:
-        steps = 15 if steps is None and threshold is None else steps
         return Decoding(max_new_tokens=tokens, steps=steps, threshold=threshold), None
     trace = read_trace(commits)
     if block not in (None, trace.block):
         raise InputError(f"--block {block} does not fit {commits}, a trace of blocks of {trace.block}; leave it out.")
     return Decoding(max_new_tokens=tokens, policy=trace.script()), trace
+
+
+def decided(decoding: Decoding, spec: ModelSpec) -> Decoding:
+    """How tokens are committed where nothing was said: in 15 steps a block, or by the model's own rule."""
+    own = decoding.for_model(spec)
+    said = own.threshold is not None or own.policy is not None or own.steps is not None
+    return own if said else replace(own, steps=15)
+
+
+def written_commits(decoding: Decoding) -> dict[str, Any]:
+    """What commits tokens, as a report has it."""
+    said = {"steps": decoding.steps, "threshold": decoding.threshold, "policy": decoding.policy}
+    return {name: value for name, value in said.items() if isinstance(value, (int, float, str))}
 
 
 def scripted(recipe: str, options: dict[str, Any], trace: Trace | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from dgraph.errors import InputError, UnknownName
 from dgraph.recipes import RECIPES, Recipe, build, builder_of
 from dgraph.recipes import options_of as recipe_options
+from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import DecodeRule, policy_of
 from dgraph.runtime.policies import options_of as rule_options
 from dgraph.runtime.sampling import SETTINGS
@@ -126,7 +127,11 @@ def expand(
 
 
 def _arm(spec: ModelSpec, recipe: Choice, rule: Choice, swept: Mapping[str, Any]) -> Arm:
-    policy = policy_of(rule.name, **rule.options) if rule.name else policy_of(_one(rule), rule.options.get("steps"))
+    if rule.name:
+        policy = policy_of(rule.name, **rule.options)
+    else:
+        chosen = Decoding(threshold=_one(rule), steps=rule.options.get("steps")).for_model(spec)
+        policy, rule = chosen.rule, Choice(chosen.policy) if isinstance(chosen.policy, str) else rule
     if not isinstance(policy, DecodeRule):
         raise InputError(f"{policy!r} cannot be told from others; give a rule by name.")
     return Arm(recipe, rule, build(RECIPES, recipe.name, spec, dict(recipe.options)), policy, swept)

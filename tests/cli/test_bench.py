@@ -13,8 +13,11 @@ import torch
 from dgraph import captured
 from dgraph.bench.measure import Bench
 from dgraph.bench.traces import Trace, read_trace, synthesise
+from dgraph.cli import workload
+from dgraph.families import families
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.models import shapes
+from dgraph.runtime.decoding import Decoding
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 
@@ -49,6 +52,25 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("traces") / "trace.json"
     synthesise(8, 5.0, 3.0, histories=4).write(file)
     return file
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "chosen", "written"),
+    [
+        ("sdar", {}, {"steps": 15}, {"steps": 15}),
+        ("sdar", {"threshold": 0.7}, {"threshold": 0.7}, {"threshold": 0.7}),
+        ("diffusion_gemma", {}, {"policy": "diffusion_gemma"}, {"policy": "diffusion_gemma"}),
+        ("diffusion_gemma", {"steps": 4}, {"steps": 4}, {"steps": 4}),
+    ],
+)
+def test_how_tokens_are_committed_where_nobody_said(
+    family: str, given: dict[str, Any], chosen: dict[str, Any], written: dict[str, Any]
+) -> None:
+    asked, trace = workload.commits_of(None, given.get("steps"), given.get("threshold"), 8, None)
+    assert trace is None
+    decoding = workload.decided(asked, families()[family].random(0).spec)
+    assert decoding == Decoding(max_new_tokens=8, **chosen)
+    assert workload.written_commits(decoding) == written
 
 
 def test_a_random_shape_writes_json_and_a_plot(run: Run, tiny_shape: str, trace: Path, tmp_path: Path) -> None:

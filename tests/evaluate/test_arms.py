@@ -9,7 +9,8 @@ import pytest
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.arms import Arm, Choice, expand
 from dgraph.evaluate.results import Keys
-from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps
+from dgraph.families import families
+from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, policy_of
 from tests.runtime.fake import fake_spec
 
 SPEC = fake_spec(8)
@@ -51,6 +52,12 @@ def test_a_sweep_concerns_those_that_have_the_option() -> None:
     assert arms[-1].policy == FixedSteps(4)
     assert arms[-1].line("alpha") == "focus; steps=4"
     assert arms[-1].line("steps") == "focus, alpha=1.8"
+
+
+def test_a_model_without_a_mask_token_has_a_rule_of_its_own() -> None:
+    spec = families()["diffusion_gemma"].random(0).spec
+    (arm,), _ = expand(spec, [DENSE], [Choice("")], {})
+    assert (arm.label, arm.policy) == ("dense; diffusion_gemma", policy_of("diffusion_gemma"))
 
 
 def test_a_swept_threshold_replaces_given_steps() -> None:
