@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"errors", "graph", "groups", "passes", "private", "runtime", "sharding", "weights"},
     "passes": CORE - {"private"} | {"ops", "plans", "plugins", "weights"},
     "recipes": {"errors", "passes", "plans", "plugins", "spec"},
-    "phases": {"errors", "graph", "linears", "passes", "recipes"},
+    "phases": {"errors", "graph", "linears", "nodes", "passes", "recipes"},
     "cache": {"errors", "private", "processor"},
     "lowering": CORE | {"cache", "early", "groups", "ops"},
     "viewer": {"engine"},
