@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -75,8 +76,12 @@ class Format:
     zeros: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise UnknownName("format of weights", str(self.kind), KINDS)
+        if not isinstance(self.block, (tuple, list, NoneType)):
+            raise InputError(f"block must be two numbers, rows and columns that share a scale, got {self.block!r}.")
+        if type(self.zeros) is not bool:
+            raise InputError(f"zeros is true or false, got {self.zeros!r}.")
         block = ((1, 128) if self.kind == "int4" else (1, WHOLE)) if self.block is None else tuple(self.block)
         if len(block) != 2 or any(type(n) is not int or (n < 1 and n != WHOLE) for n in block):
             raise InputError(
@@ -253,7 +258,7 @@ def _most(wide: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantise(weight: Tensor, format: Format) -> QuantisedWeight:
+def quantise(weight: Tensor, format: Format, name: str = "a weight") -> QuantisedWeight:
     """A weight, rounded to the nearest numbers of a format.
 
     It takes the memory of the result and, for a while, a few copies in fp32 of some of its rows.
@@ -261,6 +266,7 @@ def quantise(weight: Tensor, format: Format) -> QuantisedWeight:
     Args:
         weight: [rows, columns] or [E, rows, columns], floating; of 4-bit numbers with an even number of columns.
         format: to which.
+        name: of the weight, for a message.
 
     Raises:
         InputError: another shape or dtype, or a weight that is not finite.
@@ -291,7 +297,10 @@ def quantise(weight: Tensor, format: Format) -> QuantisedWeight:
                 zeros[item][blocks] = zero
             values[item][at] = stored_numbers(numbers_of(some_rows, scale, zero, format.block, kind), kind)
     if weight.device.type != "meta" and not bool(scales.isfinite().all()):
-        raise InputError(f"a weight {list(weight.shape)} to quantise is not finite.")
+        raise InputError(
+            f"{name} {list(weight.shape)} has values that are not finite, or whose range is not in fp32, so it has no "
+            f"scales; mend it, or leave it as it is (but=)."
+        )
     return QuantisedWeight(values, scales, zeros, format.block)
 
 

@@ -360,7 +360,7 @@ def _item(
     chosen: Format = format
 
     def make() -> Sequence[Tensor]:
-        found = quantise(folded(), chosen) if rounded is None else rounded
+        found = quantise(folded(), chosen, name) if rounded is None else rounded
         return [part.cpu() for part in _parts(found, chosen)]
 
     return Item(tuple((f"{module}.{part}", dtype, shape) for part, dtype, shape in kinds), make)

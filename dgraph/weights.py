@@ -239,7 +239,7 @@ class Quantising:
             whole = self._whole[name]
             if self._source is not None and name in self._source:
                 whole = self._source.whole(name, whole)
-            self._held = name, quantise(whole, self._formats[name])
+            self._held = name, quantise(whole, self._formats[name], name)
         return self._held[1]
 
 

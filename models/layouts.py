@@ -268,7 +268,8 @@ def _as_bytes(words: Tensor, columns: int, bits: int) -> Stored:
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] of unsigned numbers as what is stored of each: 0..15 of 4 bits, or int8 around 0."""
-    as_bytes = words.contiguous().view(torch.uint8)
+    # Of one column torch calls strides contiguous by which words are no bytes side by side.
+    as_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return unpacked(as_bytes) if bits == 4 else _around_zero(as_bytes)
 
 

@@ -7,6 +7,7 @@ activations are not read: activations are measured as they come.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ def find_quantised(
         CheckpointError: a method or layout that is not known; a tensor is missing, or not of the shape or dtype that
             the settings say. The message names it.
     """
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{what}: quantization_config is {settings!r}, expected an object of keys.")
     method = str(settings.get("quant_method", "compressed-tensors"))
     if method not in METHODS:
         raise CheckpointError(
@@ -74,6 +77,10 @@ def find_quantised(
             found[weight] = parts["weight"] if plain else layout.make(Module(module, method, parts, weight in embed))
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"{what}: quantization_config is not as {method!r} writes it ({error}): {dict(settings)!r}."
+        ) from error
     return found
 
 

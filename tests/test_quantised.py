@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.ops import OPS
+from dgraph.private.torch import product_of_int8
 from dgraph.quantised import (
     KINDS,
     ROW_KINDS,
@@ -174,3 +175,11 @@ def test_the_largest_number_of_a_row_is_the_reach_and_none_lies_beyond(kind: str
 def test_rows_in_a_format_that_is_none_of_theirs() -> None:
     with pytest.raises(UnknownName, match="unknown format of rows 'int4'"):
         quantised_rows(torch.ones(2, 4), "int4")
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 64, 65])
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_sums_of_products_of_int8_are_exact(rows: int, columns: int) -> None:
+    x = torch.randint(-128, 128, (2, rows, columns), dtype=torch.int8)
+    weight = torch.randint(-128, 128, (7, columns), dtype=torch.int8)
+    assert torch.equal(product_of_int8(x, weight).long(), x.long() @ weight.long().t())

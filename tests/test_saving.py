@@ -36,6 +36,7 @@ FORMATS = {
     "int8, LM head and embeddings": QuantizeWeights("int8", lm_head=True, embeddings=True),
     "int4 with zeros and embeddings": QuantizeWeights("int4", (1, 16), zeros=True, embeddings=True),
     "int4 with zeros, all but some": QuantizeWeights("int4", (1, 16), zeros=True, lm_head=True, but=("*.k_proj.*",)),
+    "int4 in few large blocks with zeros": QuantizeWeights("int4", (16, 16), True),
 }
 
 

@@ -40,7 +40,7 @@ def quantize(
         Path | None,
         typer.Option(help='With --calibrated: a JSONL file of {"prompt": ...}, instead of prompts of its own tasks.'),
     ] = None,
-    count: Annotated[int, typer.Option(help="With --calibrated: prompts at most.")] = 32,
+    count: Annotated[int | None, typer.Option(help="With --calibrated: prompts at most.", show_default="32")] = None,
     dtype: Annotated[str | None, typer.Option(help="With --calibrated: to measure in.", show_default=False)] = None,
     device: given.Device = None,
     json: given.Json = False,
@@ -61,18 +61,22 @@ def quantize(
     from dgraph.quantised import QuantisedWeight
     from dgraph.saving import Fold, check_out, check_weights, save_quantised
 
-    if count < 1:
+    if count is not None and count < 1:
         raise InputError(f"--count must be at least 1, got {count}.")
     if calibrated not in (None, *METHODS):
         raise UnknownName("method of --calibrated", calibrated, METHODS)
-    if prompts is not None and calibrated is None:
-        raise InputError("--prompts is what --calibrated measures on; give that too, or leave it out.")
+    given.torch_dtype(dtype)  # refuses what it does not know
+    alone = {"--prompts": (prompts, "on"), "--count": (count, "on"), "--dtype": (dtype, "in")}
+    for name, (value, how) in alone.items():
+        if value is not None and calibrated is None:
+            raise InputError(f"{name} is what --calibrated measures {how}; give that too, or leave it out.")
     check_out(out)
     where, chosen = given.torch_device(device), check_weights(weights)
     folds: tuple[Fold, ...] = ()
     rounded: dict[str, QuantisedWeight] = {}
     if calibrated is not None:
-        texts = prompts_of(model, count, 0) if prompts is None else read_prompts(prompts)[:count]
+        most = 32 if count is None else count
+        texts = prompts_of(model, most, 0) if prompts is None else read_prompts(prompts)[:most]
         with status("measuring inputs") as say:
             inputs = inputs_for(model, texts, chosen, dtype=given.torch_dtype(dtype), device=where)
             if calibrated == "awq":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -84,12 +84,17 @@ class QuantizeWeights(Pass):
     def __post_init__(self) -> None:
         for name in ("which", "but"):
             given = getattr(self, name)
-            if isinstance(given, str):
-                raise InputError(f"{name} must be patterns of names of weights, as ({given!r},), got {given!r}.")
-            object.__setattr__(self, name, tuple(map(str, given)))
-        if self.block is not None:
-            object.__setattr__(self, "block", tuple(self.block))
+            if not isinstance(given, (tuple, list)) or not all(isinstance(pattern, str) for pattern in given):
+                raise InputError(f"{name} must be patterns of names of weights, as ({str(given)!r},), got {given!r}.")
+            object.__setattr__(self, name, tuple(given))
+        for name in ("zeros", "lm_head", "embeddings", "router", "activations"):
+            if type(getattr(self, name)) is not bool:
+                raise InputError(f"{name} is true or false, got {getattr(self, name)!r}.")
         format = self._format()
+        if format is None and (self.block is not None or self.zeros):
+            raise InputError("block and zeros are of a format; give one, or leave them out.")
+        if format is not None and self.block is not None:
+            object.__setattr__(self, "block", format.block)
         if not self.activations or format is None:
             return
         assert format.block is not None  # filled in by the format
@@ -136,6 +141,10 @@ class QuantizeWeights(Pass):
     def _round(self, graph: Graph, report: Report) -> None:
         """Rows in the numbers of the weights that they meet."""
         rounded: dict[tuple[Node, str], Node] = {}
+        if self.format is None:
+            weights = [w for call in graph.find("experts") for w in args_of(call)[3:5]]
+            stored = [*(linear.stored for linear in linears_of(graph.calls, "plain")), *map(stored_of, weights)]
+            self._check_patterns([found.name for found in stored if found is not None])
 
         def once(x: Node, kind: str, before: Node) -> Node:
             """Rows are the same ones in another shape: experts read [b * t, d] where linear layers read [b, t, d]."""
@@ -185,14 +194,17 @@ class QuantizeWeights(Pass):
             InputError: a pattern that matches the name of no weight that could be.
         """
         found = {weight: reader.meta["layer"] for reader, weight in self._known(graph)}
-        names = [node.meta["weight"] for node in found]
+        self._check_patterns([node.meta["weight"] for node in found])
+        return {node: layer for node, layer in found.items() if self._matches(node.meta["weight"])}
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        """Raises `InputError` for a pattern that matches none of the names of weights that could be chosen."""
         for pattern in (*self.which, *self.but):
             if names and not any(fnmatchcase(name, pattern) for name in names):
                 raise InputError(
                     f"no weight of a linear layer or of experts is called {pattern!r}; names are those of the captured "
                     f"graph, such as {', '.join(names[:3])}."
                 )
-        return {node: layer for node, layer in found.items() if self._matches(node.meta["weight"])}
 
     def _known(self, graph: Graph) -> Iterator[tuple[Node, Node]]:
         """Calls that read weights of layers, and those that read embeddings, LM head and routers if these are wanted;

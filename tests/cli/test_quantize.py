@@ -42,6 +42,9 @@ def test_calibrated(run: Run, folder: Path, tmp_path: Path, method: str, field: 
 def test_refusals(run: Run, folder: Path) -> None:
     refused(run("quantize", folder, "--out", folder), f"{folder} exists already")
     refused(run("quantize", folder, "--out", "q", "--prompts", "p"), "--prompts is what --calibrated measures on")
+    refused(run("quantize", folder, "--out", "q", "--count", 5), "--count is what --calibrated measures on")
+    refused(run("quantize", folder, "--out", "q", "--dtype", "float32"), "--dtype is what --calibrated measures in")
+    refused(run("quantize", folder, "--out", "q", "--dtype", "banana"), "banana")
     refused(run("quantize", folder, "--out", "q", "--calibrated", "gptc"), "unknown method of --calibrated 'gptc'")
     refused(run("quantize", folder, "--out", "q", "--weights", "int3"), "unknown format of weights 'int3'")
     refused(run("quantize", folder, "--out", "q", "--weights", "fp8:zeros=true"), "zero of their own")

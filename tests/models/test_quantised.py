@@ -201,6 +201,16 @@ def test_a_damaged_tensor_is_named(name: str, tmp_path: Path) -> None:
             {"config_groups": {"a": {"targets": ["re:.*mlp.*"]}}},
             "no group of config_groups says how",
         ),
+        (
+            "compressed int4",
+            {"config_groups": {"a": {"targets": ["re:*foo"], "weights": {"num_bits": 4, "type": "int"}}}},
+            "quantization_config is not as 'compressed-tensors' writes it",
+        ),
+        (
+            "compressed int4",
+            {"config_groups": [1]},
+            "quantization_config is not as 'compressed-tensors' writes it",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(

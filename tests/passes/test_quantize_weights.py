@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.families import families
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
@@ -367,6 +368,13 @@ def test_ranks_decode_by_rounded_rows(name: str, experts: str) -> None:
         ({"block": (128, 128), "activations": True}, InputError, "one scale for each row and no zeros"),
         ({"format": "int8", "zeros": True, "activations": True}, InputError, "one scale for each row and no zeros"),
         ({"which": "*.mlp.*"}, InputError, r"\('\*\.mlp\.\*',\)"),
+        ({"but": None}, InputError, "but must be patterns of names of weights"),
+        ({"format": ["int4"]}, UnknownName, "fp8"),
+        ({"block": 128}, InputError, "block must be two numbers, .* got 128"),
+        ({"format": "int8", "zeros": "false"}, InputError, "zeros is true or false, got 'false'"),
+        ({"lm_head": "false"}, InputError, "lm_head is true or false, got 'false'"),
+        ({"format": None, "block": (1, 64)}, InputError, "block and zeros are of a format"),
+        ({"format": None, "zeros": True, "activations": True}, InputError, "block and zeros are of a format"),
     ],
 )
 def test_settings_that_mean_nothing(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -378,6 +386,19 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     (tiny,) = models(None, "sdar")
     with pytest.raises(InputError, match=r"QuantizeWeights: .*'\*\.ffn\.\*'.*model\.layers\.0\.self_attn\.q_proj"):
         rewritten(tiny.graph, QuantizeWeights("int8", which=("*.ffn.*",)))
+    stored = as_loaded(tiny, QuantizeWeights("int8"))
+    for patterns in ({"which": ("*q_proj*", "*.ffn.*")}, {"but": ("*.ffn.*",)}):
+        with pytest.raises(InputError, match=r"QuantizeWeights: .*'\*\.ffn\.\*'.*model\.layers\.0\.self_attn\.q_proj"):
+            rewritten(stored, QuantizeWeights(None, activations=True, **patterns))
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = families()["sdar"].random(0)
+    name = "model.model.layers.1.self_attn.q_proj.weight"
+    with torch.no_grad():
+        dict(model.module.named_parameters())[name][1, 2] = torch.nan
+    with pytest.raises(InputError, match=r"layers\.1\.self_attn\.q_proj\.weight .* not finite"):
+        dgraph.optimize(model, "dense", weights="int8", backend="eager")
 
 
 def reading(read: str) -> Graph:
