@@ -90,7 +90,7 @@ def together(sequences: list[Sequence]) -> Candidates:
     flags = {n: column(n, torch.bool) for n in ("masked", "editable")}
     real = {n: column(n, torch.float32) for n in ("noise", "order")}
     measured = {n: column(n, torch.float32) for n in ("margin", "entropy")}
-    (other,) = statistics_of(JointThresholdInDel())
+    (other,) = statistics_of(JointThresholdInDel(delete_id=1, split_id=2))
     measured[other.name] = torch.full_like(measured["margin"], 3.0)
     zeros = torch.zeros(len(sequences), dtype=torch.int64)
     confidence = column("c", torch.float32)
