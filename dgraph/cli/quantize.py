@@ -65,7 +65,7 @@ def quantize(
         raise InputError(f"--count must be at least 1, got {count}.")
     if calibrated not in (None, *METHODS):
         raise UnknownName("method of --calibrated", calibrated, METHODS)
-    given.torch_dtype(dtype)  # refuses what it does not know
+    measured = given.torch_dtype(dtype)
     alone = {"--prompts": (prompts, "on"), "--count": (count, "on"), "--dtype": (dtype, "in")}
     for name, (value, how) in alone.items():
         if value is not None and calibrated is None:
@@ -78,7 +78,7 @@ def quantize(
         most = 32 if count is None else count
         texts = prompts_of(model, most, 0) if prompts is None else read_prompts(prompts)[:most]
         with status("measuring inputs") as say:
-            inputs = inputs_for(model, texts, chosen, dtype=given.torch_dtype(dtype), device=where)
+            inputs = inputs_for(model, texts, chosen, dtype=measured, device=where)
             if calibrated == "awq":
                 folds = scales_for(inputs, lambda done, total: say(f"scales of {done} of {total} groups of weights"))
             else:

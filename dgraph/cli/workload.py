@@ -123,8 +123,7 @@ def commits_of(
 def decided(decoding: Decoding, spec: ModelSpec) -> Decoding:
     """How tokens are committed where nothing was said: in 15 steps a block, or by the model's own rule."""
     own = decoding.for_model(spec)
-    said = own.threshold is not None or own.policy is not None or own.steps is not None
-    return own if said else replace(own, steps=15)
+    return own if own.says_rule else replace(own, steps=15)
 
 
 def written_commits(decoding: Decoding) -> dict[str, Any]:

@@ -126,12 +126,7 @@ def build_engine(
 ) -> Engine:
     """An engine over a session's programs and memory; see `build_driver` and `Engine`."""
     driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
-
-    def scorer() -> Scorer:
-        session.spec.check_masks("a decision between labels")  # before a forward is made for it
-        return Scorer(session.spec, scoring(), driver.shape.block, session.device)
-
-    questions = Questions(scorer)
+    questions = Questions(lambda: Scorer(session.spec, scoring, driver.shape.block, session.device))
     return Engine(driver, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
 
 

@@ -222,8 +222,9 @@ class Driver:
 
     def _refuse_unlike(self, tickets: list[Ticket]) -> None:
         """End those whose rules cannot be in one batch with those that are, as of two statistics of one name."""
-        busy = self._batch is not None and (self._batch.running or self._batch.busy)
-        rules = {policy_key(kind_of(chosen.rule)): chosen.rule for chosen in self._decodings} if busy else {}
+        if self._batch is not None and not self._batch.running and not self._batch.busy:
+            self._decodings = []
+        rules = {policy_key(kind_of(chosen.rule)): chosen.rule for chosen in self._decodings}
         for ticket in list(tickets):
             rule = ticket.request.decoding.rule
             if (kind := policy_key(kind_of(rule))) in rules:
@@ -238,8 +239,6 @@ class Driver:
 
     def _ready_for(self, decodings: list[Decoding]) -> Batch:
         """The batch, able to decode as these requests ask for as well as for those that run."""
-        if self._batch is not None and not self._batch.running and not self._batch.busy:
-            self._decodings = []
         known = {self._like(chosen) for chosen in self._decodings}
         new = {self._like(chosen): chosen for chosen in decodings if self._like(chosen) not in known}
         if self._batch is None:

@@ -104,12 +104,16 @@ class Decoding:
         """The value that a function was given, or its keywords as one; see `settings_of`."""
         return settings_of(cls, given, keywords)
 
+    @property
+    def says_rule(self) -> bool:
+        """Whether somebody chose what commits tokens: one of `RULE`."""
+        return any(getattr(self, name) is not None for name in RULE)
+
     def for_model(self, spec: ModelSpec) -> Decoding:
         """The same, by the rule of a model that no threshold decodes if nobody chose one: canvases of random tokens
         (`spec.noise`) by `diffusion_gemma`.
         """
-        chose = any(getattr(self, name) is not None for name in RULE)
-        return replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not chose else self
+        return replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not self.says_rule else self
 
     def changed(self, said: Mapping[str, Any]) -> Decoding:
         """The same with other values, as `from_json` takes them. Where a value is one of `RULE`, none of those three

@@ -10,7 +10,7 @@ one label are taken as independent of each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,15 +91,16 @@ class Scorer:
 
     Args:
         spec: the model.
-        program: one forward of packed sequences, with the outputs hidden [N, d], what the LM head reads, its weight,
-            and its bias if it has one, or with the output logits; see `dgraph.phases.scoring`.
+        program: makes one forward of packed sequences, with the outputs hidden [N, d], what the LM head reads, its
+            weight, and its bias if it has one, or with the output logits; see `dgraph.phases.scoring`. It is not called
+            for a model that cannot be asked.
         block: tokens that are denoised together.
         device: where the program runs.
     """
 
-    def __init__(self, spec: ModelSpec, program: Program, block: int, device: torch.device):
+    def __init__(self, spec: ModelSpec, program: Callable[[], Program], block: int, device: torch.device):
         spec.check_masks("a decision between labels")
-        self._spec, self._program, self._block, self._device = spec, program, block, device
+        self._spec, self._program, self._block, self._device = spec, program(), block, device
 
     @torch.no_grad()
     def __call__(self, question: Question) -> list[float]:

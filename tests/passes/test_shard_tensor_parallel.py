@@ -387,7 +387,7 @@ def test_labels_are_as_probable_as_in_one_process() -> None:
 
     def ask(graph: Graph) -> list[float]:
         program = LoweredProgram(scoring(graph), RegionCompiler("eager"), Buckets())
-        return Scorer(tiny.model.spec, program, 8, torch.device("cpu"))(question)
+        return Scorer(tiny.model.spec, lambda: program, 8, torch.device("cpu"))(question)
 
     graphs = [rewritten(tiny.graph, ShardTensorParallel(2, rank=rank)) for rank in range(2)]
     first, second = ranks(2, lambda rank: ask(graphs[rank]))

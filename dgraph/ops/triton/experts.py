@@ -211,8 +211,7 @@ def _gate_rows(
 
 @triton.jit
 def _sum_slots(
-    each_ptr, place_ptr, weight_ptr, out_ptr, each_row,
-    SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    each_ptr, place_ptr, weight_ptr, out_ptr, each_row, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The weighted sum of a row's slots, in order."""
     row = tl.program_id(0).to(tl.int64)
