@@ -12,6 +12,7 @@ import torch
 KERNELS: dict[str, frozenset[str]] = {
     "attention": frozenset(
         {"_attend", "_attend_in_eight_bits", "_attend_in_roles", "_exact", "_mixed", "_attend_kept", "_attend_rows"}
+        | {"_add_up_rows"}
     ),
     "focus": frozenset({"_list_candidates", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
     "salience": frozenset(

@@ -143,9 +143,7 @@ def _joined(
 
 def _made_by(origin: Region | Call | Fused) -> Sequence[Node]:
     """The nodes that a step gives a value."""
-    if isinstance(origin, Call):
-        return [part for _, part in origin.results]
-    return origin.nodes if isinstance(origin, Region) else (origin.made,)
+    return origin.nodes if isinstance(origin, Region) else [part for _, part in origin.results]
 
 
 def _rows_of_region(symbols: Symbols, region: Region) -> str:

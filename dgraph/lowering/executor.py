@@ -241,7 +241,8 @@ class LoweredProgram:
     def _lower(self, step: Region | Call | Fused, compiler: RegionCompiler) -> Step:
         if isinstance(step, Fused):
             args = [_numbered(a, self._numbers) for a in step.args]
-            return Step(step.function, args, ((None, self._number(step.made)),), origin=step)
+            targets = tuple((part, self._number(n)) for part, n in step.results)
+            return Step(step.function, args, targets, origin=step)
         if isinstance(step, Region):
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))

@@ -140,14 +140,18 @@ class _Run:
         return result
 
     def _taken_along(self, fused: Fused, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """One allocation at most: what a call takes along is computed where it is read."""
-        op = op_of(fused.made.target)
-        if op is None:  # in place
+        """What a call takes along is computed where it is read, but for the attention before a rounding."""
+        if op_of(fused.made.target) is None:  # in place
             self._enter(fused.made)
             return self._quietly(function, *args)
         values = {n: value for n, value in zip(fused.args, args, strict=True) if isinstance(n, Node)}
-        values[fused.within] = self._quietly(_call, fused.within, values)
-        return self._called(op, fused.made, _filled(args_of(fused.made), values))
+        for node in fused.nodes:
+            op, own = op_of(node.target), _filled(args_of(node), values)
+            if op is not None and (node is fused.made or not op.inline):
+                values[node] = self._called(op, node, own)
+            else:
+                values[node] = self._quietly(_call, node, values)
+        return values[fused.made]
 
     def _walked(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:
         """Node by node; what nobody reads any more is freed."""

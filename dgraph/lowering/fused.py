@@ -7,10 +7,14 @@ instead of two.
 
 Rotations of queries: attention loads each query once, and can rotate it there. A rotary embedding before it is a
 pass of its own, unless what makes the queries (a norm of heads) is one anyway.
+
+Rounding of what attention gives: where the keys are divided among programs, what adds their shares up has whole rows,
+and rounds them. Where they are not, a kernel rounds the rows that are live, which it reads again.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,29 +27,33 @@ from dgraph.graph import Graph
 from dgraph.linears import linear_of
 from dgraph.lowering.taken import inputs_of
 from dgraph.nodes import ancestors, args_of, viewed
-from dgraph.ops import OPS, op_of, rope
+from dgraph.ops import OPS, Op, op_of, rope
+from dgraph.quantised import quantised_rows
 
 aten = torch.ops.aten
 
 _FRESH = (aten.add.Tensor, aten.embedding.default)
 """What makes a stream whose buffer is nobody else's."""
 
+_ATTENDED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of queries that kernels of attention take."""
+
 
 @dataclass(frozen=True)
 class Fused:
-    """A call that takes the one before it along.
+    """Calls that run as one.
 
     Attributes:
-        made: the call; its node stands for the result.
-        within: what it takes along; nothing else reads that.
-        function: computes both.
+        made: the last of them, which gives the result.
+        within: those before it, in order; nothing else reads them.
+        function: computes all.
         args: of the function: nodes and plain values.
         by_row: whether a row of the result depends on the same row of the arguments only.
     """
 
     made: Node
-    within: Node
-    function: Callable[..., Tensor]
+    within: tuple[Node, ...]
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     by_row: bool
 
@@ -54,43 +62,120 @@ class Fused:
         """The values that it reads, each once."""
         return tuple(inputs_of(arg for arg in self.args if isinstance(arg, Node)))
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All of them, in order."""
+        return (*self.within, self.made)
+
+    @property
+    def results(self) -> tuple[tuple[int | None, Node], ...]:
+        """The parts of its result, with the node of each; part None is the result itself."""
+        return results_of(self.made)
+
+
+def results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
+    """The parts of a call's result that are picked, with the node of each; part None is the result itself."""
+    parts = [(args_of(user)[1], user) for user in node.users if user.target is operator.getitem]
+    return tuple(parts) if parts else ((None, node),)
+
 
 def add_product(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """stream [N, d_out] += x [N, d_in] @ weight.T, rounded once; returns the stream."""
     return stream.addmm_(x, weight.t())
 
 
-def attend_rotated(q: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
-    """dgraph::paged_attention of rope(q, cos, sin), with its other arguments: q [N, Hq, D], cos and sin [N, 1, D]."""
-    if q.device.type != "cuda":
-        turned: Tensor = OPS["paged_attention"].overload(rope.reference(q, cos, sin), *rest)
-        return turned
-    with torch.cuda.device(q.device):
-        attended: Tensor = OPS["paged_attention"].on_gpu(q, *rest, rotation=(cos, sin))
-        return attended
+@dataclass(frozen=True)
+class Attend:
+    """An attention that rotates its queries, rounds what it gives, or both.
+
+    Attributes:
+        op: the attention.
+        rotated: whether it takes cos and sin [N, 1, D] after the queries [N, Hq, D], and attends with
+            rope(q, cos, sin).
+        kind: of numbers, in which it gives its results as rows: values [N, Hq * D] and scales [N, 1], as
+            dgraph::rows_quantise does; None for results as they are, [N, Hq, D].
+    """
+
+    op: Op
+    rotated: bool = False
+    kind: str | None = None
+
+    def __call__(self, q: Tensor, *args: Any) -> Any:
+        """The attention of its arguments."""
+        rotation, rest = (args[:2], args[2:]) if self.rotated else (None, args)
+        if q.device.type != "cuda":
+            attended = self.op.overload(q if rotation is None else rope.reference(q, *rotation), *rest)
+            return attended if self.kind is None else quantised_rows(attended.flatten(1), self.kind)
+        options: dict[str, Any] = {} if rotation is None else {"rotation": rotation}
+        options |= {} if self.kind is None else {"kind": self.kind}
+        with torch.cuda.device(q.device):
+            return self.op.on_gpu(q, *rest, **options)
 
 
 def fused_of(graph: Graph) -> dict[Node, Fused]:
     """Everything in a graph that takes something along, by the node that it stands for."""
-    return {**sums_of(graph), **rotations_of(graph)}
+    return {**sums_of(graph), **attentions_of(graph)}
 
 
-def rotations_of(graph: Graph) -> dict[Node, Fused]:
-    """The attentions of a graph that can rotate their queries, by node."""
+def attentions_of(graph: Graph) -> dict[Node, Fused]:
+    """The attentions of a graph that can rotate their queries or round what they give, by the last node of each."""
+    rounded = _rounded_attentions(graph)
     found = {}
-    for attention in graph.find("paged_attention"):
-        turned, *rest = args_of(attention)
-        op = op_of(turned.target)
-        if op is None or op.name != "rope" or set(turned.users) != {attention} or turned in rest:
+    for attention in graph.calls:
+        op, turned = op_of(attention.target), _rotated_queries(graph, attention)
+        rows, made = rounded.get(attention, ((), attention))
+        if op is None or (turned is None and not rows):
             continue
-        values = [node.meta["val"] for node in args_of(turned)]
-        dtype = turned.meta["val"].dtype
-        plain = dtype == values[0].dtype and dtype in (torch.bfloat16, torch.float16, torch.float32)
-        made = linear_of(viewed(args_of(turned)[0]))
-        of_a_layer = made is not None and made.kind == "plain"  # it lies in memory as the product wrote it
-        if plain and of_a_layer and rope.turns_rows(graph.symbols, *values):
-            found[attention] = Fused(attention, turned, attend_rotated, (*args_of(turned), *rest), by_row=False)
+        q, *rest = args_of(attention)
+        function = Attend(op, turned is not None, args_of(made)[1] if rows else None)
+        within = (*(() if turned is None else (turned,)), *rows)
+        args = (*((q,) if turned is None else args_of(turned)), *rest)
+        found[made] = Fused(made, within, function, args, by_row=False)
     return found
+
+
+def _rotated_queries(graph: Graph, attention: Node) -> Node | None:
+    """The rotation of the queries of an attention that can do it itself; None if there is none."""
+    if attention.target is not OPS["paged_attention"].overload:
+        return None
+    turned, *rest = args_of(attention)
+    if turned.target is not OPS["rope"].overload or set(turned.users) != {attention} or turned in rest:
+        return None
+    values = [node.meta["val"] for node in args_of(turned)]
+    made = linear_of(viewed(args_of(turned)[0]))
+    of_a_layer = made is not None and made.kind == "plain"  # it lies in memory as the product wrote it
+    plain = turned.meta["val"].dtype == values[0].dtype and values[0].dtype in _ATTENDED
+    return turned if plain and of_a_layer and rope.turns_rows(graph.symbols, *values) else None
+
+
+def _rounded_attentions(graph: Graph) -> dict[Node, tuple[tuple[Node, Node], Node]]:
+    """The attentions that can round what they give, for a product that takes nothing else of them: with their rows, and
+    the rounding of these."""
+    found = {}
+    for made in graph.find("quantise_rows"):
+        rows = args_of(made)[0]
+        if rows.target is not aten.reshape.default or set(rows.users) != {made}:
+            continue
+        attention = args_of(rows)[0]
+        op = op_of(attention.target)
+        if op is None or not op.rounds or set(attention.users) != {rows}:
+            continue
+        value, flat = attention.meta["val"], rows.meta["val"]
+        whole = flat.dim() == 2 and graph.row_set(rows) == graph.row_set(attention) is not None
+        if whole and value.dtype in _ATTENDED and not _is_written(attention, made):
+            found[attention] = ((attention, rows), made)
+    return found
+
+
+def _is_written(attention: Node, later: Node) -> bool:
+    """Whether something that it reads is written between it and a later call, or the program is cut there."""
+    node, read = attention.next, set(attention.all_input_nodes)
+    while node is not later:
+        op = op_of(node.target)
+        if op is not None and (op.cut or read.intersection(op.written(args_of(node)))):
+            return True
+        node = node.next
+    return False
 
 
 def sums_of(graph: Graph) -> dict[Node, Fused]:
@@ -102,7 +187,7 @@ def sums_of(graph: Graph) -> dict[Node, Fused]:
             continue
         for stream, linear in (args_of(total), args_of(total)[::-1]):
             if _is_layer(linear, total) and _ends_in(stream, linear, total) and stream not in results:
-                found[total] = Fused(total, linear, add_product, (stream, *args_of(linear)), by_row=True)
+                found[total] = Fused(total, (linear,), add_product, (stream, *args_of(linear)), by_row=True)
                 break
     return found
 

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.graph import Graph
-from dgraph.lowering.fused import Fused, fused_of
+from dgraph.lowering.fused import Fused, fused_of, results_of
 from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
 from dgraph.nodes import args_of, where
 from dgraph.ops import Op, op_of
@@ -100,8 +100,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
 
     Args:
         graph: a phase's.
-        fused: whether products add to the residual stream and attention rotates its queries (`dgraph.lowering.fused`);
-            None: on a GPU.
+        fused: whether calls take others along (`dgraph.lowering.fused`); None: on a GPU.
         name: of the only stage of an uncut graph.
 
     Raises:
@@ -133,7 +132,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
                 continue
             op = run_by(node)
             assert op is not None  # it is opaque
-            call = Call(node, _results_of(node), op)
+            call = Call(node, results_of(node), op)
             if _is_cut(node):
                 stages.append(Stage("", tuple(steps), rows, call))
                 steps, rows = [], node.meta["rows"]
@@ -154,12 +153,16 @@ class _Units:
 
     def __init__(self, graph: Graph, fused: Mapping[Node, Fused]):
         self.graph, self.fused = graph, fused
-        self._within = {found.within: node for node, found in fused.items()}
+        self._within = {each: node for node, found in fused.items() for each in found.within}
         self.nodes = [node for node in graph.calls if node not in self._within and not is_taken(node)]
 
     def is_opaque(self, node: Node) -> bool:
         """Whether nothing fuses with it."""
         return node in self.fused or _is_opaque(node)
+
+    def is_part(self, node: Node) -> bool:
+        """Whether a node picks one result of what nothing fuses with."""
+        return node.target is operator.getitem and self.is_opaque(args_of(node)[0])
 
     def inputs(self, node: Node) -> Sequence[Node]:
         """What it reads."""
@@ -197,16 +200,6 @@ def _written_by(node: Node) -> list[Node]:
     return op.written(args_of(node)) if op is not None else []
 
 
-def _is_part(node: Node) -> bool:
-    """Whether a node picks one result of an opaque call."""
-    return node.target is operator.getitem and _is_opaque(args_of(node)[0])
-
-
-def _results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
-    parts = [(args_of(u)[1], u) for u in node.users if _is_part(u)]
-    return tuple(parts) if parts else ((None, node),)
-
-
 def _levels(units: _Units) -> dict[Node, int]:
     """The level of each node: region l runs before all opaque calls of level l, and these in the graph's order.
 
@@ -220,13 +213,13 @@ def _levels(units: _Units) -> dict[Node, int]:
     read: dict[Node, int] = {}
     lowest = 0
     for node in units.nodes:
-        if _is_part(node):
+        if units.is_part(node):
             levels[node] = levels[args_of(node)[0]]
             continue
         opaque, level = units.is_opaque(node), 0
         for arg in units.inputs(node):
             if arg in levels:
-                after_call = units.is_opaque(arg) or _is_part(arg)
+                after_call = units.is_opaque(arg) or units.is_part(arg)
                 level = max(level, levels[arg] + (1 if after_call and not opaque else 0))
             elif arg in written and not opaque:
                 level = max(level, written[arg] + 1)
@@ -252,7 +245,7 @@ def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
     for node in reversed(units.nodes):
         if units.is_opaque(node):
             later.update(dict.fromkeys(_written_by(node), levels[node]))
-        if units.is_opaque(node) or _is_part(node):
+        if units.is_opaque(node) or units.is_part(node):
             continue
         at = min((slots.get(u, levels.get(u, end)) for u in units.readers(node)), default=end)
         bounds = [levels[c] for c in cuts if node < c]

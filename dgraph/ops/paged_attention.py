@@ -235,6 +235,7 @@ OP = define(
     scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     padding=(0,),
     kernel="dgraph.ops.triton.paged_attention:kernel",
+    rounds=True,
     tuning="dgraph.ops.triton.candidates:ATTENTION",
     workspace=workspace,
 )

@@ -83,6 +83,8 @@ class Op:
         rounded: the arguments whose rows it multiplies by its weight. In place of such rows that dgraph::round_rows
             rounded to numbers of the kind that the weight is stored in, a program gives reference, kernel and
             `workspace` a `dgraph.quantised.QuantisedRows`.
+        rounds: whether its kernel takes `kind`, and then gives in place of its one result [N, ...] what
+            dgraph::rows_quantise makes of the live rows [N, d] of it.
         workspace: takes a device and a call's arguments, of which only sizes and dtypes are looked at, and gives the
             bytes that the call there allocates beside its results and frees again: the most at a time, of what grows
             with the rows. None: next to nothing.
@@ -110,6 +112,7 @@ class Op:
     tuning: str | None = None
     stored: tuple[str, ...] = ()
     rounded: tuple[str, ...] = ()
+    rounds: bool = False
     workspace: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +131,8 @@ class Op:
                     f"op {self.name}: {fact} names {', '.join(unknown)}, but its arguments are "
                     f"{', '.join(self.arguments)}. Name an argument of the reference."
                 )
+        if self.rounds and self.kernel is None:
+            raise InputError(f"op {self.name}: rounds is said of its kernel, and it has none; name the kernel.")
 
     @property
     def arguments(self) -> tuple[str, ...]:

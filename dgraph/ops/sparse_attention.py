@@ -247,4 +247,5 @@ OP = define(
     },
     padding=(0,),
     kernel="dgraph.ops.triton.sparse_attention:kernel",
+    rounds=True,
 )

@@ -16,7 +16,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.regions import region_text
 from dgraph.lowering.schedule import Call, Region, Stage, prepared
-from dgraph.nodes import op_name
+from dgraph.nodes import is_view, op_name
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
 from dgraph.text.columns import table
@@ -170,7 +170,7 @@ def _calls(stage: Stage) -> dict[str, int]:
 def _call(step: Call | Fused) -> str:
     if isinstance(step, Call):
         return op_name(step.node.target)
-    return f"{op_name(step.within.target)} + {op_name(step.made.target)}"
+    return " + ".join(op_name(node.target) for node in step.nodes if not is_view(node))
 
 
 def _cut(stage: Stage) -> str:

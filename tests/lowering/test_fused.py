@@ -10,8 +10,9 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.lowering.fused import Fused, add_product, attend_rotated, fused_of, rotations_of, sums_of
+from dgraph.lowering.fused import Attend, Fused, add_product, attentions_of, fused_of, sums_of
 from dgraph.lowering.schedule import Call, Region, schedule
+from dgraph.ops import OPS
 from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.policies import FixedSteps
 from dgraph.runtime.session import BlockSession
@@ -65,7 +66,7 @@ def test_nothing_reads_a_stream_after_its_sum(
                 assert not read & gone
                 if isinstance(step, Fused):
                     gone.update([step.args[0]] if step.function is add_product else [])
-                    there.add(step.made)
+                    there.update(node for _, node in step.results)
                 else:
                     there.update(step.outputs if isinstance(step, Region) else (n for _, n in step.results))
 
@@ -179,24 +180,24 @@ def test_attention_rotates_what_a_linear_layer_gives(family: str, recipe: str, c
     """DyLLM's partial attention does not; without its update it is the usual one."""
     setup = setup_of(family)
     graph = setup.optimized(recipe, 16).graph("step")
-    assert len(rotations_of(graph)) == count
+    assert len(attentions_of(graph)) == count
     if recipe == "dyllm":
-        assert len(rotations_of(setup.optimized(recipe, 16, update=False).graph("step"))) == 2
+        assert len(attentions_of(setup.optimized(recipe, 16, update=False).graph("step"))) == 2
 
 
 def test_not_after_a_norm_of_heads(dense: dict[str, Graph]) -> None:
     """The norm is a pass over the queries anyway, and the rotation is part of it."""
     assert dense["step"].find("paged_attention")
-    assert not rotations_of(dense["step"])
+    assert not attentions_of(dense["step"])
 
 
 def test_not_where_something_else_reads_the_rotated_queries(llada: Setup) -> None:
     graph = llada.optimized("dense", 16).graph("step").copy()
     attention = graph.find("paged_attention")[0]
     turned = attention.args[0]
-    assert attention in rotations_of(graph)
+    assert attention in attentions_of(graph)
     graph.call(aten.neg.default, (turned,), before=attention.next, by="", like=attention)
-    assert attention not in rotations_of(graph)
+    assert attention not in attentions_of(graph)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -213,7 +214,7 @@ def test_a_generation_is_the_same(family: str, recipe: str) -> None:
         taken = [s.function for stage in programs["step"].stages for s in stage.steps if isinstance(s, Fused)]
         assert (add_product in taken) == fused
         # Of focus's three layers, importance reads the queries of two, and the last is on masked rows.
-        assert (attend_rotated in taken) == (fused and recipe != "focus")
+        assert (Attend(OPS["paged_attention"], rotated=True) in taken) == (fused and recipe != "focus")
         assert bool(fused_of(made.phases["step"].graph))
     assert found[0].token_ids == found[1].token_ids
 

@@ -2,8 +2,8 @@
 
 A program takes a tile of rows of one sequence, all query heads of one KV head, and a share of the keys. The
 heads are stacked with the rows as rows of one matrix, so that a key is read once per KV head and not once per
-query head. With more than one share a second kernel adds the shares up, in order. The values of a wide head may be
-divided among programs, each of which computes all scores: it holds its part of the sums in registers then.
+query head. With more than one share a second kernel adds the shares up. The values of a wide head may be divided among
+programs, each of which computes all scores: it holds its part of the sums in registers then.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgraph.ops.rows import check_heads, check_window
 from dgraph.ops.triton import attention_float8, attention_roles
+from dgraph.ops.triton.attention_shares import finished, shares_for
 from dgraph.ops.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
 from dgraph.ops.triton.scales import above, check_scales, halved, load_scales
@@ -62,13 +63,15 @@ def kernel(
     *,
     tiling: Tiling | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    kind: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """dgraph::paged_attention; see its contract.
 
     Args:
         tiling: overrides the sizes chosen for the shape.
         rotation: cos and sin, [N, 1, D] of any dtype; q is what is not rotated yet (see dgraph::rope), and is rotated
             where it is loaded, in fp32, and rounded to its dtype.
+        kind: gives what dgraph::rows_quantise makes of the results as rows [N, Hq * D], counted by cu_rows.
     """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     check_window("paged_attention", origin, window)
@@ -76,7 +79,7 @@ def kernel(
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
-        return out
+        return finished(out, None, kind, cu_rows)
     keys = page_table.shape[1] * page
     tiling = tiling or chosen("paged_attention", attention_shape(q, k_cache, page_table))
     if tiling is None:
@@ -92,16 +95,14 @@ def kernel(
         wide = blocks_of(k_cache, v_cache, attention_roles.KEYS)
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
-            return out
-    part, mass = out, out
-    if splits > 1:
-        part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
-        mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
+            return finished(out, None, kind, cu_rows)
+    shares = shares_for(q, splits) if splits > 1 else None
+    part, mass = shares or (out, out)
     eight = tiling.roles and origin is None and attention_float8.fits(q, k_cache)
     wide = blocks_of(k_cache, v_cache, attention_float8.KEYS) if eight else None
     if wide is not None and k_scale is not None and v_scale is not None:
-        scales, shares = (k_scale, v_scale), (splits, part, mass)
-        attention_float8.launch(q, wide, scales, page_table, cu_rows, limit, scale, rotation, out, shares)
+        scales, split = (k_scale, v_scale), (splits, part, mass)
+        attention_float8.launch(q, wide, scales, page_table, cu_rows, limit, scale, rotation, out, split)
     else:
         blocks = blocks_of(k_cache, v_cache, tiling.block_n, parts) if tiling.bulk else None
         cos, sin = rotation or (q, q)
@@ -115,21 +116,7 @@ def kernel(
             "ieee" if q.dtype == torch.float32 else "tf32", blocks is not None, rotation is not None,
             num_warps=tiling.warps, num_stages=tiling.stages, **start_of(q.device),
         )  # fmt: skip
-    if splits > 1:
-        add_up(part, mass, out)
-    return out
-
-
-def add_up(part: Tensor, mass: Tensor, out: Tensor) -> None:
-    """Shares of the keys into out [N, H, D]: means, f32 [splits, N, H, D], each of weight 2 ** mass, f32 [splits, N,
-    H]. A share without a key has the mass -inf, and may hold anything.
-    """
-    splits, n, heads, d = part.shape
-    width = power_of_two(d, 16)
-    _add_up[(n, heads)](
-        part, mass, out, n, heads, d, width, splits, power_of_two(splits),
-        num_warps=max(width // 128, 1), **start_of(out.device),
-    )  # fmt: skip
+    return finished(out, shares, kind, cu_rows)
 
 
 @triton.jit
@@ -314,26 +301,3 @@ def _attend(
         tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live & (part == 0))
         if first < last:
             tl.store(part_ptr + (rank + value) * D + e[None, :], found, mask=inside)
-
-
-@triton.jit
-def _add_up(
-    part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out = the mean of the shares of a row and a head, weighted by 2 ** mass. All are asked for at once: one after the
-    other would take the time of as many trips to memory.
-    """
-    wait(EARLY)
-    d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
-    value = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
-    at = split.to(tl.int64) * n * heads + value
-    mass = tl.load(mass_ptr + at, mask=split < SPLITS, other=float("-inf"))
-    there = (split < SPLITS)[:, None] & (d < D)[None, :]
-    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
-    top = tl.max(mass, 0)
-    weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    found = tl.sum(tl.where((mass > float("-inf"))[:, None], part, 0.0) * weight[:, None], 0)
-    found /= tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + value * D + d, found.to(out_ptr.dtype.element_ty), mask=d < D)

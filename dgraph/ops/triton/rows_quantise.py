@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.rows_quantise import check_sizes, fake
-from dgraph.ops.triton.rows import dense_rows, live_rows, power_of_two
+from dgraph.ops.triton.rows import dense_rows, live_rows, power_of_two, start_of, wait
 from dgraph.ops.triton.rows_norm import PROGRAMS
 from dgraph.ops.triton.scales import nearest
 from dgraph.quantised import KINDS
@@ -28,7 +28,7 @@ def kernel(x: Tensor, kind: str, cu_rows: Tensor) -> tuple[Tensor, Tensor]:
         block = power_of_two(d, 32)
         _quantise_live_rows[(min(n, PROGRAMS),)](
             x, cu_rows, values, scales, n, cu_rows.shape[0] - 1, x.stride(0), d, block, values.dtype == torch.int8,
-            KINDS[kind].reach, num_warps=power_of_two(block // 512, 1, 16), **ROUNDING,
+            KINDS[kind].reach, num_warps=power_of_two(block // 512, 1, 16), **ROUNDING, **start_of(x.device),
         )  # fmt: skip
     return values, scales
 
@@ -36,8 +36,9 @@ def kernel(x: Tensor, kind: str, cu_rows: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _quantise_live_rows(
     x_ptr, cu_ptr, values_ptr, scales_ptr, n, b, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    INTEGERS: tl.constexpr, REACH: tl.constexpr,
+    INTEGERS: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     column, one = tl.arange(0, BLOCK)[None, :], tl.arange(0, 1)
     inside = column < SIZE
     for row in range(tl.program_id(0), live_rows(cu_ptr, b, n), tl.num_programs(0)):

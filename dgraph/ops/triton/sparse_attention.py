@@ -22,8 +22,9 @@ from torch import Tensor
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import REPACK, REUSE
 from dgraph.ops.triton import attention_tiling
+from dgraph.ops.triton.attention_shares import add_up, finished, shares_for
 from dgraph.ops.triton.attention_tiling import multiprocessors
-from dgraph.ops.triton.paged_attention import add_up, blocks_of, load_keys
+from dgraph.ops.triton.paged_attention import blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
 from dgraph.ops.triton.scales import check_scales, halved, load_scales, scales_at, scales_of
 from dgraph.ops.triton.sparse_dense import attend_rows, dense_tiling
@@ -97,8 +98,15 @@ def kernel(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tiling: Tiling | None = None,
-) -> Tensor:
-    """dgraph::sparse_attention; see its contract. `tiling` overrides the sizes chosen for the shape."""
+    *,
+    kind: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """dgraph::sparse_attention; see its contract.
+
+    Args:
+        tiling: overrides the sizes chosen for the shape.
+        kind: gives what dgraph::rows_quantise makes of the results as rows [N, Hq * D], counted by cu_rows.
+    """
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
     paged, packed = (k_cache_scale, v_cache_scale), (k_pack_scale, v_pack_scale)
     check_scales("sparse_attention", k_cache=(k_cache, paged[0]), v_cache=(v_cache, paged[1]))
@@ -107,7 +115,7 @@ def kernel(
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
-        return out
+        return finished(out, None, kind, cu_rows)
     if tiling is None:
         entries, cores = k_pack.shape[0], multiprocessors(q.device)
         tiling = tiling_for(n, b, (heads, kv_heads), d, entries, q.element_size(), cores, dense)
@@ -121,10 +129,8 @@ def kernel(
         q, scale = -q, -scale
     blocks = blocks_of(k_cache, v_cache, sizes.block_n) if sizes.bulk else None
     packs = matrices_of(k_pack, v_pack, sizes.block_n) if sizes.bulk else None
-    part, mass = out, out
-    if splits > 1:
-        part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=q.device)
-        mass = torch.empty((splits, n, heads), dtype=torch.float32, device=q.device)
+    shares = shares_for(q, splits) if splits > 1 else None
+    part, mass = shares or (out, out)
     _attend_kept[(kv_heads, splits, b + 1 + n // rows)](
         q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), k_pack, v_pack, *(packs or (k_pack, v_pack)),
         pack_count, pack_start, page_table, cu_rows, limit, window, action, out, part, mass,
@@ -137,11 +143,12 @@ def kernel(
         blocks is not None, packs is not None,
         num_warps=sizes.warps,
     )  # fmt: skip
-    if splits > 1:
-        add_up(part, mass, out)
-    if dense:  # last: adding up writes all rows
+    if dense:
+        if shares is not None:
+            add_up(*shares, out)
+            shares = None
         attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense, k_scale, v_scale)
-    return out
+    return finished(out, shares, kind, cu_rows)
 
 
 @triton.jit

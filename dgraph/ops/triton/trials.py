@@ -108,7 +108,7 @@ def attention(shape: AttentionShape, device: torch.device) -> Trial:
     draw = _Draws(device, shape.dtype)
     held, q = _Caches(shape, draw), draw(shape.rows, shape.heads, shape.head_dim)
 
-    def call(table: Tensor, tiling: attention_tiling.Tiling) -> Tensor:
+    def call(table: Tensor, tiling: attention_tiling.Tiling) -> Any:
         scale = shape.head_dim**-0.5
         given = q, held.k, held.v, table, held.cu_rows, held.limit, scale, *held.scales
         return paged_attention.kernel(*given, tiling=tiling)

@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
+from dgraph.ops.triton.attention_shares import _add_up, _add_up_rows
 from dgraph.ops.triton.kv_write import _write
-from dgraph.ops.triton.paged_attention import _add_up, _attend
+from dgraph.ops.triton.paged_attention import _attend
+from dgraph.ops.triton.rows_quantise import _quantise_live_rows
 from dgraph.private.triton import LoadedKernel, compilations, put
 from tests.ops.triton.compiled import ACCESS, source_of
 
@@ -26,10 +28,10 @@ def source(function: Any, early: bool) -> Any:
     """A kernel with small sizes; the attention with a rotation, and with shares of the keys."""
     pointers = {n: "*bf16" for n in function.arg_names if n.endswith("_ptr") or n.endswith("_blocks")}
     pointers |= dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr"), "*i32") | {"positions_ptr": "*i64"}
-    pointers |= dict.fromkeys(("part_ptr", "mass_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("part_ptr", "mass_ptr", "scales_ptr"), "*fp32") | {"values_ptr": "*i8"}
     constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
     constants |= {"SPLITS": 2, "PARTS": 1, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1}
-    constants |= {"HEADS": 4, "origin_ptr": None, "window": 0}
+    constants |= {"HEADS": 4, "BLOCK_H": 4, "INTEGERS": True, "REACH": 127, "origin_ptr": None, "window": 0}
     constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
     return source_of(ASTSource, function, constants, {**pointers, "scale": "fp32"})
 
@@ -65,7 +67,7 @@ def restored(function: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Print one JSON object."""
-    kernels = {f.__name__: f for f in (_attend, _add_up, _write)}
+    kernels = {f.__name__: f for f in (_attend, _add_up, _add_up_rows, _quantise_live_rows, _write)}
     found: dict[str, Any] = {n: [described(f, early) for early in (True, False)] for n, f in kernels.items()}
     print(json.dumps({**found, "restored": restored(_write)}))
 

@@ -15,6 +15,7 @@ from dgraph.ops.compare_rows import cosine_of, sums_of
 from dgraph.ops.lm_head import decode_logits, gumbel
 from dgraph.ops.rows import slots_of
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
+from dgraph.quantised import ROW_KINDS, quantised_rows
 from tests.ops.triton.keys import SELECTING
 from tests.ops.triton.mixtures import MIXING
 from tests.ops.triton.problems import (
@@ -98,6 +99,25 @@ def test_attention_at_the_head_sizes_of_diffusion_gemma(rows: int, d: int, kv_he
     args = moved(args, "cpu", torch.bfloat16)
     want = expected("paged_attention", moved(args, "cpu", torch.float32))
     compare([OPS["paged_attention"].overload(*moved(args, "cuda"))], want, 2e-2)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sequences", "heads", "d"), [(1, (32, 32), 128), (2, (28, 4), 128), (40, (32, 8), 128), (1, (16, 2), 512)]
+)
+def test_attention_rounds_its_rows_at_the_sizes_of_models(
+    sequences: int, heads: tuple[int, int], d: int, dtype: torch.dtype, kind: str
+) -> None:
+    """Keys divided among programs, and not: the numbers of its own results, but for sums in another order."""
+    counts, keys = [32] * sequences, [1056] * sequences
+    args = moved(attention(counts, keys, page=32, heads=heads, d=d), "cuda", dtype)
+    op, live = OPS["paged_attention"].on_gpu, 32 * sequences
+    values, scales = (found[:live] for found in op(*args, kind=kind))
+    want, by = quantised_rows(op(*args)[:live].flatten(1), kind)
+    compare([scales], [by], 1e-2)
+    assert (values.float() != want.float()).float().mean() < 0.02
+    compare([values.float() * scales], [want.float() * by], 0.08)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

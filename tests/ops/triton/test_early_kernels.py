@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
 def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None:
     found = found_by("compiled_early", TRITON_CACHE_DIR=str(tmp_path / "triton"))
     assert found.pop("restored") == {"same": True, "early": True, "compiled": []}
-    assert set(found) == {"_attend", "_add_up", "_write"}
+    assert set(found) == {"_attend", "_add_up", "_add_up_rows", "_quantise_live_rows", "_write"}
     for name, (early, late) in found.items():
         (wait,), (launch,) = early["wait"], early["launch"]
         assert wait < launch < min(early["access"], early["branch"]), name
@@ -53,7 +53,9 @@ def test_every_kernel_of_ours_that_may_start_early_waits_first() -> None:
             found[function.name] = before
             assert function.name.endswith("in_roles") or not before, f"{path.name}: {function.name}"
             assert not re.search(r"load|store|atomic|async_copy", "".join(before)), f"{path.name}: {function.name}"
-    assert {"_attend", "_add_up", "_write", "_multiply_in_roles", "_multiply_stored_in_roles"} <= set(found)
+    assert {"_attend", "_add_up", "_add_up_rows", "_write", "_multiply_in_roles", "_multiply_stored_in_roles"} <= set(
+        found
+    )
 
 
 @pytest.mark.parametrize("early", [True, False])

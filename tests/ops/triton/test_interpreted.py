@@ -14,6 +14,7 @@ from dgraph.ops import OPS, Sample
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.lm_head import decode_logits
 from dgraph.ops.paged_attention import in_float8
+from dgraph.quantised import ROW_KINDS, quantised_rows
 from tests.amounts import every_pair, every_value
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import (
@@ -172,6 +173,32 @@ def test_attention_rotates_queries_that_it_loads(
     args = (wide[:, : q.shape[1]], *rest, scale)
     got, _ = interpreted("paged_attention", args, tiling=Tiling(block_m, 16, splits, 4, 1), rotation=(cos, sin))
     compare([got[:live]], [expected("paged_attention", (turned, *rest, scale))[0][:live]])
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize(("heads", "d"), [((4, 2), 16), ((6, 3), 20)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_rounds_the_rows_that_it_gives(
+    interpreted: Interpreter, splits: int, heads: tuple[int, int], d: int, kind: str
+) -> None:
+    """The same numbers as of its own results; a row that sees nothing is zeros, one that is not finite has no scale."""
+    from dgraph.ops.triton.attention_tiling import Tiling
+
+    args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8, heads=heads, d=d), Tiling(16, 16, splits, 4, 1)
+    args[5][3], live = 0, int(args[4][-1])
+    args[2][args[3][3, 0], 0, 0, 0] = torch.inf  # a value that the last sequence sees
+    plain, _ = interpreted("paged_attention", args, tiling=tiling)
+    (values, scales), _ = interpreted("paged_attention", args, tiling=tiling, kind=kind)
+    want, by = quantised_rows(flat(plain)[0].flatten(1), kind)
+    compare([scales[:live]], [by[:live]], 1e-6)
+    assert values.dtype == want.dtype
+    assert not values[3].float().any()
+    assert scales[:live].isnan().flatten().tolist() == [False] * 14 + [True] * 2
+    # A sum in another order may lie on the other side of the middle of two numbers.
+    apart = (values[:live].float() != want[:live].float()).float().mean()
+    assert apart < 0.01
+    exact = values[:live].float() * scales[:live], want[:live].float() * by[:live]
+    compare([exact[0].nan_to_num()], [exact[1].nan_to_num()], 0.08)
 
 
 def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interpreter) -> None:

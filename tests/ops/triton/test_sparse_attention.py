@@ -10,12 +10,13 @@ import torch
 from dgraph.ops import OPS
 from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.sparse_draws import draw, in_float8
+from dgraph.quantised import ROW_KINDS, quantised_rows
 from tests.amounts import every_value
 from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, moved
 
-KEY_POSITIONS, LIMIT, ACTION, SCALE = 10, 13, 15, 16
+KEY_POSITIONS, CU_ROWS, LIMIT, ACTION, SCALE = 10, 11, 13, 15, 16
 """Places of arguments."""
 
 
@@ -51,6 +52,24 @@ def test_interpreted_in_any_tiles_and_shares(
         args = call(group=1 + 2 * sees_all, sees_all=sees_all)
         run(interpreted, args, tiling=Tiling(sizes, 1, sizes))
         run(interpreted, in_float8(args, key_rows=sees_all), tiling=Tiling(sizes, 1, sizes))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_interpreted_rounding_what_it_gives(interpreted: Interpreter, kind: str, splits: int) -> None:
+    """Of sequences that see all their rows as well, which are added after the shares, and of those that see none."""
+    from dgraph.ops.triton import attention_tiling
+    from dgraph.ops.triton.sparse_attention import Tiling
+
+    sizes = attention_tiling.Tiling(16, 8, splits, 4, 1, True)
+    for sees_all in (False, True):
+        args = call(sees_all=sees_all)
+        (values, scales), _ = interpreted("sparse_attention", args, tiling=Tiling(sizes, 1, sizes), kind=kind)
+        live = int(args[CU_ROWS][-1])
+        want, by = quantised_rows(expected("sparse_attention", args)[0][:live].flatten(1), kind)
+        compare([scales[:live]], [by], 1e-5)
+        assert (values[:live].float() != want.float()).float().mean() < 0.01
+        compare([values[:live].float() * scales[:live]], [want.float() * by], 0.08)
 
 
 @pytest.mark.parametrize("seed", range(8))

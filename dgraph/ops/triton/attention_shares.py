@@ -1,0 +1,129 @@
+"""Shares of the keys: what programs that read some of them each leave, and the kernels that add it up.
+
+A share of a row and a head is a mean of values, f32 [splits, N, H, D], and its weight, 2 ** mass, f32 [splits, N, H].
+One without a key has the mass -inf, and may hold anything.
+
+Where the rows are rounded next, a program adds up all heads of a row and rounds it: it has what the scale is of.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgraph.ops.rows_quantise import fake
+from dgraph.ops.triton.rows import power_of_two, start_of, wait
+from dgraph.ops.triton.rows_quantise import ROUNDING, rounded
+from dgraph.ops.triton.rows_quantise import kernel as rows_quantise
+from dgraph.quantised import KINDS
+
+Shares = tuple[Tensor, Tensor]
+"""Means and masses."""
+
+WIDEST = 16384
+"""Numbers of a row that a program holds, rounded up to powers of two, heads and their width."""
+
+
+def shares_for(q: Tensor, splits: int) -> Shares:
+    """Room for the shares of queries q [N, H, D]."""
+    (n, heads, d), device = q.shape, q.device
+    part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=device)
+    return part, torch.empty((splits, n, heads), dtype=torch.float32, device=device)
+
+
+def finished(out: Tensor, shares: Shares | None, kind: str | None, cu_rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """What an attention gives: out [N, H, D], or what dgraph::rows_quantise makes of it as rows [N, H * D].
+
+    Args:
+        out: the results, which are still to be added up if there are shares.
+        shares: of the keys; None for results as they are.
+        kind: "fp8" or "int8", to which rows are rounded; None for results as they are.
+        cu_rows: counts the live rows. Of shares, padding rows are added up and rounded as well.
+    """
+    if kind is None or shares is None or power_of_two(out.shape[1]) * power_of_two(out.shape[2], 16) > WIDEST:
+        if shares is not None:
+            add_up(*shares, out)
+        return out if kind is None else rows_quantise(out.flatten(1), kind, cu_rows)
+    return _rounded_sums(*shares, out, kind, cu_rows)
+
+
+def add_up(part: Tensor, mass: Tensor, out: Tensor) -> None:
+    """Shares into out [N, H, D]."""
+    splits, n, heads, d = part.shape
+    width = power_of_two(d, 16)
+    _add_up[(n, heads)](
+        part, mass, out, n, heads, d, width, splits, power_of_two(splits),
+        num_warps=max(width // 128, 1), **start_of(out.device),
+    )  # fmt: skip
+
+
+def _rounded_sums(part: Tensor, mass: Tensor, out: Tensor, kind: str, cu_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares as rounded rows. Of out [N, H, D] only the dtype counts, in which sums are before they are rounded."""
+    splits, n, heads, d = part.shape
+    values, scales = fake(out.flatten(1), kind, cu_rows)
+    block, width = power_of_two(heads), power_of_two(d, 16)
+    _add_up_rows[(n,)](
+        part, mass, out, values, scales, n, heads, block, d, width, splits, power_of_two(splits),
+        values.dtype == torch.int8, KINDS[kind].reach,
+        num_warps=power_of_two(block * width // 256, 1, 16), **ROUNDING, **start_of(out.device),
+    )  # fmt: skip
+    return values, scales
+
+
+@triton.jit
+def _add_up(
+    part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out = the mean of the shares of a row and a head, weighted by 2 ** mass. All are asked for at once: one after the
+    other would take the time of as many trips to memory.
+    """
+    wait(EARLY)
+    d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
+    value = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    at = split.to(tl.int64) * n * heads + value
+    mass = tl.load(mass_ptr + at, mask=split < SPLITS, other=float("-inf"))
+    there = (split < SPLITS)[:, None] & (d < D)[None, :]
+    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
+    top = tl.max(mass, 0)
+    weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    found = tl.sum(tl.where((mass > float("-inf"))[:, None], part, 0.0) * weight[:, None], 0)
+    found /= tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + value * D + d, found.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _add_up_rows(
+    part_ptr, mass_ptr, out_ptr, values_ptr, scales_ptr, n,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same of all heads of a row, as numbers and a scale; out_ptr says what dtype the means are in before."""
+    wait(EARLY)
+    row, h, d, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
+    first = (split.to(tl.int64) * n + row) * HEADS
+    there = (split < SPLITS)[:, None] & (h < HEADS)[None, :]
+    mass = tl.load(mass_ptr + first[:, None] + h[None, :], mask=there, other=float("-inf"))
+    top = tl.max(mass, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    inside = (h < HEADS)[:, None] & (d < D)[None, :]
+    total = tl.zeros([BLOCK_H], tl.float32)
+    found = tl.zeros([BLOCK_H, WIDTH], tl.float32)
+    for one in tl.static_range(SPLITS):  # unrolled, so that all are asked for at once
+        at = (one * tl.full([], n, tl.int64) + row) * HEADS + h
+        mass = tl.load(mass_ptr + at, mask=h < HEADS, other=float("-inf"))
+        part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        weight = tl.exp2(mass - top)
+        total += weight
+        found += tl.where((mass > float("-inf"))[:, None], part, 0.0) * weight[:, None]
+    found /= tl.where(total > 0, total, 1.0)[:, None]
+    found = found.to(out_ptr.dtype.element_ty).to(tl.float32)
+    numbers, scale = rounded(tl.reshape(found, [1, BLOCK_H * WIDTH]), 1, INTEGERS, REACH)
+    i, nothing = tl.arange(0, BLOCK_H * WIDTH)[None, :], tl.arange(0, 1)
+    at = row * HEADS * D + i // WIDTH * D + i % WIDTH
+    tl.store(values_ptr + at, numbers.to(values_ptr.dtype.element_ty), mask=(i // WIDTH < HEADS) & (i % WIDTH < D))
+    tl.store(scales_ptr + row + nothing, scale)
