@@ -24,7 +24,10 @@ Shares = tuple[Tensor, Tensor]
 """Means and masses."""
 
 WIDEST = 16384
-"""Numbers of a row that a program holds, rounded up to powers of two, heads and their width."""
+"""Numbers of a row that a program adds up, heads and their width each as the power of two above it."""
+
+HELD = 32768
+"""Numbers of all shares that it asks for at once: 64 registers of each thread."""
 
 
 def shares_for(q: Tensor, splits: int) -> Shares:
@@ -67,7 +70,7 @@ def _rounded_sums(part: Tensor, mass: Tensor, out: Tensor, kind: str, cu_rows: T
     block, width = power_of_two(heads), power_of_two(d, 16)
     _add_up_rows[(n,)](
         part, mass, out, values, scales, n, heads, block, d, width, splits, power_of_two(splits),
-        values.dtype == torch.int8, KINDS[kind].reach,
+        max(HELD // (block * width), 1), values.dtype == torch.int8, KINDS[kind].reach,
         num_warps=power_of_two(block * width // 256, 1, 16), **ROUNDING, **start_of(out.device),
     )  # fmt: skip
     return values, scales
@@ -100,27 +103,33 @@ def _add_up(
 def _add_up_rows(
     part_ptr, mass_ptr, out_ptr, values_ptr, scales_ptr, n,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same of all heads of a row, as numbers and a scale; out_ptr says what dtype the means are in before."""
+    """The same of all heads of a row, as numbers and a scale. Of out_ptr the dtype counts, in which means are before.
+
+    SOME shares are asked for at once, before the weights are: these pass from warp to warp, and what is asked for
+    between two of their barriers would come one after the other.
+    """
     wait(EARLY)
     row, h, d, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
-    first = (split.to(tl.int64) * n + row) * HEADS
-    there = (split < SPLITS)[:, None] & (h < HEADS)[None, :]
-    mass = tl.load(mass_ptr + first[:, None] + h[None, :], mask=there, other=float("-inf"))
-    top = tl.max(mass, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
     inside = (h < HEADS)[:, None] & (d < D)[None, :]
-    total = tl.zeros([BLOCK_H], tl.float32)
+    at = (split.to(tl.int64) * n + row)[None, :] * HEADS + h[:, None]
+    there = (split < SPLITS)[None, :] & (h < HEADS)[:, None]
+    mass = tl.load(mass_ptr + at, mask=there, other=float("-inf"))
     found = tl.zeros([BLOCK_H, WIDTH], tl.float32)
-    for one in tl.static_range(SPLITS):  # unrolled, so that all are asked for at once
-        at = (one * tl.full([], n, tl.int64) + row) * HEADS + h
-        mass = tl.load(mass_ptr + at, mask=h < HEADS, other=float("-inf"))
-        part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-        weight = tl.exp2(mass - top)
-        total += weight
-        found += tl.where((mass > float("-inf"))[:, None], part, 0.0) * weight[:, None]
-    found /= tl.where(total > 0, total, 1.0)[:, None]
+    for first in tl.static_range(0, SPLITS, SOME):
+        parts = ()
+        for one in tl.static_range(first, min(first + SOME, SPLITS)):
+            at = (one * tl.full([], n, tl.int64) + row) * HEADS + h
+            parts = parts + (tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0),)  # noqa: RUF005
+        top = tl.max(mass, 1)
+        weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        total = tl.sum(weight, 1)
+        weight /= tl.where(total > 0, total, 1.0)[:, None]
+        for one in tl.static_range(first, min(first + SOME, SPLITS)):
+            own = tl.sum(tl.where((split == one)[None, :], weight, 0.0), 1)
+            found += tl.where((own > 0)[:, None], parts[one - first], 0.0) * own[:, None]
     found = found.to(out_ptr.dtype.element_ty).to(tl.float32)
     numbers, scale = rounded(tl.reshape(found, [1, BLOCK_H * WIDTH]), 1, INTEGERS, REACH)
     i, nothing = tl.arange(0, BLOCK_H * WIDTH)[None, :], tl.arange(0, 1)
