@@ -34,10 +34,11 @@ class QuantizeWeights(Pass):
     Weights are rounded to the nearest numbers (`dgraph.quantised`). A product that reads such a weight multiplies by
     what is stored, and no dequantised weight lies in memory (`dgraph.lowering.taken`); what else reads it dequantises.
 
-    Rows are rounded within the norm or the activation that makes them, and between the products of experts within the
-    gate. After attention, and after a gated unit that is part of its product (FuseGLU), rounding is a step of its own
-    that reads the rows again: there a program has some heads, or a tile, of a row whose scale is that of all of it, so
-    it would have to wait for the others of the row, or hand its values on in memory, which is what the step reads.
+    Rows are rounded within the norm or the activation that makes them, between the products of experts within the gate,
+    and on a GPU within what adds up the shares of the keys of an attention (`dgraph.lowering.fused`). Where keys are
+    not divided, and after a gated unit that is part of its product (FuseGLU), a kernel reads the rows again: there a
+    program has some heads, or a tile, of a row whose scale is that of all of it. To round within the activation would
+    leave gate and up in memory, which takes longer.
 
     It runs on a captured graph, before any other pass, so that all phases share what is stored, and ranks divide what
     was quantised whole: a sharded model has the scales of the whole one.
