@@ -92,8 +92,9 @@ class QuantizeWeights(Pass):
             if type(getattr(self, name)) is not bool:
                 raise InputError(f"{name} is true or false, got {getattr(self, name)!r}.")
         format = self._format()
-        if format is None and (self.block is not None or self.zeros):
-            raise InputError("block and zeros are of a format; give one, or leave them out.")
+        given = [name for name in ("block", "zeros", "lm_head", "embeddings", "router") if getattr(self, name)]
+        if format is None and given:
+            raise InputError(f"without a format no weight is stored: leave {', '.join(given)} out, or name a format.")
         if format is not None and self.block is not None:
             object.__setattr__(self, "block", format.block)
         if not self.activations or format is None:

@@ -373,8 +373,13 @@ def test_ranks_decode_by_rounded_rows(name: str, experts: str) -> None:
         ({"block": 128}, InputError, "block must be two numbers, .* got 128"),
         ({"format": "int8", "zeros": "false"}, InputError, "zeros is true or false, got 'false'"),
         ({"lm_head": "false"}, InputError, "lm_head is true or false, got 'false'"),
-        ({"format": None, "block": (1, 64)}, InputError, "block and zeros are of a format"),
-        ({"format": None, "zeros": True, "activations": True}, InputError, "block and zeros are of a format"),
+        ({"format": None, "block": (1, 64)}, InputError, "without a format no weight is stored: leave block out"),
+        ({"format": None, "zeros": True, "activations": True}, InputError, "leave zeros out, or name a format"),
+        (
+            {"format": None, "lm_head": True, "router": True, "activations": True},
+            InputError,
+            "leave lm_head, router out",
+        ),
     ],
 )
 def test_settings_that_mean_nothing(options: dict[str, Any], error: type[Exception], message: str) -> None:
