@@ -211,12 +211,14 @@ class Quantising:
     Args:
         source: of the weights as they are; None: of `whole`.
         whole: by name, the weights as they are, or `hollow` stand-ins of their shape, dtype and device.
-        formats: by name, what weights are quantised to.
+        formats: by name, what weights are quantised to; of those that the source stores so already, it is no matter.
     """
 
     def __init__(self, source: WeightSource | None, whole: Mapping[str, Tensor], formats: Mapping[str, Format]):
-        self._source, self._whole, self._formats = source, whole, dict(formats)
-        self._places = {f"{name}{part}": (name, i) for name in formats for i, part in enumerate(PARTS)}
+        stored = {} if source is None else source.formats
+        self._source, self._whole = source, whole
+        self._formats = {name: format for name, format in formats.items() if name not in stored}
+        self._places = {f"{name}{part}": (name, i) for name in self._formats for i, part in enumerate(PARTS)}
         self._held: tuple[str, QuantisedWeight] | None = None
 
     def __contains__(self, name: str) -> bool:

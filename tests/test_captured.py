@@ -112,8 +112,30 @@ def test_rows_meet_what_a_checkpoint_stores(folder: Path, tmp_path: Path) -> Non
     want = graph_of_model(resolve(folder, opened=True), None, quantising("w8a8-int8"))
     found = graph_of_model(resolve(stored, opened=True), None, quantising("w8a8"))
     assert len(found.find("round_rows")) == len(want.find("round_rows")) > 0
+    made = [dgraph.optimize(m, "dense", weights="w8a8", backend="eager") for m in (stored, dgraph.load(stored))]
+    tokens = [one.generate(input_ids=[[1, 2, 3]], max_new_tokens=8).token_ids for one in made]
+    assert tokens[0] == tokens[1]
+    assert all(torch.equal(tensor, made[1].captured.tensors[name]) for name, tensor in made[0].captured.tensors.items())
     with pytest.raises(PassError, match=r"applied nowhere[^$]*q_proj\.weight is stored as it is"):
         graph_of_model(resolve(folder, opened=True), None, quantising("w8a8"))
+
+
+def test_the_identity_reads_what_a_folder_holds(folder: Path) -> None:
+    made = [dgraph.optimize(folder, "dense", weights=w, backend="eager") for w in (None, QuantizeWeights(None))]
+    want, found = (one.generate(PROMPT, max_new_tokens=8).token_ids for one in made)
+    assert found == want
+    assert all(torch.equal(tensor, made[1].captured.tensors[name]) for name, tensor in made[0].captured.tensors.items())
+
+
+def test_ranks_take_what_a_checkpoint_stores_quantised(folder: Path, tmp_path: Path) -> None:
+    model = resolve(save_quantised(folder, tmp_path / "fp8", "fp8").folder, opened=True)
+    source, graph = model.weights, graph_of_model(model, None, quantising("w8a8"))
+    assert source is not None
+    again = Quantising(source, graph.tensors, formats_of(graph))
+    assert source.formats.keys() == formats_of(graph).keys()
+    assert source.formats
+    for name, tensor in graph.tensors.items():
+        assert torch.equal(again.take(name, tensor, None), tensor), name
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class QuantizeWeights(Pass):
         if graph.history:
             report.skip("it is no graph as captured; quantise it before any other pass", graph.output)
             return
-        format = self._format()
+        format, whole = self._format(), dict(graph.tensors)
         if format is not None and graph.find("dequantise"):
             raise InputError(
                 "the weights of this model are quantised already, and what is rounded twice is worse: leave weights= "
@@ -123,12 +123,14 @@ class QuantizeWeights(Pass):
             self._store(graph, format, report)
         elif not self.activations:
             report.did("weights stay as they are")
+        if not isinstance(self.weights, Shapes):
+            quantised = {} if format is None else formats_of(graph)
+            take_weights(graph, Quantising(self.weights, whole, quantised), {})
         if self.activations:
             self._round(graph, report)
 
     def _store(self, graph: Graph, format: Format, report: Report) -> None:
         """Weights in the format."""
-        whole = dict(graph.tensors)
         readers = {reader for reader, _ in self._known(graph)}
         for weight, layer in self._chosen(graph).items():
             if (reason := _obstacle(graph, weight, format, readers)) is not None:
@@ -137,8 +139,6 @@ class QuantizeWeights(Pass):
             name = weight.meta["weight"]
             quantised_as(graph, weight, format, report.name)
             report.did(f"{name} as {self.format}", layer)
-        if not isinstance(self.weights, Shapes):
-            take_weights(graph, Quantising(self.weights, whole, formats_of(graph)), {})
 
     def _round(self, graph: Graph, report: Report) -> None:
         """Rows in the numbers of the weights that they meet."""
