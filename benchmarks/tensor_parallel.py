@@ -135,19 +135,20 @@ def modelled(
         graph = rewrite(divided, chosen)["step"].graph
         work = work_of(graph)
         floor = floor_of(work, counts, times)
+        attention = floor.attention or 0.0  # not known of every recipe
         head = times_of_head(model, world, counts, times) if work.head is None else floor.head
         products = floor.linear + floor.experts + head
         if world == 1:
-            rest = max(0.0, step - products - floor.attention)
+            rest = max(0.0, step - products - attention)
         took, count = (0.0, 0) if world == 1 else sums(graph, counts, world, known.get(world))
-        total = products + floor.attention + took + rest
+        total = products + attention + took + rest
         source = "measured" if world in known else "link"
         found.append(
             [
                 f"{model.name}, {recipe}",
                 world,
                 1e3 * products,
-                1e3 * floor.attention,
+                "" if floor.attention is None else 1e3 * attention,
                 f"{1e3 * took:.3g} ({count}, {source})" if world > 1 else "",
                 1e3 * rest,
                 1e3 * total,

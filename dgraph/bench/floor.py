@@ -26,7 +26,7 @@ from dgraph.lowering.taken import as_taken, is_taken
 from dgraph.lowering.timing import graph_seconds
 from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
-from dgraph.passes.salience import of_masked
+from dgraph.passes.salience import UPDATED, of_masked
 from dgraph.stored import stored_of
 
 COLD = 400e6
@@ -34,6 +34,11 @@ COLD = 400e6
 
 SCALE_BYTES = 4
 """Of the scale of a row in 8 bits."""
+
+UNTOLD = ("attention", "packed_attention", "sparse_attention", *UPDATED)
+"""Attention whose bytes no `StepCount` tells: those without a cache; over packed keys, as many as each sequence's last
+selection left to a head; and updated, which reads keys only of sequences in which something has changed.
+"""
 
 NEW_LIMIT = 1
 """Which result of dgraph::select_tokens says what kept rows still see, if they do not see all."""
@@ -76,31 +81,57 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A linear layer or a mixture of experts, with how it reads rows and weights.
+
+    Attributes:
+        shape: of its weights.
+        spared: bytes that its weights take less as they are stored than in their dtype; 0 if they take no less.
+        narrow: whether it takes rows, and so weights, in 8 bits.
+    """
+
+    shape: Shape
+    spared: int = 0
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
 class Work:
     """What a step program must do, by row set (all rows, then the kept ones).
 
     Attributes:
-        products: per row set the linear layers and the mixtures of experts on it, and how many have that shape.
+        multiplied: per row set the products on it, and how many are alike.
         listed: the same of those on rows that a step finds salient, how many only the device knows: one row counts.
+        attentions: per row set those on it, by what they read, and how many read as much; those of `UNTOLD` left out.
         masked: whether the last row set is that of the masked rows (OnlyMasked).
-        attentions: per row set those on it, by what they read, and how many read as much.
-        head: the LM head's weight, if it takes the masked rows alone.
+        last: the product of the LM head, if that takes the masked rows alone.
         dtype: of the weights.
-        spared: by product, how many bytes less than in that dtype its weights take as they are stored; of products of
-            one shape, the most of any.
-        narrow: products that take rows, and so weights, in 8 bits; of products of one shape, if any does.
+        told: whether `attentions` are all that there are.
         hides: whether kept rows see their sequence up to the last of them alone (see `EvictTokens`).
     """
 
-    products: tuple[dict[Shape, int], ...]
-    listed: dict[Shape, int]
+    multiplied: tuple[dict[Product, int], ...]
+    listed: dict[Product, int]
     attentions: tuple[dict[Reading, int], ...]
     masked: bool
-    head: Shape | None
+    last: Product | None
     dtype: torch.dtype
-    spared: Mapping[Shape, int] = field(default_factory=dict)
-    narrow: frozenset[Shape] = frozenset()
+    told: bool = True
     hides: bool = False
+
+    @property
+    def products(self) -> tuple[dict[Shape, int], ...]:
+        """Per row set the shapes of its products, and how many have each, however they read rows and weights."""
+        found: tuple[dict[Shape, int], ...] = tuple({} for _ in self.multiplied)
+        for shapes, products in zip(found, self.multiplied, strict=True):
+            for product, times in products.items():
+                shapes[product.shape] = shapes.get(product.shape, 0) + times
+        return found
+
+    @property
+    def head(self) -> Shape | None:
+        """The shape of `last`."""
+        return None if self.last is None else self.last.shape
 
     @property
     def windows(self) -> frozenset[int]:
@@ -110,22 +141,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds per step, on average over the steps."""
+    """Seconds per step, on average over the steps; of attention None where no count tells what it reads (`UNTOLD`)."""
 
     linear: float
     experts: float
-    attention: float
+    attention: float | None
     head: float
 
     @property
     def total(self) -> float:
-        """Seconds per step."""
-        return self.linear + self.experts + self.attention + self.head
+        """Seconds per step, of attention only what is known."""
+        return self.linear + self.experts + (self.attention or 0.0) + self.head
 
     def to_json(self) -> dict[str, float]:
-        """Milliseconds by part; experts only where there are some."""
+        """Milliseconds by part; experts only where there are some, attention only where its bytes are known."""
         parts = {"linear": self.linear, "experts": self.experts, "attention": self.attention, "head": self.head}
-        found = {**parts, "total": self.total}
+        found = {name: seconds for name, seconds in parts.items() if seconds is not None}
+        found["total"] = self.total
         return {name: 1e3 * seconds for name, seconds in found.items() if seconds or name != "experts"}
 
 
@@ -137,61 +169,54 @@ def row_sets_of(graph: Graph) -> list[str]:
 def work_of(graph: Graph) -> Work:
     """What the graph of a step multiplies and reads. Experts count as their two grouped products, with rows that are
     routed at random; what orders the rows does not. Vocabulary attention counts as two products on all of its rows,
-    those of a head that keeps its logits and of the mean embedding. Attention that updates or selects is not counted,
-    so the floor of such programs is below what they must do.
+    those of a head that keeps its logits and of the mean embedding. What selects rows or keys is not counted.
+
+    Nor is attention over packed keys (dgraph::sparse_attention), updated attention (dgraph::partial_attention) and
+    attention without a cache (see `UNTOLD`). Where there is any, the floor has no attention at all, and its total is
+    that of the products: below what the step must do.
     """
     graph = as_taken(graph)
     row_sets = row_sets_of(graph)
-    products: list[dict[Shape, int]] = [{} for _ in row_sets]
-    spared: dict[Shape, int] = {}
-    narrow: set[Shape] = set()
+    multiplied: list[dict[Product, int]] = [{} for _ in row_sets]
     attentions: list[dict[Reading, int]] = [{} for _ in row_sets]
-    listed: dict[Shape, int] = {}
+    listed: dict[Product, int] = {}
     linears, mixed = {linear.node: linear for linear in linears_of(graph.calls)}, graph.find("experts")
     for node in [*linears, *mixed]:
-        shape: Shape = _mixture(node) if node in mixed else linears[node].shape
-        found = listed if _on_listed(node) else products[row_sets.index(str(graph.row_set(node)))]
-        found[shape] = found.get(shape, 0) + 1
-        _spare(spared, shape, args_of(node)[3:5] if node in mixed else [linears[node].weight])
-        if is_taken(args_of(node)[0]):
-            narrow.add(shape)
+        x, weights = args_of(node)[0], args_of(node)[3:5] if node in mixed else [linears[node].weight]
+        product = _product(_mixture(node) if node in mixed else linears[node].shape, x, weights)
+        found = listed if _on_listed(node) else multiplied[row_sets.index(str(graph.row_set(node)))]
+        found[product] = found.get(product, 0) + 1
     for node in [*graph.find("vocabulary_attention"), *graph.find("vocabulary_part")]:
         x, weight = args_of(node)[:2]
         ids, width = map(int, weight.meta["val"].shape)
-        known = products[row_sets.index(str(graph.row_set(x)))]
-        for shape in ((ids, width), (width, ids)):
-            known[shape] = known.get(shape, 0) + 1
+        known = multiplied[row_sets.index(str(graph.row_set(x)))]
+        for product in (Product((ids, width)), Product((width, ids))):
+            known[product] = known.get(product, 0) + 1
     for node in graph.find("paged_attention"):
         read, count = _reading(node), attentions[row_sets.index(str(graph.row_set(node)))]
         count[read] = count.get(read, 0) + 1
     last = head_of(graph)
     head = None if isinstance(last, str) or last.kind != "head" else last  # logits are counted among the products
-    if head is not None:
-        _spare(spared, head.shape, [head.weight])
-        if is_taken(head.x):
-            narrow.add(head.shape)
     return Work(
-        tuple(products),
+        tuple(multiplied),
         listed,
         tuple(attentions),
         head is not None and of_masked(graph, head.x),
-        head.shape if head is not None else None,
+        _product(head.shape, head.x, [head.weight]) if head is not None else None,
         graph.spec.dtype,
-        spared,
-        frozenset(narrow),
+        not any(graph.find(op) for op in UNTOLD),
         any(args_of(part)[1] == NEW_LIMIT for node in graph.find("select_tokens") for part in node.users),
     )
 
 
-def _spare(spared: dict[Shape, int], shape: Shape, weights: Iterable[Node]) -> None:
-    """Note how many bytes less the weights of a product take as they are stored."""
-    less = 0
+def _product(shape: Shape, x: Node, weights: Iterable[Node]) -> Product:
+    """A product of rows by weights, each as it is stored."""
+    spared = 0
     for weight in weights:
         stored = stored_of(weight)
         parts = [weight] if stored is None else stored.parts
-        less += _bytes(weight) - sum(map(_bytes, parts))
-    if less > 0:
-        spared[shape] = max(less, spared.get(shape, 0))
+        spared += _bytes(weight) - sum(map(_bytes, parts))
+    return Product(shape, max(0, spared), is_taken(x))
 
 
 def _bytes(node: Node) -> int:
@@ -199,13 +224,14 @@ def _bytes(node: Node) -> int:
     return int(value.numel()) * int(value.dtype.itemsize)
 
 
-def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
+def _least(product: Product, dtype: torch.dtype, rows: int, device: Device) -> float:
     """Seconds of a product at least. By a quantised weight it is that by the weight as it was, without the time to read
     what is not stored, and not below the time to read what is. Of rows in 8 bits as well, it is the share of it that a
     byte is of the dtype, as matrix units multiply so many times as many numbers of a byte, and not below the time to
     read weight and rows and to write the result.
     """
-    seconds, less = device.product(shape, work.dtype, rows), float(work.spared.get(shape, 0))
+    shape, less = product.shape, float(product.spared)
+    seconds = device.product(shape, dtype, rows)
     if not less or rows <= 0:
         return seconds
     if isinstance(shape, Mixture):
@@ -215,10 +241,10 @@ def _least(work: Work, shape: Shape, rows: int, device: Device) -> float:
     else:
         read, whole = 1.0, float(shape[0] * shape[1])
         outputs, inputs = shape
-    whole, less = whole * work.dtype.itemsize * read, less * read
-    if shape in work.narrow:
-        of_rows = rows * (inputs + SCALE_BYTES + outputs * work.dtype.itemsize)
-        return max(seconds / work.dtype.itemsize, (whole - less + of_rows) / device.bandwidth)
+    whole, less = whole * dtype.itemsize * read, less * read
+    if product.narrow:
+        of_rows = rows * (inputs + SCALE_BYTES + outputs * dtype.itemsize)
+        return max(seconds / dtype.itemsize, (whole - less + of_rows) / device.bandwidth)
     return max(seconds - less / device.bandwidth, (whole - less) / device.bandwidth)
 
 
@@ -322,12 +348,11 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
     """The floor of steps with those row counts."""
     steps = max(1, len(counts))
     linear = experts = attention = head = 0.0
-    rows_of = [[c.rows[stage] for c in counts] for stage in range(len(work.products))]
-    for rows, shapes in zip([*rows_of, [1] * len(counts)], [*work.products, work.listed], strict=True):
-        for shape, times in shapes.items():
-            device.measure(shape, work.dtype, rows)
-            seconds = times * sum(_least(work, shape, r, device) for r in rows)
-            if isinstance(shape, Mixture):
+    rows_of = [[c.rows[stage] for c in counts] for stage in range(len(work.multiplied))]
+    for rows, products in zip([*rows_of, [1] * len(counts)], [*work.multiplied, work.listed], strict=True):
+        for product, times in products.items():
+            seconds = times * _sum_of(product, work.dtype, rows, device)
+            if isinstance(product.shape, Mixture):
                 experts += seconds
             else:
                 linear += seconds
@@ -335,8 +360,12 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
         for read, times in attentions.items():
             moved = sum(c.keys[stage][read.window] * read.key_bytes + c.rows[stage] * read.query_bytes for c in counts)
             attention += times * moved / device.bandwidth
-    if work.head is not None:
-        rows = [c.head for c in counts]
-        device.measure(work.head, work.dtype, rows)
-        head = sum(_least(work, work.head, r, device) for r in rows)
-    return Floor(linear / steps, experts / steps, attention / steps, head / steps)
+    if work.last is not None:
+        head = _sum_of(work.last, work.dtype, [c.head for c in counts], device)
+    return Floor(linear / steps, experts / steps, attention / steps if work.told else None, head / steps)
+
+
+def _sum_of(product: Product, dtype: torch.dtype, rows: Sequence[int], device: Device) -> float:
+    """Seconds of a product at least, on each of those row counts once."""
+    device.measure(product.shape, dtype, rows)
+    return sum(_least(product, dtype, r, device) for r in rows)

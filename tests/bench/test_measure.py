@@ -15,10 +15,11 @@ from dgraph import captured
 from dgraph.api import Optimized, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
-from dgraph.bench.floor import Device, Reading, StepCount, floor_of, work_of
+from dgraph.bench.floor import Device, Product, Reading, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load, endless, prompts_of
 from dgraph.bench.measure import Bench, Counter
-from dgraph.bench.products import Mixture
+from dgraph.bench.products import Mixture, Shape
+from dgraph.bench.report import stages_table
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.families import Model
 from dgraph.families import load as load_model
@@ -125,7 +126,7 @@ def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None
     assert work.head == (97, 64)
     floors = [floor_of(work, [StepCount((n, n // 2), ({0: n}, {0: n}), n // 2)], device) for n in (64, 2048)]
     assert 0 < floors[0].total < floors[1].total
-    assert floors[0].attention < floors[1].attention
+    assert 0 < (floors[0].attention or 0) < (floors[1].attention or 0)
     assert floor_of(work, [], device).total == 0.0
 
 
@@ -176,13 +177,14 @@ def test_experts_count_as_their_products() -> None:
     mixture = Mixture(experts=16, chosen=3, hidden=64, inner=24)
     assert [{s: n for s, n in shapes.items() if isinstance(s, Mixture)} for shapes in work.products] == [{mixture: 2}]
     partial, gated = (work_of(rewritten(cached, step)) for step in (PartialAttention(), GateFFN()))
-    assert [partial.products[0][mixture], gated.listed[mixture]] == [2, 2]
-    assert mixture not in {*partial.listed, *gated.products[0]}
+    assert [partial.products[0][mixture], gated.listed[Product(mixture)]] == [2, 2]
+    assert Product(mixture) not in partial.listed
+    assert mixture not in gated.products[0]
 
     device = Device(torch.device("cpu"), samples=2)
     count = [StepCount((64,), ({0: 64},), 0)]
     device._times[mixture, work.dtype] = {1: 1.0, 64: 3.0}
-    without = replace(work, products=({s: n for s, n in work.products[0].items() if s != mixture},))
+    without = replace(work, multiplied=({p: n for p, n in work.multiplied[0].items() if p.shape != mixture},))
     found, less = floor_of(work, count, device), floor_of(without, count, device)
     assert (found.experts, less.experts) == (6.0, 0.0)
     assert found.total == pytest.approx(less.total + 6.0)
@@ -293,28 +295,100 @@ def test_an_ablation_lacks_one_thing_at_a_time(model: Model) -> None:
     assert without(arm.recipe, "FuseProjections").phase("prefill") != arm.recipe.phase("prefill")
 
 
+def products_in(work: Work) -> set[Product]:
+    """All that differ, that of the head among them."""
+    return {*work.listed, *(p for products in work.multiplied for p in products), *filter(None, [work.last])}
+
+
+def alike(*works: Work) -> Device:
+    """A device on which each product of these takes a second, whatever its size, and which moves 1 MB in one."""
+    device = Device(torch.device("cpu"))
+    device._bandwidth = 1e6
+    for product in {product for work in works for product in products_in(work)}:
+        device._times[product.shape, works[0].dtype] = {1: 1.0, 64: 1.0}
+    return device
+
+
+def on_64_rows(work: Work) -> list[StepCount]:
+    """One step, on as many rows and keys in each row set."""
+    sets = len(work.multiplied)
+    return [StepCount((64,) * sets, (dict.fromkeys(work.windows, 64),) * sets, 64)]
+
+
 def test_quantised_weights_count_with_what_is_stored_of_them() -> None:
     (tiny,) = models(None, "sdar_moe")
     work = work_of(tiny.quantised(QuantizeWeights("int8", lm_head=True)).optimized("dense").graph("step"))
     spec = tiny.model.spec
-    assert work.head == (spec.vocab, spec.hidden)
-    assert work.spared[work.head] == 3 * spec.vocab * spec.hidden - 4 * spec.vocab
-    mixture = next(shape for shape in work.spared if isinstance(shape, Mixture))
-    values = 3 * mixture.experts * mixture.hidden * mixture.inner
-    scales = 4 * mixture.experts * (2 * mixture.inner + mixture.hidden)
-    assert work.spared[mixture] == 3 * values - scales
-    assert work_of(tiny.optimized("dense").graph("step")).spared == {}
+    assert work.last == Product((spec.vocab, spec.hidden), 3 * spec.vocab * spec.hidden - 4 * spec.vocab)
+    (mixture,) = (p for p in products_in(work) if isinstance(p.shape, Mixture))
+    assert isinstance(mixture.shape, Mixture)
+    values = 3 * mixture.shape.experts * mixture.shape.hidden * mixture.shape.inner
+    scales = 4 * mixture.shape.experts * (2 * mixture.shape.inner + mixture.shape.hidden)
+    assert mixture.spared == 3 * values - scales
+    assert not any(p.spared for p in products_in(work_of(tiny.optimized("dense").graph("step"))))
 
-    device = Device(torch.device("cpu"))
-    device._bandwidth = 1e6
-    for shape in {work.head, *work.spared, *(s for shapes in work.products for s in shapes)}:
-        device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
-    head = work.head[0] * work.head[1] * 4
-    count = [StepCount((64,), ({0: 64},), 64)]
-    assert floor_of(work, count, device).head == pytest.approx(1.0 - work.spared[work.head] / 1e6)
-    device._times[work.head, work.dtype] = {64: 1e-9}
-    assert floor_of(work, count, device).head == pytest.approx((head - work.spared[work.head]) / 1e6)
-    assert floor_of(replace(work, spared={}), count, device).head == 1e-9
+    device, count = alike(work), on_64_rows(work)
+    head, less = 4 * spec.vocab * spec.hidden, work.last.spared
+    assert floor_of(work, count, device).head == pytest.approx(1.0 - less / 1e6)
+    device._times[work.last.shape, work.dtype] = {64: 1e-9}
+    assert floor_of(work, count, device).head == pytest.approx((head - less) / 1e6)
+    assert floor_of(replace(work, last=Product(work.last.shape)), count, device).head == 1e-9
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
+def test_where_one_layer_is_quantised_the_others_count_as_they_are(family: str, activations: bool) -> None:
+    """Layers are alike, so that it is a layer's share of what is saved where all are; of experts and linear layers."""
+    (tiny,) = models(None, family)
+    every = QuantizeWeights("int8", activations=activations)
+    one, layers = replace(every, which=("*layers.1.*",)), tiny.model.spec.layers
+    quantised = [tiny.quantised(step).optimized("dense").graph("step") for step in (one, every)]
+    plain, mixed, whole = map(work_of, [tiny.optimized("dense").graph("step"), *quantised])
+    assert plain.products == mixed.products == whole.products
+    device, count = alike(plain, mixed, whole), on_64_rows(plain)
+    before, found, least = (floor_of(work, count, device) for work in (plain, mixed, whole))
+    assert before.linear - found.linear == pytest.approx((before.linear - least.linear) / layers)
+    assert before.experts - found.experts == pytest.approx((before.experts - least.experts) / layers)
+    assert found.linear < before.linear
+
+    def quantised_in(work: Work) -> int:
+        return sum(times for products in work.multiplied for p, times in products.items() if p.spared)
+
+    assert layers * quantised_in(mixed) == quantised_in(whole) > 0
+    assert all(p.narrow == (activations and p.spared > 0) for p in products_in(mixed))
+
+
+def test_a_head_that_is_quantised_leaves_a_layer_of_its_shape_as_it_is() -> None:
+    shape: Shape = (97, 64)
+    work = Work(({Product(shape): 1},), {}, ({},), True, Product(shape, 1000, narrow=True), torch.float32)
+    assert (work.products, work.head) == (({shape: 1},), shape)
+    floor = floor_of(work, on_64_rows(work), alike(work))
+    assert (floor.linear, floor.head) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("sdar", "dllm_serve"), ("llada", "maskkv"), ("sdar", "sparse_dllm"), ("llada", "dyllm")]
+)
+def test_attention_that_no_count_tells_has_no_floor(family: str, recipe: str, options: dict[str, Any]) -> None:
+    """It is left out, and is no 0."""
+    (tiny,) = models(None, family)
+    dense, work = (work_of(tiny.optimized(r, **options).graph("step")) for r in ("dense", recipe))
+    device = alike(dense, work)
+    known, found = (floor_of(w, on_64_rows(w), device) for w in (dense, work))
+    assert known.to_json()["attention"] > 0
+    assert found.attention is None
+    assert "attention" not in found.to_json()
+    assert found.total == found.linear + found.head > 0
+
+
+def test_reports_leave_out_a_floor_that_is_not_known(model: Model, bench: Bench) -> None:
+    dense, serve = (bench(Arm(name, recipe(model, name))) for name in ("dense", "dllm_serve"))
+    _, rows = stages_table([dense, serve])
+    assert {arm for arm, part, _ in rows if part == "attention (floor)"} == {"dense"}
+    assert {arm for arm, part, _ in rows if part == "linear (floor)"} == {"dense", "dllm_serve"}
+    assert "attention" not in serve.to_json()["floor_ms"]
+    assert serve.ratio > 0
 
 
 @pytest.mark.parametrize("recipe", ["dense", "focus", "dyllm"])
@@ -323,18 +397,15 @@ def test_rows_in_8_bits_count_with_their_bytes_and_at_the_pace_of_bytes(recipe: 
     step, spec = QuantizeWeights("int8", lm_head=True), tiny.model.spec
     plain = work_of(tiny.quantised(step).optimized(recipe).graph("step"))
     work = work_of(tiny.quantised(replace(step, activations=True)).optimized(recipe).graph("step"))
-    assert replace(work, narrow=frozenset()) == plain
     router = (len(tiny.graph.tensors["model.layers.0.mlp.gate.weight"]), spec.hidden)
-    shapes = {work.head, *work.listed, *(s for shapes in work.products for s in shapes)}
-    assert work.narrow == shapes - {router}
+    assert {p.shape for p in products_in(plain) if not p.spared} == {router}
+    assert products_in(work) == {replace(p, narrow=p.shape != router) for p in products_in(plain)}
+    assert (work.products, work.attentions) == (plain.products, plain.attentions)
 
-    device = Device(torch.device("cpu"))
-    device._bandwidth = 1e6
-    for shape in shapes:
-        device._times[shape, work.dtype] = {1: 1.0, 64: 1.0}
-    count = [StepCount((64,) * len(work.products), ({0: 64},) * len(work.products), 64)]
+    device, count = alike(work), on_64_rows(work)
     assert floor_of(work, count, device).head == 1 / 4
     assert floor_of(work, count, device).experts == spec.layers / 4
+    assert work.head == (spec.vocab, spec.hidden)
     device._times[work.head, work.dtype] = {64: 1e-9}
     of_rows = 64 * (spec.hidden + 4 + 4 * spec.vocab)
     weight = spec.vocab * (spec.hidden + 4)

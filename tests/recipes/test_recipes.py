@@ -65,8 +65,8 @@ def test_options_reach_their_pass() -> None:
     assert head == ChunkLMHead(7)
     counted = recipe("focus", count="device").phase("step")
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
-    assert counted.optional == {"FuseGLU", "BoundRows"}
-    assert not recipe("focus").phase("step").optional
+    assert counted.optional == {"FuseProjections", "FuseGLU", "BoundRows"}
+    assert recipe("focus").phase("step").optional == {"FuseProjections"}
     loop = recipe("focus", block_cache="dc", recommit=False)
     assert (loop.block_cache, loop.recommit) == ("dc", False)
     assert recipe("dense", block_cache="dc+", max_num_logits=9).phase("step").passes[-1] == ChunkLMHead(9)

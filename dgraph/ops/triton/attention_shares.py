@@ -122,7 +122,7 @@ def _add_up_rows(
         parts = ()
         for one in tl.static_range(first, min(first + SOME, SPLITS)):
             at = (one * tl.full([], n, tl.int64) + row) * HEADS + h
-            parts = parts + (tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0),)  # noqa: RUF005
+            parts = parts + (tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         top = tl.max(mass, 1)
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[:, None])
         total = tl.sum(weight, 1)
