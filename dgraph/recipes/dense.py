@@ -21,10 +21,13 @@ from dgraph.spec import ModelSpec
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
 """What every recipe for a block-causal model starts with."""
 
-PREFILL = Phase("prefill", (*CACHED, OnlyKV()))
+STACKED = frozenset({"FuseProjections"})
+"""Optional wherever it is used: projections that are stored in different ways stay apart."""
+
+PREFILL = Phase("prefill", (*CACHED, OnlyKV()), STACKED)
 """The prompt's whole blocks: keys and values only."""
 
-ENCODED = Phase("prefill", (*CACHED, EncodeRows(), OnlyKV()))
+ENCODED = Phase("prefill", (*CACHED, EncodeRows(), OnlyKV()), STACKED)
 """The same of a model whose rows say whether they are encoded."""
 
 GATED = frozenset({"FuseGLU"})
@@ -49,7 +52,7 @@ def phases_of(spec: ModelSpec, *after: Pass, optional: frozenset[str] = frozense
         if reason := each.obstacle(spec):
             raise InputError(f"{each.name} cannot be used with {spec.family}: {reason}. Use the recipe 'dense'.")
     prefill = ENCODED if spec.noise == "uniform" else PREFILL
-    step = Phase("step", (*CACHED, *after), optional & {p.name for p in after})
+    step = Phase("step", (*CACHED, *after), STACKED | (optional & {p.name for p in after}))
     return (prefill, step) if spec.attention == "block_causal" else (step,)
 
 
