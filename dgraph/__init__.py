@@ -83,10 +83,15 @@ _HOMES = {
 }
 """The module below dgraph that each public name comes from."""
 
+_MODULES = ("parallel", "ray")
+"""Those that are named without an import of their own: `dgraph.parallel.init()`."""
+
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -95,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

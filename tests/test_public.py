@@ -68,6 +68,12 @@ def test_no_public_name_is_a_module_too() -> None:
     assert modules.isdisjoint(dgraph.__all__)
 
 
+def test_modules_are_there_without_an_import_of_their_own() -> None:
+    code = "import dgraph; print(dgraph.parallel.init.__module__, dgraph.ray.__name__)"
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert made.stdout.split() == ["dgraph.parallel", "dgraph.ray"]
+
+
 def test_every_command_is_listed_and_can_be_imported() -> None:
     commands = Imported()
     assert list(commands) == list(COMMANDS)

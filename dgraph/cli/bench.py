@@ -68,8 +68,8 @@ def bench(
     """Measure what a step costs: time by stage and kernel, rows, memory, host reads, and its floor at the same rows.
 
     The floor are the step's matrix products at the very row counts that were met and the bytes that attention reads,
-    measured in the same run; ratio is time over floor. Attention over packed keys, or that is updated, has none: floor and
-    ratio are of the products alone. Time starts after the prefill. No token ends a response here, so that every arm
+    measured in the same run; ratio is time over floor. Attention over packed keys, or that is updated, has none: floor
+    and ratio are of the products alone. Time starts after the prefill. No token ends a response here, so that every arm
     decodes as many. Under a trace that says which columns are kept, a recipe that evicts keeps these (select=scripted),
     unless an option says otherwise.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dgraph.evaluate.questions import Question
     from dgraph.evaluate.run import Evaluation, State
     from dgraph.families import Embedded, Model
+    from dgraph.spec import ModelSpec
 
 NEW_TOKENS = 128
 NONE = "none"
@@ -55,9 +57,10 @@ def evaluate(
     weights: Annotated[
         list[str] | None,
         typer.Option(
-            metavar=given.FORMAT,
-            help="Store weights as fp8, int8, int4, w8a8-fp8, w8a8-int8 or fp8:lm_head=true,embeddings=true; may be "
-            "repeated. What --against names keeps them as they are.",
+            metavar=f"{given.FORMAT}|FOLDER",
+            help="Store weights as fp8, int8, int4, w8a8-fp8, w8a8-int8 or fp8:lm_head=true,embeddings=true, or take "
+            "those of a folder, as dgraph quantize writes it; may be repeated. What --against names keeps them as they "
+            "are.",
             show_default="as they are",
         ),
     ] = None,
@@ -128,7 +131,7 @@ def evaluate(
     \b
     dgraph eval tiny_sdar --recipe focus --sweep alpha=1.2,1.5,1.8 --count 20 --out results.jsonl --plot plot.png
     dgraph eval tiny_llada -r dense -r fast_dllm:cache=prefix -r fast_dllm --policy llada2.0 --policy factor
-    dgraph eval tiny_sdar --recipe dense --weights fp8 --weights int8 --weights int4 --count 20
+    dgraph eval tiny_sdar --recipe dense --weights fp8 --weights int4 --weights ./tiny_sdar-int4 --count 20
     dgraph eval ./SDAR-8B-Chat-b32 --task gsm8k --limit 200 --recipe focus --judge base --device cuda
     dgraph eval ./SDAR-8B-Chat-b32 --data mine.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
     """
@@ -137,7 +140,8 @@ def evaluate(
 
     recipes, rules, sweeps, reference = _choices(recipe, option, policy, threshold, steps, sweep, against)
     for one in weights or ():
-        quantising(one)
+        if not _is_folder(one):
+            quantising(one)
     for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
@@ -322,6 +326,17 @@ def _evaluation(
     where = given.torch_device(device)
     found: Model = dgraph.load(name, given.torch_dtype(dtype), where, **facts)
     arms, references = expand(found.spec, *choices, weights)
+    folders = [one for one in weights if one is not None and _is_folder(one)]
+
+    def stored(folder: str) -> Model:
+        other: Model = dgraph.load(folder, given.torch_dtype(dtype), where, **facts)
+        if _shape_of(other.spec) != _shape_of(found.spec):
+            raise InputError(
+                f"{folder} holds another model, {_shape_of(other.spec)}; --weights takes folders of {name}, which has "
+                f"{_shape_of(found.spec)}."
+            )
+        return other
+
     if max_new_tokens is None:
         known = _known(name)
         own = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS
@@ -340,16 +355,29 @@ def _evaluation(
         references,
         questions,
         store,
-        Keys(fingerprint(found, name), setting),
+        Keys(fingerprint(found, name), setting, {folder: fingerprint(found, folder) for folder in folders}),
         max_new_tokens,
         block_length,
         max_batch,
         backend,
         buckets,
         None if judge is None else _judge(judge, where),
+        stored={folder: partial(stored, folder) for folder in folders},
     )
     evaluation.check()
     return evaluation
+
+
+def _shape_of(spec: ModelSpec) -> str:
+    """What two models have in common that are one, stored in different ways."""
+    return f"{spec.layers} layers of {spec.hidden} and {spec.vocab} ids ({spec.family})"
+
+
+def _is_folder(weights: str) -> bool:
+    """Whether it names a folder of weights, and not a format."""
+    from dgraph.passes.quantize_weights import SPELLINGS
+
+    return weights not in SPELLINGS and Path(weights).is_dir()
 
 
 def _judge(name: str, device: Any) -> Judge:

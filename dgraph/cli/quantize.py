@@ -47,7 +47,7 @@ def quantize(
 ) -> None:
     """Write a checkpoint again, its weights quantised, in the layout of compressed-tensors.
 
-    Every command takes the folder as it takes the original one, and so does what else reads compressed-tensors. One
+    Commands take the folder as they take other checkpoints, and so does what else reads compressed-tensors. One
     weight at a time is in memory, and the folder appears when it is complete.
 
     \b

@@ -43,7 +43,7 @@ class Arm:
         recipe, rule: as they were asked for.
         built, policy: the recipe and the rule as values; equal ones make equal arms.
         swept: the swept options that this arm has, and their values.
-        weights: the format that weights are stored in; None: as they are.
+        weights: the format that weights are stored in, or the folder where they are; None: as they are.
     """
 
     recipe: Choice = field(compare=False)
@@ -94,7 +94,7 @@ def expand(
         sweeps: values by option of a recipe or of a rule. One that a recipe or rule has not leaves it alone.
         against: the recipe that others are compared with, each under its own rule, with weights as they are; None for
             no comparison.
-        weights: formats that weights are stored in, each with every recipe; None: as they are.
+        weights: formats that weights are stored in, or folders, each with every recipe; None: as they are.
 
     Returns:
         The arms, equal ones once, each after the one that it is compared with; and what each is compared with.

@@ -63,12 +63,14 @@ def parse_questions(text: str, source: str) -> list[Question]:
 
 
 def stored(model: str) -> list[Question]:
-    """The held-out prompts that an embedded model comes with; open text has no answer.
+    """The held-out prompts that an embedded model, or a folder, comes with; open text has no answer.
 
     Raises:
         InputError: it comes with none.
     """
-    file = _exam_of(model).folder / "held_out.jsonl"
+    file = Path(model) / "held_out.jsonl"  # of a folder that was made of an embedded model
+    if model in embedded() or not file.is_file():
+        file = _exam_of(model).folder / "held_out.jsonl"
     return [Question(q.task, q.prompt, None if q.task == OPEN else q.answer) for q in read_questions(file)]
 
 

@@ -105,10 +105,12 @@ class Keys:
     Attributes:
         weights: see `fingerprint`.
         setting: what else is the same for all arms: length limit, block length, dtype, backend, ...
+        stored: by what arms name as their weights, the fingerprint of what is stored there.
     """
 
     weights: str
     setting: Mapping[str, Any]
+    stored: Mapping[str, str] = field(default_factory=dict)
     _arms: dict[Arm, str] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, arm: Arm, prompt: str) -> str:
@@ -121,7 +123,7 @@ class Keys:
                 "torch": torch.__version__,
                 "recipe": arm.built.to_json(),
                 "rule": arm.rule_json(),
-                **({} if arm.weights is None else {"stored as": arm.weights}),
+                **({} if arm.weights is None else {"stored as": self.stored.get(arm.weights, arm.weights)}),
             }
             self._arms[arm] = json.dumps(value, sort_keys=True)
         return hashlib.sha256(f"{self._arms[arm]}\n{prompt}".encode()).hexdigest()[:32]

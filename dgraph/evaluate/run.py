@@ -51,6 +51,7 @@ class Evaluation:
         max_batch: prompts that are decoded together; results are written after each batch.
         backend, buckets: as for `optimize`.
         judge: reads the responses when all are there; None for nobody.
+        stored: by what arms name as their weights, what loads the same model with weights that are stored so.
         failed: per arm why it could not be run (to the end).
     """
 
@@ -67,6 +68,7 @@ class Evaluation:
     buckets: str | Sequence[int] | None = None
     judge: Judge | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    stored: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what cannot be decoded before anything is compiled.
@@ -102,13 +104,14 @@ class Evaluation:
                 try:
                     for batch in self._missing(arm):
                         if program is None:
+                            load = self.stored.get(arm.weights or "")
                             program = optimize(
-                                self.model,
+                                self.model if load is None else load(),
                                 arm.built,
                                 backend=self.backend,
                                 buckets=self.buckets,
                                 progress=say,
-                                weights=arm.weights,
+                                weights=arm.weights if load is None else None,
                             )
                         found = sum(self.store.get(self.keys.of(arm, q.prompt)) is not None for q in batch)
                         self.store.add(*self._decode(program, arm, batch, say))

@@ -17,7 +17,10 @@ import dgraph
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.judge import Judge
 from dgraph.evaluate.run import Evaluation
+from dgraph.families import embedded
+from dgraph.saving import save_quantised
 from tests.cli.conftest import Run
+from tests.cli.folders import write_checkpoint
 from tests.cli.refusals import refused
 from tests.evaluate import programs
 from tests.evaluate.judges import write_judge
@@ -185,6 +188,37 @@ def test_an_embedded_model_has_prompts_and_a_length(run: Run, monkeypatch: pytes
     assert run("eval", "tiny_sdar", "--task", "hard", "--task", "sort", "--count", 2).exit_code == 0
     hard = ("math", "needle", "sort", "trace")
     assert [q.task for q in seen[-1].questions] == ["sort"] * 2 + [f"hard/{name}" for name in hard for _ in range(2)]
+
+
+def test_weights_of_a_folder_beside_formats_and_the_model_itself(
+    run: Run, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    stored = save_quantised(folder, tmp_path / "stored", "int4").folder
+    command = ("eval", folder, "--data", data, "-r", "dense", "--count", 3, *SMALL, "--out", "r.jsonl", "--json")
+    result = run(*command, "--weights", "int4", "--weights", stored)
+    assert result.exit_code == 0, result.stderr
+    arms = json.loads(result.stdout)["arms"]
+    assert [arm.get("weights") for arm in arms] == [None, "int4", str(stored)]
+    assert [arm["against"] for arm in arms] == [None, *2 * [arms[0]["label"]]]
+    responses = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    by_arm = {arm["label"]: [r["token_ids"] for r in responses if r.get("arm") == arm["label"]] for arm in arms}
+    assert by_arm[arms[1]["label"]] == by_arm[arms[2]["label"]] != []
+
+
+def test_a_folder_of_weights_must_hold_the_same_model(run: Run, folder: Path, data: Path) -> None:
+    other = embedded()["tiny_llada"].folder
+    result = run("eval", folder, "--data", data, "-r", "dense", "--count", 1, *SMALL, "--weights", other)
+    assert "tiny_llada holds another model, 12 layers of 256 and 2048 ids (llada); --weights takes folders of" in (
+        " ".join(result.stderr.split())
+    )
+
+
+def test_a_folder_may_come_with_prompts(run: Run, data: Path, tmp_path: Path) -> None:
+    own = write_checkpoint(tmp_path / "own")
+    (own / "held_out.jsonl").write_text(data.read_text())
+    result = run("eval", own, "-r", "dense", "--against", "none", "--count", 1, *SMALL, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert set(json.loads(result.stdout)["arms"][0]["tasks"]) == {"one", "two"}
 
 
 def test_what_was_decoded_before_ctrl_c_is_printed_and_kept(
