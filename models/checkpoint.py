@@ -19,7 +19,7 @@ from dgraph.models import difference
 from dgraph.models.layouts import Quantised
 from dgraph.models.native import with_ids
 from dgraph.models.packed import unpack
-from dgraph.models.quantised import find_quantised, settings_of, stack_parts
+from dgraph.models.quantised import find_quantised, settings_of, stack_parts, without_zero_biases
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 from dgraph.quantised import PARTS, Format
 from dgraph.weights import Stored, WeightSource, hollow
@@ -115,6 +115,8 @@ def open_weights(
             return {block for name in names for block in of[name]}
 
         tensors = find_quantised(tensors, settings, f"checkpoint {folder}", embeddings)
+        asked = {block for blocks in layout(model, tensors).values() for block in blocks}
+        tensors = without_zero_biases(tensors, settings, asked, f"checkpoint {folder}")
     belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
     names = match(model, layout(model, tensors), tensors, f"checkpoint {folder}", belong)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}

@@ -331,14 +331,17 @@ def gptq(settings: Mapping[str, Any]) -> Layout:
     """4 or 8 bits in groups of inputs (Frantar et al., 2022, arXiv 2210.17323; AutoGPTQ, GPTQModel).
 
     Of format "gptq" the zeros are stored less one, of "gptq_v2" as they are. Where `sym` says that all are the middle,
-    either is found: writers of "gptq" differ.
+    either is found: writers of "gptq" differ. What `dynamic` says of some layers goes before what is said of all.
     """
-    bits = _require(settings, "gptq", "bits", (4, 8), 4)
-    less = 1 - int(_require(settings, "gptq", "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2")
-    block = _group(settings, "group_size")
-    middle, most = 2 ** (bits - 1), 2**bits - 1
+    _gptq_scheme(settings)  # so that what is wrong for all layers is not said of the first
 
     def make(module: Module) -> Quantised:
+        own = _own_settings(settings.get("dynamic") or {}, module.name)
+        try:
+            bits, less, block = _gptq_scheme({**settings, **own})
+        except CheckpointError as error:
+            raise CheckpointError(f"{module.name}, of which `dynamic` says {dict(own)!r}: {error}") from None
+        sym, middle, most = own.get("sym", settings.get("sym")), 2 ** (bits - 1), 2**bits - 1
         words = module.get("qweight", (torch.int32,))
         inputs, outputs = 32 // bits * int(words.shape[0]), int(words.shape[1])
         groups = blocks_of((outputs, inputs), block)[1]
@@ -354,12 +357,29 @@ def gptq(settings: Mapping[str, Any]) -> Layout:
             numbers = (unpacked(as_bytes) if bits == 4 else as_bytes).int()[:, :outputs]
             return (((numbers + less) & most).t() - (0 if bits == 4 else middle)).float()
 
-        symmetric = _all(zeros, middle - less, bits) or (settings.get("sym") is True and _all(zeros, middle, bits))
+        symmetric = _all(zeros, middle - less, bits) or (sym is True and _all(zeros, middle, bits))
         asked = None if symmetric else Made((outputs, groups), torch.float32, lowest)
         kind = "int4" if bits == 4 else "int8"
         return weight(kind, (outputs, inputs), block, values, _float(scales, transposed=True), asked)
 
     return Layout(("qweight", "qzeros", "scales", "g_idx"), make)
+
+
+def _gptq_scheme(settings: Mapping[str, Any]) -> tuple[int, int, tuple[int, int]]:
+    """Bits of a number, what stored zeros are less than zeros, and the block of a scale."""
+    bits = _require(settings, "gptq", "bits", (4, 8), 4)
+    less = 1 - int(_require(settings, "gptq", "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2")
+    return bits, less, _group(settings, "group_size")
+
+
+def _own_settings(dynamic: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """What `dynamic` says of a layer by the first pattern that the beginning of its name matches: "+:pattern" or only
+    the pattern has settings, "-:pattern" leaves layers as they are.
+    """
+    for pattern, own in dynamic.items():
+        if re.match(re.sub("^[+-]:", "", pattern), name):
+            return {} if pattern.startswith("-:") else own
+    return {}
 
 
 def _all(words: Tensor, number: int, bits: int) -> bool:
@@ -368,12 +388,15 @@ def _all(words: Tensor, number: int, bits: int) -> bool:
 
 
 def _plain_order(module: Module, leaf: str, columns: int, wide: int) -> None:
-    """Raise CheckpointError if columns of a weight were put in another order than that of its inputs."""
+    """Raise CheckpointError if groups of columns that share a scale are not neighbours."""
     found = module.get(leaf, (torch.int32, torch.int64), (columns,))
     if not torch.equal(found.long(), torch.arange(columns) // (columns if wide == WHOLE else wide)):
+        by, instead = 'actorder="group"', 'actorder="weight" or none'
+        if module.method == "gptq":
+            by, instead = "desc_act=True", "desc_act=False, or static_groups=True besides"
         raise CheckpointError(
-            f"{module.name}.{leaf} puts inputs into groups in the order of their activations (desc_act, actorder); "
-            f"dgraph reads groups of neighbouring inputs (desc_act=False)."
+            f"{module.name}.{leaf} puts inputs into groups in the order of their activations (act-order, {by}); dgraph "
+            f"reads groups of neighbouring inputs. Take a checkpoint that was quantised with {instead}."
         )
 
 
@@ -381,29 +404,70 @@ def _plain_order(module: Module, leaf: str, columns: int, wide: int) -> None:
 
 
 def torchao(settings: Mapping[str, Any]) -> Layout:
-    """`Float8Tensor`, `Int8Tensor` and `IntxUnpackedToInt8Tensor`: values of 8 bits in the order of the weight."""
+    """`Float8Tensor`, `Int8Tensor` and `IntxUnpackedToInt8Tensor`: values of 8 bits in the order of the weight; and
+    `Int4Tensor`, packed "plain": two numbers -8..7 in each int8, the first in the low half.
+    """
     leaves = "weight", *(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale"))
+    name, data = _torchao_class(settings)
+    packing = data.get("int4_packing_format")
+    packing = str(packing.get("_data") if isinstance(packing, Mapping) else packing or "").lower()
+    of_4_bits = bool(packing) or name.startswith("Int4")
 
     def make(module: Module) -> Quantised:
         if "_weight_act_pre_scale" in module.tensors:
             raise CheckpointError(f"{module.name}._weight_act_pre_scale scales activations, which dgraph does not do.")
-        values = module.get("_weight_qdata", (torch.float8_e4m3fn, torch.int8))
-        shape = rows, columns = int(values.shape[0]), int(values.shape[1])
-        sizes = tuple(module.tensors["_weight_scale"].shape) if "_weight_scale" in module.tensors else (rows, 1)
-        high, wide = sizes if len(sizes) == 2 else (1, 1)
-        if not high or not wide or rows % high or columns % wide:
-            high, wide = rows, 1  # what is refused below is compared with a scale per row
-        block = WHOLE if high == 1 else rows // high, WHOLE if wide == 1 else columns // wide
-        kind = "int8" if values.dtype == torch.int8 else "fp8"
-        zeros = module.tensors.get("_weight_zero_point")
-        shifted = zeros is not None and kind == "int8" and bool(zeros.any())
-        return weight(
-            kind,
-            shape,
-            block,
-            values,
-            module.scales("_weight_scale", shape, block),
-            module.scales("_weight_zero_point", shape, block) if shifted else None,
-        )
+        stored = module.tensors.get("_weight_qdata")
+        dtypes = (torch.int8,) if of_4_bits else (torch.float8_e4m3fn, torch.int8)
+        if stored is not None and (stored.dtype not in dtypes or (of_4_bits and packing != "plain")):
+            by = f"{name or 'a class that config.json does not name'}{f' in packing {packing!r}' if packing else ''}"
+            raise CheckpointError(
+                f"{module.name}._weight_qdata is {str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}, as "
+                f"torchao stores it by {by}; dgraph reads float8_e4m3fn and int8 of Float8WeightOnlyConfig, "
+                f"Int8WeightOnlyConfig and the like, and int8 of Int4WeightOnlyConfig in packing 'plain'. Quantise "
+                f"the model by one of these, or load the checkpoint that this one was made from."
+            )
+        return _torchao_int4(module, _group(data, "group_size")) if of_4_bits else _torchao_8_bits(module)
 
     return Layout(leaves, make)
+
+
+def _torchao_class(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The class by which all layers were quantised, "" where none is named, and its settings."""
+    kinds = settings.get("quant_type")
+    of = kinds.get("default") if isinstance(kinds, Mapping) else kinds
+    if not isinstance(of, Mapping):
+        return str(of or ""), {}
+    return str(of.get("_type") or ""), of.get("_data") or {}
+
+
+def _torchao_int4(module: Module, block: tuple[int, int]) -> Quantised:
+    """number * scale + zero_point, both [groups, rows] and floating; zero_point lies at the middle number."""
+    pairs = module.get("_weight_qdata", (torch.int8,))
+    shape = rows, columns = int(pairs.shape[0]), 2 * int(pairs.shape[1])
+    groups = blocks_of(shape, block)[1]
+    scales = module.get("_weight_scale", _FLOATS, (groups, rows))
+    offsets = module.get("_weight_zero_point", _FLOATS, (groups, rows))
+    values = Made((rows, columns // 2), torch.uint8, lambda: pairs.view(torch.uint8) ^ 0x88)
+    zeros = Made((rows, groups), torch.float32, lambda: (KINDS["int4"].zero - offsets.float() / scales.float()).t())
+    return weight("int4", shape, block, values, _float(scales, transposed=True), zeros if offsets.any() else None)
+
+
+def _torchao_8_bits(module: Module) -> Quantised:
+    values = module.get("_weight_qdata", (torch.float8_e4m3fn, torch.int8))
+    shape = rows, columns = int(values.shape[0]), int(values.shape[1])
+    sizes = tuple(module.tensors["_weight_scale"].shape) if "_weight_scale" in module.tensors else (rows, 1)
+    high, wide = sizes if len(sizes) == 2 else (1, 1)
+    if not high or not wide or rows % high or columns % wide:
+        high, wide = rows, 1  # what is refused below is compared with a scale per row
+    block = WHOLE if high == 1 else rows // high, WHOLE if wide == 1 else columns // wide
+    kind = "int8" if values.dtype == torch.int8 else "fp8"
+    zeros = module.tensors.get("_weight_zero_point")
+    shifted = zeros is not None and kind == "int8" and bool(zeros.any())
+    return weight(
+        kind,
+        shape,
+        block,
+        values,
+        module.scales("_weight_scale", shape, block),
+        module.scales("_weight_zero_point", shape, block) if shifted else None,
+    )

@@ -84,6 +84,35 @@ def find_quantised(
     return found
 
 
+def without_zero_biases(
+    tensors: Mapping[str, Tensor | Quantised], settings: Mapping[str, Any], asked: Container[str], what: str
+) -> dict[str, Tensor | Quantised]:
+    """A checkpoint's tensors without the biases of zeros that AutoGPTQ stores of each layer that it quantises, where
+    the model's layer has none.
+
+    Args:
+        tensors: as `find_quantised` gives them.
+        settings: see `settings_of`.
+        asked: the names of what the model reads.
+        what: how a message begins.
+
+    Raises:
+        CheckpointError: such a bias is not zero. The message names the first few.
+    """
+    if settings.get("quant_method") != "gptq":
+        return dict(tensors)
+    beside = {f"{name.removesuffix('weight')}bias" for name, of in tensors.items() if isinstance(of, Quantised)}
+    biases = {name: of for name, of in tensors.items() if name in beside and name not in asked}
+    if others := sorted(name for name, of in biases.items() if isinstance(of, Tensor) and of.any()):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise CheckpointError(
+            f"{what}: {', '.join(others[:3])}{more}: not zero, and the layers that config.json describes have no bias, "
+            f"expected zeros or none. Let config.json say which layers have one (attention_bias, mlp_bias), if the "
+            f"model's class does, or fetch the checkpoint again."
+        )
+    return {name: of for name, of in tensors.items() if name not in biases}
+
+
 def stack_parts(name: str, blocks: Sequence[Tensor | Quantised]) -> list[Quantised] | None:
     """What a tensor of a model is read from, if that is stored quantised; None if it is not.
 

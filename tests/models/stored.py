@@ -143,20 +143,20 @@ def awq(weight: Tensor) -> Stored:
     return found, weight_of(numbers, scales, zeros)
 
 
-def gptq(bits: int, less: int, sym: bool) -> Callable[[Tensor], Stored]:
+def gptq(bits: int, less: int, sym: bool, size: int = GROUP) -> Callable[[Tensor], Stored]:
     def store(weight: Tensor) -> Stored:
-        numbers, scales, zeros = by_group(weight, bits)
+        numbers, scales, zeros = by_group(weight, bits, size)
         if sym:
-            signed, scales = symmetric(weight, bits)
+            signed, scales = symmetric(weight, bits, size)
             numbers, zeros = signed + 2 ** (bits - 1), torch.full_like(zeros, 2 ** (bits - 1))
         columns = weight.shape[1]
         found = {
             "qweight": words(numbers, bits).t().contiguous(),
             "qzeros": words((zeros.t() - less) % 2**bits, bits),
             "scales": scales.t().contiguous(),
-            "g_idx": (torch.arange(columns) // GROUP).int(),
+            "g_idx": (torch.arange(columns) // size).int(),
         }
-        return found, weight_of(numbers, scales, zeros)
+        return found, weight_of(numbers, scales, zeros, size)
 
     return store
 
@@ -181,6 +181,29 @@ def torchao_groups(weight: Tensor) -> Stored:
         "_weight_zero_point": (zeros - 128).to(torch.int8),
     }
     return found, weight_of(numbers, scales, zeros)
+
+
+def torchao_int4(weight: Tensor) -> Stored:
+    """number * scale + offset, of numbers -8..7; scales are powers of 2 and offsets quarters of them, so exact."""
+    groups = grouped(weight, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = torch.exp2(((high - low) / 15).log2().ceil())
+    offsets = ((low / scales + 8) * 4).round() / 4 * scales
+    spread, middle = scales.unsqueeze(-1), offsets.unsqueeze(-1)
+    numbers = ((groups - middle) / spread).round().clamp(-8, 7)
+    pairs = numbers.flatten(1).to(torch.int8)
+    found = {
+        "_weight_qdata": (pairs[:, ::2] & 15) | (pairs[:, 1::2] << 4),
+        "_weight_scale": scales.t().contiguous(),
+        "_weight_zero_point": offsets.t().contiguous(),
+    }
+    return found, (numbers * spread + middle).flatten(1)
+
+
+def torchao_by(name: str, packing: str, **more: Any) -> dict[str, Any]:
+    """Settings of torchao as transformers writes them."""
+    data = {"int4_packing_format": {"_type": "Int4PackingFormat", "_data": packing}, **more}
+    return {**_TORCHAO, "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
 
 
 def _int(bits: int, strategy: str, symmetric: bool = True, **more: Any) -> dict[str, Any]:
@@ -217,4 +240,5 @@ CASES = {
     "torchao int8": Case(_TORCHAO, torchao_rows),
     "torchao fp8 by tensor": Case(_TORCHAO, torchao_tensor),
     "torchao int8 by groups": Case(_TORCHAO, torchao_groups),
+    "torchao int4": Case(torchao_by("Int4WeightOnlyConfig", "PLAIN", group_size=GROUP), torchao_int4),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,11 +25,12 @@ from dgraph.sharding import Sharding
 from dgraph.testing.ranks import ranks
 from dgraph.weights import weights_of
 from tests.models import test_sdar_moe as mixture
-from tests.models.stored import CASES, Case
+from tests.models.stored import CASES, Case, gptq, torchao_by
 from tests.remote import change_tensors, write
 
 CONFIG = {**KEYS, "architectures": ["LlamaForCausalLM"], "block_length": BLOCK, "dtype": "float32"}
 LAYERS = KEYS["num_hidden_layers"]
+Store = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 SOME = "compressed fp8 by rows", "compressed int4 with zeros", "fp8 by block", "awq", "gptq"
 """Layouts that are decoded with by default."""
 
@@ -37,13 +40,21 @@ def weights() -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def folders(tmp_path: Path, case: Case, shards: int = 2, **changes: Any) -> tuple[Path, Path]:
-    """A checkpoint whose layers are quantised, and the same with the weights that these stand for."""
+def folders(
+    tmp_path: Path, case: Case, shards: int = 2, others: Mapping[str, Store] = MappingProxyType({}), **changes: Any
+) -> tuple[Path, Path]:
+    """A checkpoint whose layers are quantised, and the same with the weights that these stand for.
+
+    Args:
+        others: how layers are stored whose path has a name in it.
+        changes: of the settings.
+    """
     stored, plain = {}, weights()
     for name, tensor in weights().items():
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module.endswith("_proj"):
-            parts, plain[name] = case.store(tensor)
+            store = next((other for part, other in others.items() if part in module), case.store)
+            parts, plain[name] = store(tensor)
             stored |= {f"{module}.{part}": value for part, value in parts.items()}
         else:
             stored[name] = tensor
@@ -107,6 +118,152 @@ def test_embeddings_may_be_stored_in_a_way_of_their_own(tmp_path: Path) -> None:
     folders = quantised, write(tmp_path / "p", CONFIG, plain)
     assert same_weights(*(resolve(folder, opened=True) for folder in folders)) == 7 * LAYERS + 1
     assert dgraph.capture(quantised).find("dequantise")
+
+
+BITS_8, GROUPS_OF_16 = gptq(8, 1, False), gptq(4, 1, False, 16)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "others"),
+    [
+        ({"+:.*mlp.*": {"bits": 8}}, {"mlp": BITS_8}),
+        ({r".*\.q_proj": {"bits": 8}}, {"q_proj": BITS_8}),
+        ({"+:.*": {"group_size": 16, "desc_act": False}}, {"proj": GROUPS_OF_16}),
+        ({"+:.*up_proj": {"group_size": 16}, "+:.*mlp.*": {"bits": 8}}, {"up_proj": GROUPS_OF_16, "mlp": BITS_8}),
+        ({"+:mlp.*": {"bits": 8}}, {}),  # the beginning of a path is matched, not its middle
+        ({"+:.*mlp.*": {"sym": True}}, {"mlp": gptq(4, 0, True)}),
+    ],
+)
+def test_layers_of_gptq_have_settings_of_their_own(
+    dynamic: dict[str, Any], others: dict[str, Store], tmp_path: Path
+) -> None:
+    quantised, plain = folders(tmp_path, CASES["gptq"], others=others, dynamic=dynamic)
+    assert same_weights(resolve(quantised, opened=True), resolve(plain, opened=True)) == 7 * LAYERS
+    assert tokens_of(quantised) == tokens_of(plain)
+
+
+def test_layers_of_gptq_may_be_left_as_they_are(tmp_path: Path) -> None:
+    dynamic = {"-:.*mlp.*": {}, "+:.*": {"bits": 8}}
+    others: dict[str, Store] = {"mlp": lambda weight: ({"weight": weight}, weight)}
+    quantised, plain = folders(tmp_path, Case(CASES["gptq"].settings, BITS_8), others=others, dynamic=dynamic)
+    assert same_weights(resolve(quantised, opened=True), resolve(plain, opened=True)) == 4 * LAYERS
+
+
+def add_biases(value: float) -> Callable[[dict[str, Tensor]], None]:
+    """Give every layer that is quantised a bias."""
+
+    def apply(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            outputs = tensors[name].shape[1]
+            tensors[f"{name.removesuffix('qweight')}bias"] = torch.full((outputs,), value, dtype=torch.float16)
+
+    return apply
+
+
+def test_biases_of_zeros_that_autogptq_writes_are_left_out(tmp_path: Path) -> None:
+    quantised, plain = folders(tmp_path, CASES["gptq"])
+    change_tensors(quantised, add_biases(0.0))
+    assert same_weights(resolve(quantised, opened=True), resolve(plain, opened=True)) == 7 * LAYERS
+
+
+def test_biases_of_zeros_are_kept_where_a_layer_has_one(tmp_path: Path) -> None:
+    quantised, _ = folders(tmp_path, CASES["gptq"])
+    change_tensors(quantised, add_biases(0.0))
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    source = resolve(quantised, opened=True).weights
+    assert source is not None
+    assert "model.layers.0.self_attn.q_proj.bias" in source
+    assert "model.layers.0.mlp.up_proj.bias" not in source
+
+
+def test_a_bias_that_is_not_zero_is_named(tmp_path: Path) -> None:
+    quantised, _ = folders(tmp_path, CASES["gptq"])
+    change_tensors(quantised, add_biases(0.5))
+    message = rf"checkpoint .*quantised: model\.layers\.0\.mlp\.down_proj\.bias, .* and {7 * LAYERS - 3} more: not zero"
+    with pytest.raises(CheckpointError, match=message):
+        resolve(quantised, opened=True)
+
+
+def test_biases_of_zeros_beside_other_layers_are_not_left_out(tmp_path: Path) -> None:
+    quantised, _ = folders(tmp_path, CASES["gptq"], shards=1)
+    change_tensors(quantised, lambda tensors: tensors.update({"lm_head.bias": torch.zeros(4)}))
+    with pytest.raises(CheckpointError, match=r"unexpected: lm_head\.bias"):
+        resolve(quantised, opened=True)
+
+
+GROUPED = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True, "group_size": 8, "actorder": "group"}
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf", "changes", "message"),
+    [
+        (
+            "gptq",
+            "g_idx",
+            {"desc_act": True},
+            r"desc_act=True\); .* with desc_act=False, or static_groups=True besides",
+        ),
+        (
+            "compressed int4",
+            "weight_g_idx",
+            {"config_groups": {"a": {"targets": ["Linear"], "weights": GROUPED}}},
+            r'actorder="group"\); .* with actorder="weight" or none',
+        ),
+    ],
+)
+def test_an_order_of_activations_is_read_where_it_is_the_plain_one(
+    name: str, leaf: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    def with_order(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts, stands_for = CASES[name].store(weight)
+        return {**parts, leaf: (torch.arange(weight.shape[1]) // 8).int()}, stands_for
+
+    quantised, plain = folders(tmp_path, Case(CASES[name].settings, with_order), **changes)
+    assert same_weights(resolve(quantised, opened=True), resolve(plain, opened=True)) == 7 * LAYERS
+    change_tensors(quantised, damage(leaf, lambda t: t.flip(0)))
+    with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf} puts inputs into groups .*{message}"):
+        resolve(quantised, opened=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "message"),
+    [
+        (
+            torchao_by("Int4WeightOnlyConfig", "OPAQUE", group_size=8),
+            torch.uint8,
+            r"is uint8 \[32, 24\], as torchao stores it by Int4WeightOnlyConfig in packing 'opaque'; dgraph reads",
+        ),
+        (
+            torchao_by("Int4WeightOnlyConfig", "PLAIN"),
+            torch.uint8,
+            "by Int4WeightOnlyConfig in packing 'plain'; dgraph",
+        ),
+        (
+            torchao_by("Float8DynamicActivationInt4WeightConfig", "PRESHUFFLED"),
+            torch.int8,
+            "by Float8DynamicActivationInt4WeightConfig in packing 'preshuffled'; dgraph reads",
+        ),
+        (
+            {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 8}}}},
+            torch.uint8,
+            "by Int4WeightOnlyConfig; dgraph reads .* Int4WeightOnlyConfig in packing 'plain'. Quantise the model by",
+        ),
+        ({"quant_type": "int4_weight_only"}, torch.uint8, "by int4_weight_only; dgraph reads"),
+        ({"quant_type": None}, torch.uint8, "by a class that config.json does not name; dgraph reads"),
+    ],
+)
+def test_what_torchao_packs_in_another_way_is_named(
+    settings: dict[str, Any], dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    folder, _ = folders(tmp_path, CASES["torchao int4"], shards=1, **settings)
+
+    def repack(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items() if name.endswith("_weight_qdata")}
+
+    change_tensors(folder, repack)
+    with pytest.raises(CheckpointError, match=f"proj._weight_qdata .*{message}"):
+        resolve(folder, opened=True)
 
 
 def damage(leaf: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[dict[str, Tensor]], None]:
@@ -179,6 +336,12 @@ def test_a_damaged_tensor_is_named(name: str, tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "version of awq is 'gemv', expected 'gemm'"),
         ("awq", {"group_size": "all"}, "group_size is 'all', expected a number of columns, or -1 for all"),
         ("gptq", {"bits": 3}, "bits of gptq is 3, expected 4 or 8"),
+        (
+            "gptq",
+            {"dynamic": {"+:.*mlp.*": {"bits": 2}}},
+            r"mlp\.\w+, of which `dynamic` says \{'bits': 2\}: bits of gptq is 2, expected 4 or 8",
+        ),
+        ("gptq", {"dynamic": {"+:.*": 8}}, "quantization_config is not as 'gptq' writes it"),
         (
             "gptq",
             {"checkpoint_format": "marlin"},
