@@ -131,6 +131,8 @@ class QuantizeWeights(Pass):
 
     def _store(self, graph: Graph, format: Format, report: Report) -> None:
         """Weights in the format."""
+        if self.router and not any(linear.routes for linear in linears_of(graph.calls, "plain")):
+            report.skip("no projection chooses experts, so there is no router", graph.output)
         readers = {reader for reader, _ in self._known(graph)}
         for weight, layer in self._chosen(graph).items():
             if (reason := _obstacle(graph, weight, format, readers)) is not None:

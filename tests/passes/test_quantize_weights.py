@@ -231,6 +231,13 @@ def test_rows_of_experts_are_rounded_once_for_all_of_them_and_between_their_prod
     assert [len(node.users) for node in graph.find("round_rows", 1)] == [1, 1, 3, 1]  # and the shared expert
 
 
+def test_a_router_that_is_not_there_is_told() -> None:
+    (dense,), (mixed,) = models(None, "sdar"), models(None, "sdar_moe")
+    reports = [report_of(tiny.graph, QuantizeWeights("int8", router=True)) for tiny in (dense, mixed)]
+    assert [skip.reason for skip in reports[0].skipped] == ["no projection chooses experts, so there is no router"]
+    assert reports[1].skipped == []
+
+
 def test_rows_of_some_experts_alone() -> None:
     (tiny,) = models(None, "sdar_moe")
     stored = as_loaded(tiny, QuantizeWeights("int8"))

@@ -176,8 +176,10 @@ def test_attention_rotates_queries_that_it_loads(
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
-@pytest.mark.parametrize(("heads", "d"), [((4, 2), 16), ((6, 3), 20)])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("splits", "heads", "d"),
+    [(1, (4, 2), 16), (3, (4, 2), 16), (1, (6, 3), 20), (3, (6, 3), 20), (12, (20, 4), 128)],  # more than at once
+)
 def test_attention_rounds_the_rows_that_it_gives(
     interpreted: Interpreter, splits: int, heads: tuple[int, int], d: int, kind: str
 ) -> None:
