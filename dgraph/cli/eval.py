@@ -59,8 +59,8 @@ def evaluate(
         typer.Option(
             metavar=f"{given.FORMAT}|FOLDER",
             help="Store weights as fp8, int8, int4, w8a8-fp8, w8a8-int8 or fp8:lm_head=true,embeddings=true, or take "
-            "those of a folder, as dgraph quantize writes it; may be repeated. What --against names keeps them as they "
-            "are.",
+            "those of a folder that has the same model quantised; may be repeated. What --against names keeps them as "
+            "they are.",
             show_default="as they are",
         ),
     ] = None,
@@ -316,6 +316,7 @@ def _evaluation(
     from dgraph.evaluate.results import Keys, Store, fingerprint
     from dgraph.evaluate.run import Evaluation
     from dgraph.evaluate.tasks import TASKS
+    from dgraph.families import resolve
     from dgraph.lowering.buckets import Buckets
     from dgraph.lowering.regions import RegionCompiler
 
@@ -328,15 +329,12 @@ def _evaluation(
     arms, references = expand(found.spec, *choices, weights)
     folders = [one for one in weights if one is not None and _is_folder(one)]
 
-    def stored(folder: str) -> Model:
-        other: Model = dgraph.load(folder, given.torch_dtype(dtype), where, **facts)
-        if _shape_of(other.spec) != _shape_of(found.spec):
+    for folder in folders:
+        if (there := _shape_of(resolve(folder, opened=True, **facts).spec)) != _shape_of(found.spec):
             raise InputError(
-                f"{folder} holds another model, {_shape_of(other.spec)}; --weights takes folders of {name}, which has "
+                f"{folder} holds another model, {there}; --weights takes folders of {name}, which has "
                 f"{_shape_of(found.spec)}."
             )
-        return other
-
     if max_new_tokens is None:
         known = _known(name)
         own = known.exam.new_tokens if known is not None and known.exam is not None else NEW_TOKENS
@@ -362,7 +360,7 @@ def _evaluation(
         backend,
         buckets,
         None if judge is None else _judge(judge, where),
-        stored={folder: partial(stored, folder) for folder in folders},
+        stored={folder: partial(dgraph.load, folder, found.spec.dtype, where, **facts) for folder in folders},
     )
     evaluation.check()
     return evaluation
@@ -370,7 +368,7 @@ def _evaluation(
 
 def _shape_of(spec: ModelSpec) -> str:
     """What two models have in common that are one, stored in different ways."""
-    return f"{spec.layers} layers of {spec.hidden} and {spec.vocab} ids ({spec.family})"
+    return f"{spec.layers} layers of {spec.hidden}, {spec.vocab} ids, blocks of {spec.block_length} ({spec.family})"
 
 
 def _is_folder(weights: str) -> bool:

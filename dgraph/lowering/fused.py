@@ -9,7 +9,8 @@ Rotations of queries: attention loads each query once, and can rotate it there. 
 pass of its own, unless what makes the queries (a norm of heads) is one anyway.
 
 Rounding of what attention gives: where the keys are divided among programs, what adds their shares up has whole rows,
-and rounds them. Where they are not, a kernel rounds the rows that are live, which it reads again.
+and rounds them. Where they are not, or rows are too wide for a program, a kernel reads the live rows again, and rounds
+them.
 """
 
 from __future__ import annotations

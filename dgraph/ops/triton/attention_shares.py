@@ -26,8 +26,8 @@ Shares = tuple[Tensor, Tensor]
 WIDEST = 16384
 """Numbers of a row that a program adds up, heads and their width each as the power of two above it."""
 
-HELD = 32768
-"""Numbers of all shares that it asks for at once: 64 registers of each thread."""
+HELD, MOST = 32768, 8
+"""Numbers of all shares that it asks for at once, and shares: 64 registers of each thread at most."""
 
 
 def shares_for(q: Tensor, splits: int) -> Shares:
@@ -70,7 +70,7 @@ def _rounded_sums(part: Tensor, mass: Tensor, out: Tensor, kind: str, cu_rows: T
     block, width = power_of_two(heads), power_of_two(d, 16)
     _add_up_rows[(n,)](
         part, mass, out, values, scales, n, heads, block, d, width, splits, power_of_two(splits),
-        max(HELD // (block * width), 1), values.dtype == torch.int8, KINDS[kind].reach,
+        min(max(HELD // (block * width), 1), MOST), values.dtype == torch.int8, KINDS[kind].reach,
         num_warps=power_of_two(block * width // 256, 1, 16), **ROUNDING, **start_of(out.device),
     )  # fmt: skip
     return values, scales
@@ -127,9 +127,10 @@ def _add_up_rows(
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[:, None])
         total = tl.sum(weight, 1)
         weight /= tl.where(total > 0, total, 1.0)[:, None]
+        weight = tl.where(mass == float("-inf"), -1.0, weight)  # of a share that is not there
         for one in tl.static_range(first, min(first + SOME, SPLITS)):
             own = tl.sum(tl.where((split == one)[None, :], weight, 0.0), 1)
-            found += tl.where((own > 0)[:, None], parts[one - first], 0.0) * own[:, None]
+            found += tl.where((own < 0)[:, None], 0.0, parts[one - first] * own[:, None])
     found = found.to(out_ptr.dtype.element_ty).to(tl.float32)
     numbers, scale = rounded(tl.reshape(found, [1, BLOCK_H * WIDTH]), 1, INTEGERS, REACH)
     i, nothing = tl.arange(0, BLOCK_H * WIDTH)[None, :], tl.arange(0, 1)

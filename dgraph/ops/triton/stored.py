@@ -95,8 +95,9 @@ class Layout:
         high, group = weight.block
         rows, columns = weight.shape[-2:]
         high, group = (rows if high == WHOLE else high), (columns if group == WHOLE else group)
-        grouped = OF_GROUPS if group % depth == 0 else OF_NUMBERS
-        scaled = OF_ROWS if weight.scales.shape[-1] == 1 else grouped
+        wide = weight.zeros is not None and dtype == torch.float16  # which a number less its zero may be too large for
+        grouped = OF_GROUPS if group % depth == 0 and not wide else OF_NUMBERS
+        scaled = OF_ROWS if weight.scales.shape[-1] == 1 and not wide else grouped
         values = weight.values if weight.values.stride(-1) == 1 else weight.values.contiguous()
         words = kind_of(values, dtype) if weight.zeros is None and scaled != OF_NUMBERS else 0
         scales = weight.scales.contiguous()

@@ -203,6 +203,23 @@ def test_attention_rounds_the_rows_that_it_gives(
     compare([exact[0].nan_to_num()], [exact[1].nan_to_num()], 0.08)
 
 
+def test_what_is_not_finite_stays_so_in_a_share_of_no_weight(interpreted: Interpreter) -> None:
+    """The last keys score so low that their weight is zero; shares that no key is in leave no trace."""
+    from dgraph.ops.triton.attention_tiling import Tiling
+
+    q, k_cache, v_cache, table, *rest = attention((2, 2), (40, 40), page=8, heads=(2, 2), padding=0)
+    k_cache[:] = 0
+    for s in range(2):
+        k_cache[table[s, :2].long()] = 300 * q[2 * s].sign()  # of each sequence the first 16 of 40 keys
+    v_cache[table[1, 4], 7, 0, 0] = torch.inf
+    args, tiling = (q, k_cache, v_cache, table, *rest), Tiling(16, 16, 5, 4, 1)
+    plain, _ = interpreted("paged_attention", args, tiling=tiling)
+    (values, scales), _ = interpreted("paged_attention", args, tiling=tiling, kind="int8")
+    want = quantised_rows(flat(plain)[0].flatten(1), "int8")
+    assert scales.isnan().flatten().tolist() == want[1].isnan().flatten().tolist() == [False] * 2 + [True] * 2
+    assert torch.equal(values, want[0])
+
+
 def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interpreter) -> None:
     args = list(attention((4,), (32,), page=16, padding=0))
     want = expected("paged_attention", tuple(args))
