@@ -36,9 +36,9 @@ class QuantizeWeights(Pass):
 
     Rows are rounded within the norm or the activation that makes them, between the products of experts within the gate,
     and on a GPU within what adds up the shares of the keys of an attention (`dgraph.lowering.fused`). Where keys are
-    not divided, and after a gated unit that is part of its product (FuseGLU), a kernel reads the rows again: there a
-    program has some heads, or a tile, of a row whose scale is that of all of it. To round within the activation would
-    leave gate and up in memory, which takes longer.
+    not divided, where a row is too wide for a program, and after a gated unit that is part of its product (FuseGLU), a
+    kernel reads the rows again: there a program has some heads, or a tile, of a row whose scale is that of all of it.
+    To round within the activation would leave gate and up in memory, which takes longer.
 
     It runs on a captured graph, before any other pass, so that all phases share what is stored, and ranks divide what
     was quantised whole: a sharded model has the scales of the whole one.
