@@ -327,13 +327,11 @@ def _evaluation(
     where = given.torch_device(device)
     found: Model = dgraph.load(name, given.torch_dtype(dtype), where, **facts)
     arms, references = expand(found.spec, *choices, weights)
-    folders = [one for one in weights if one is not None and _is_folder(one)]
-
+    folders, here = [one for one in weights if one is not None and _is_folder(one)], _shape_of(found.spec)
     for folder in folders:
-        if (there := _shape_of(resolve(folder, opened=True, **facts).spec)) != _shape_of(found.spec):
+        if (there := _shape_of(resolve(folder, opened=True, **facts).spec)) != here:
             raise InputError(
-                f"{folder} holds another model, {there}; --weights takes folders of {name}, which has "
-                f"{_shape_of(found.spec)}."
+                f"{folder} holds another model, {there}; --weights takes folders of {name}, which has {here}."
             )
     if max_new_tokens is None:
         known = _known(name)

@@ -145,15 +145,15 @@ class _Run:
             self._enter(fused.made)
             return self._quietly(function, *args)
         values = {n: value for n, value in zip(fused.args, args, strict=True) if isinstance(n, Node)}
-        spaces: list[int] = []
+        space = 0
         for node in fused.nodes:
             op, own = op_of(node.target), _filled(args_of(node), values)
             if op is not None and (node is fused.made or not op.inline):
                 values[node] = self._called(op, node, own)
-                spaces += [op.workspace(self.device, *own)] if op.workspace is not None else []
+                space = max(space, op.workspace(self.device, *own) if op.workspace is not None else 0)
             else:
                 values[node] = self._quietly(_call, node, values)
-        self.watch.rise(max(spaces, default=0))  # of an attention, while there is what is made of it
+        self.watch.rise(space)  # of an attention, while there is what is made of it
         return values[fused.made]
 
     def _walked(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dgraph.ops.rows import check_heads
 from dgraph.ops.sparse import REPACK, REUSE
 from dgraph.ops.triton import attention_tiling
-from dgraph.ops.triton.attention_shares import add_up, finished, shares_for
+from dgraph.ops.triton.attention_shares import finished, shares_for
 from dgraph.ops.triton.attention_tiling import multiprocessors
 from dgraph.ops.triton.paged_attention import blocks_of, load_keys
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
@@ -143,10 +143,9 @@ def kernel(
         blocks is not None, packs is not None,
         num_warps=sizes.warps,
     )  # fmt: skip
-    if dense:
-        if shares is not None:
-            add_up(*shares, out)
-            shares = None
+    if dense:  # last: adding up writes all rows
+        finished(out, shares, None, cu_rows)
+        shares = None
         attend_rows(q, k, v, key_positions, cu_rows, cu_keys, limit, action, out, scale, tiling.dense, k_scale, v_scale)
     return finished(out, shares, kind, cu_rows)
 
