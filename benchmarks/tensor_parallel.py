@@ -1,11 +1,14 @@
 """A step over several GPUs: measured over the ranks that torchrun starts, and as a model of 2, 4 and 8 from one GPU.
 
-    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel --shapes llada-8b,sdar-8b --json FILE
-    python -m benchmarks.tensor_parallel --shapes llada-8b --collectives collectives.json
-    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel --tiny --device cpu --repeat 1
+    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel sdar-8b/focus/64 llada-8b/fast_dllm/1 --json FILE
+    python -m benchmarks.tensor_parallel llada-8b/dense/16 --collectives collectives.json
+    torchrun --nproc-per-node=2 -m benchmarks.tensor_parallel sdar-8b/focus/2 --tiny --device cpu --repeat 1
+
+A case is shape/recipe/sequences.
 
 Measured: milliseconds per step of `generate`, from two lengths of response in turn, so that prefill and start cancel
-out; of one rank (each by itself, with the whole model) and of all together. The model's step of W ranks is
+out; of one rank (each by itself, with the whole model) and of all together, beside what the model predicts of these.
+The model's step of W ranks is
 
     products(W) + sums(W) + the rest of one rank's step, a share of which (attention) is divided as well
 
@@ -25,6 +28,7 @@ import os
 import statistics
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +56,34 @@ TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 512, "intermediat
 """Sizes with which the script itself is tried; heads stay as many."""
 
 
-def measured(model: Model, recipe: str, given: argparse.Namespace, mesh: Any) -> tuple[float, Optimized]:
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a published shape under a recipe, with so many sequences."""
+
+    shape: str
+    recipe: str
+    sequences: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that a command line gives as shape/recipe/sequences; ValueError for anything else."""
+        shape, recipe, sequences = text.split("/")
+        return cls(shape, recipe, int(sequences))
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.recipe}, {self.sequences}"
+
+    def prompts(self, length: int) -> list[list[int]]:
+        """Token ids of a prompt for each sequence, equally long."""
+        return [[100 + (7 * at + row) % 1000 for at in range(length)] for row in range(self.sequences)]
+
+
+def measured(model: Model, case: Case, given: argparse.Namespace, mesh: Any) -> tuple[float, Optimized]:
     """Milliseconds per step over a mesh, or of this process alone."""
-    optimized = dgraph.optimize(model, recipe, backend=given.backend, mesh=mesh, artifacts=not given.tiny)
+    optimized = dgraph.optimize(model, case.recipe, backend=given.backend, mesh=mesh, artifacts=not given.tiny)
     tokens, steps = given.blocks * model.spec.block_length, steps_of(model, given)
-    times = per_step(optimized, prompts_of(given), tokens, steps, given.repeat)
+    times = per_step(optimized, case.prompts(given.prompt), tokens, steps, given.repeat)
     return statistics.median(times), optimized
-
-
-def prompts_of(given: argparse.Namespace) -> list[list[int]]:
-    """As many and as long as asked for."""
-    return [[100 + (7 * at + row) % 1000 for at in range(given.prompt)] for row in range(given.batch)]
 
 
 def steps_of(model: Model, given: argparse.Namespace) -> int:
@@ -70,11 +91,11 @@ def steps_of(model: Model, given: argparse.Namespace) -> int:
     return given.steps or max(1, model.spec.block_length // 4)
 
 
-def rows_of_steps(optimized: Optimized, given: argparse.Namespace) -> list[StepCount]:
+def rows_of_steps(optimized: Optimized, case: Case, given: argparse.Namespace) -> list[StepCount]:
     """What the steps of one response ran on, those after an eviction included."""
     counter = Counter.of(optimized, work_of(optimized.graph("step")))
     tokens, steps = given.blocks * optimized.spec.block_length, steps_of(optimized.model, given)
-    optimized.generate(input_ids=prompts_of(given), max_new_tokens=tokens, steps=steps, observer=counter)
+    optimized.generate(input_ids=case.prompts(given.prompt), max_new_tokens=tokens, steps=steps, observer=counter)
     return counter.counts
 
 
@@ -116,19 +137,26 @@ def measured_sums(path: Path | None) -> dict[int, dict[int, float]]:
 
 
 def modelled(
-    model: Model, recipe: str, given: argparse.Namespace, step: float, counts: Sequence[StepCount], device: torch.device
+    model: Model,
+    case: Case,
+    given: argparse.Namespace,
+    step: float,
+    counts: Sequence[StepCount],
+    device: torch.device,
+    worlds: Sequence[int] = (2, 4, 8),
 ) -> list[list[Cell]]:
-    """Rows of the model's table for one model under a recipe.
+    """Rows of the model's table for one case.
 
     Args:
         step: seconds of one rank's, in the mean.
         counts: what steps ran on.
+        worlds: numbers of ranks after the one.
     """
     captured, times, known = dgraph.capture(model), Device(device), measured_sums(given.collectives)
-    chosen = dgraph.recipe(recipe, model.spec)
+    chosen = dgraph.recipe(case.recipe, model.spec)
     found: list[list[Cell]] = []
     rest = 0.0
-    for world in (1, 2, 4, 8):
+    for world in (1, *worlds):
         divided = captured.copy()
         if world > 1:
             run_passes(divided, [ShardTensorParallel(world)])
@@ -145,7 +173,7 @@ def modelled(
         source = "measured" if world in known else "link"
         found.append(
             [
-                f"{model.name}, {recipe}",
+                str(case),
                 world,
                 1e3 * products,
                 "" if floor.attention is None else 1e3 * attention,
@@ -176,9 +204,7 @@ def width_of(model: Model) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure where there are ranks, and model where there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llada-8b,sdar-8b")
-    parser.add_argument("--recipes", default="dense,focus")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("cases", nargs="+", type=Case.parse, metavar="SHAPE/RECIPE/SEQUENCES")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=2, help="of the shorter response")
     parser.add_argument("--steps", type=int, help="per block; default a quarter of its tokens")
@@ -200,38 +226,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     leads, dtype = os.environ.get("RANK", "0") == "0", torch.float32 if kind == "cpu" else torch.bfloat16
     report, rows, model_rows = Report("A step over several GPUs"), list[list[Cell]](), list[list[Cell]]()
-    for shape in given.shapes.split(","):
-        changes: dict[str, Any] = {} if given.layers is None else {"num_hidden_layers": given.layers}
-        if given.tiny:
-            changes |= TINY
-        for recipe in given.recipes.split(","):
-            model = random_model(shape, device, dtype, **changes)
-            try:
-                alone, optimized = (math.nan, None) if given.alone else measured(model, recipe, given, None)
-                if mesh is None and optimized is not None:
-                    counts = rows_of_steps(optimized, given)
-                    del optimized  # weights that its passes stacked
-                    model_rows += modelled(model, recipe, given, alone / 1e3, counts, device)
-                else:
-                    together = measured(model, recipe, given, mesh)[0]
-                    rows.append([f"{shape}, {recipe}", alone, together, alone / together])
-                if leads:
-                    print(shape, recipe, f"one rank {alone:.3f} ms", rows[-1:] or model_rows[-4:], flush=True)
-            except Exception:
-                print(f"FAILED on rank {os.environ.get('RANK', '0')}: {shape}, {recipe}", flush=True)
-                traceback.print_exc()
-            del model
-            gc.collect()
-            if kind == "cuda":
-                torch.cuda.empty_cache()
+    changes: dict[str, Any] = {} if given.layers is None else {"num_hidden_layers": given.layers}
+    if given.tiny:
+        changes |= TINY
+    for case in given.cases:
+        model = random_model(case.shape, device, dtype, **changes)
+        try:
+            alone, predicted = math.nan, math.nan
+            if not given.alone:
+                alone, optimized = measured(model, case, given, None)
+                if leads:  # the other ranks wait for it where they first meet
+                    counts = rows_of_steps(optimized, case, given)
+                    worlds = (2, 4, 8) if mesh is None else (ranks,)
+                    model_rows += modelled(model, case, given, alone / 1e3, counts, device, worlds)
+                    predicted = alone / model_rows[-1][-1]  # type: ignore[operator]
+                del optimized  # weights that its passes stacked
+            if mesh is not None:
+                together = measured(model, case, given, mesh)[0]
+                rows.append([str(case), alone, together, alone / together, alone / together / ranks, predicted])
+            if leads:
+                print(case, f"one rank {alone:.3f} ms", rows[-1:] or model_rows[-4:], flush=True)
+        except Exception:
+            print(f"FAILED on rank {os.environ.get('RANK', '0')}: {case}", flush=True)
+            traceback.print_exc()
+        del model
+        gc.collect()
+        if kind == "cuda":
+            torch.cuda.empty_cache()
     if not leads:
         return
-    setting = f"{given.batch} sequences, prompts of {given.prompt}"
+    setting = f"prompts of {given.prompt}"
     if rows:
-        columns = ["shape, recipe", "one rank", f"{ranks} ranks", "speed-up"]
+        columns = ["shape, recipe, sequences", "one rank", f"{ranks} ranks", "speed-up", "efficiency", "modelled"]
         report.table(f"Measured: milliseconds per step, {setting}", columns, rows)
     if model_rows:
-        columns = ["shape, recipe", "ranks", "products", "attention", "sums", "rest", "step", "speed-up"]
+        columns = ["shape, recipe, sequences", "ranks", "products", "attention", "sums", "rest", "step", "speed-up"]
         note = "a model, not a measurement, but for products of a rank's sizes and the step of one rank"
         report.table(f"Modelled: milliseconds per step, {setting}", columns, model_rows, note)
     report.write(given.markdown, given.json)
