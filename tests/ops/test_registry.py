@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ from dgraph.ops import OPS, Op, Sample, define, op_of, register
 from dgraph.testing.ops import CALL_CHECKS, OP_CHECKS, check_kernel, check_op, check_precision, samples_of
 
 OURS = tuple(OPS.values())
-CALLS = [pytest.param(op, sample, id=f"{op.name}: {sample.name}") for op in OURS for sample in samples_of(op)]
 ROUNDED_APART = ("lm_head", "lm_head_combine", "lm_head_measured", "lm_head_part", "partial_context")
 """The largest of rounded logits is another token; sums in fp32 of a rounded context are others."""
+
+
+@contextmanager
+def naming(sample: Sample, check: str) -> Iterator[None]:
+    """Let a failure say on which sample, and by which check."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"sample {sample.name!r}, {check}")
+        raise
 
 
 @pytest.fixture
@@ -77,17 +87,20 @@ def test_op(op: Op, check: Any) -> None:
     check(op)
 
 
-@pytest.mark.parametrize("check", CALL_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("op", "sample"), CALLS)
-def test_call(op: Op, sample: Sample, check: Any) -> None:
-    check(op, sample)
+@pytest.mark.parametrize("op", OURS, ids=lambda op: op.name)
+def test_calls(op: Op) -> None:
+    for sample in samples_of(op):
+        for check in CALL_CHECKS:
+            with naming(sample, check.__name__):
+                check(op, sample)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("op", "sample"), CALLS)
-def test_float64_is_the_oracle(op: Op, sample: Sample, dtype: torch.dtype) -> None:
-    if op.name not in ROUNDED_APART or dtype != torch.bfloat16:
-        check_precision(op, sample, dtype)
+@pytest.mark.parametrize("op", OURS, ids=lambda op: op.name)
+def test_float64_is_the_oracle(op: Op) -> None:
+    for sample in samples_of(op):
+        for dtype in (torch.float32,) if op.name in ROUNDED_APART else (torch.float32, torch.bfloat16):
+            with naming(sample, f"check_precision in {dtype}"):
+                check_precision(op, sample, dtype)
 
 
 def test_a_kept_count_is_symbolic_under_export() -> None:

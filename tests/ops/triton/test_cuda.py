@@ -46,6 +46,8 @@ from tests.ops.triton.problems import (
 from tests.ops.triton.vocabularies import EMBEDDING
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():  # before hundreds of cases are made, of which each would be skipped by itself
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 ALL = [
     *(
