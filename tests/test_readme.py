@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there."""
+"""The code of the README and of the pages of docs runs as it stands there, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,19 +16,28 @@ from dgraph.runtime import policies
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "openai" not in code]
-"""Those that need no server; the others are run in tests/serve."""
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
+BLOCKS = [
+    pytest.param(code, id=f"{name} {place}")
+    for name, text in TEXTS.items()
+    if name != "docs/write_a_method.md"  # a method whole, which tests/test_methods.py runs
+    for place, code in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    if "openai" not in code  # tests/serve runs those that need a server
+]
 
 
-@pytest.mark.parametrize(
-    "code", BLOCKS, ids=["start", "in English", "quantised weights", "decoding rules", "serve", "add a pass"]
-)
+@pytest.mark.parametrize("code", BLOCKS)
 def test_python_blocks_run_and_answer(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     english = "smol_sdar" in code
     if english and (lacking := smol.missing()):
         pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "__readme__"})
     assert capsys.readouterr().out.startswith("The capital of France is Paris" if english else "Sorted: ")
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.encode()) <= 10_000
 
 
 def test_the_gate_runs_the_readme_s_test_command() -> None:
@@ -39,7 +48,7 @@ def test_the_gate_runs_the_readme_s_test_command() -> None:
 
 
 def test_the_package_s_entry_points_are_those_that_are_read() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    (block,) = re.findall(r"```toml\n(.*?)```", TEXTS["docs/guides/packages.md"], flags=re.DOTALL)
     groups = tomllib.loads(block)["project"]["entry-points"]
     assert set(groups) == {
         recipes.GROUP,
@@ -53,17 +62,18 @@ def test_the_package_s_entry_points_are_those_that_are_read() -> None:
 
 def test_every_pass_has_a_row() -> None:
     own = [name for name in passes.PASSES if passes.PASSES[name].__module__.startswith("dgraph.")]
-    assert set(own) <= set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    assert set(own) <= set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/guides/recipes.md"], flags=re.MULTILINE))
 
 
-def test_images_are_there_and_light() -> None:
-    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", README)
-    sizes = {name: (ROOT / name).stat().st_size for pair in images for name in filter(None, pair)}
-    assert sizes
-    assert all(size <= 150_000 for size in sizes.values())
+@pytest.mark.parametrize("name", TEXTS)
+def test_images_are_there_and_light(name: str) -> None:
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", TEXTS[name])
+    sizes = [(ROOT / name).parent.joinpath(image).stat().st_size for pair in images for image in filter(None, pair)]
+    assert all(size <= 150_000 for size in sizes)
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
-    assert not missing
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXTS[name])
+    folder = (ROOT / name).parent
+    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []

@@ -1,4 +1,4 @@
-"""What comes with the server: the README's examples, the dashboard, the container, the unit."""
+"""What comes with the server: the page's examples, the dashboard, the container, the unit."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tests.serve.asking import SORTED, chat
 from tests.serve.live import Live
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/guides/serve.md"))
 ADDRESS = "http://127.0.0.1:8000"
 
 
 def test_the_readme_s_client_prints_an_answer(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("openai", reason="the README's client is the openai package: pip install openai")
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "openai" in code)
-    exec(compile(code.replace(ADDRESS, live.url), "README.md", "exec", dont_inherit=True), {})
+    pytest.importorskip("openai", reason="the page's client is the openai package: pip install openai")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "openai" in code)
+    exec(compile(code.replace(ADDRESS, live.url), "serve.md", "exec", dont_inherit=True), {})
     assert capsys.readouterr().out == SORTED
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the README's example needs curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's example needs curl")
 def test_the_readme_s_curl_gets_an_answer(live: Live) -> None:
-    (command,) = re.findall(r"```sh\n(curl .*?)```", README, flags=re.DOTALL)
+    (command,) = set(re.findall(r"```sh\n(curl .*?)```", PAGE, flags=re.DOTALL))
     done = subprocess.run(["curl", "-s", *shlex.split(command.replace(ADDRESS, live.url))[1:]], capture_output=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == SORTED
 
@@ -50,7 +50,7 @@ def test_every_command_line_has_options_that_there_are() -> None:
     known = {name for option in Imported()["serve"].params for name in option.opts}
     unit = (ROOT / "docs" / "dgraph.service").read_text(encoding="utf-8")
     entry = re.findall(r"ENTRYPOINT (\[.*\])", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
-    commands = [*re.findall(r"dgraph serve .*", README + unit), " ".join(json.loads(entry[0]))]
+    commands = [*re.findall(r"dgraph serve .*", PAGE + unit), " ".join(json.loads(entry[0]))]
     assert len(commands) > 4
     for command in commands:
         assert set(options_of(command.partition("#")[0])) <= known, command
