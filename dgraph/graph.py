@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.adapters import Adapter
+from dgraph.card import Card, Described, counted
 from dgraph.errors import UnknownName, VerifyError
 from dgraph.nodes import args_of
 from dgraph.ops import OPS, Op, op_of
@@ -52,7 +53,7 @@ class Listed:
     cu_rows: Node
 
 
-class Graph:
+class Graph(Described):
     """A model's forward as a list of typed nodes.
 
     Attributes:
@@ -83,6 +84,18 @@ class Graph:
         self.whole: ModelSpec | None = None
         self.own: dict[str, Tensor] = {}
         self.adapter: Adapter | None = None
+
+    def card(self) -> Card:
+        """See `Described`."""
+        facts = (
+            ("inputs", ", ".join(self.inputs)),
+            ("outputs", ", ".join(self.outputs)),
+            ("weights", f"{counted(len(self.tensors), 'tensor')}, {str(self.spec.dtype).removeprefix('torch.')}"),
+            ("passes", " > ".join(self.history) or "none: as captured"),
+            ("use", "print(dgraph.dump(graph)), dgraph.diff(graph), dgraph.explain(graph)"),
+        )
+        calls = counted(len(self.calls), "call")
+        return Card(f"Graph of {self.spec.family}: {calls}, {counted(self.spec.layers, 'layer')}", facts)
 
     # -- reading -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec
 
+from dgraph.card import Card, Described
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, pass_from_json
@@ -66,8 +67,8 @@ def _can_be_compared(value: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, repr=False)
+class Recipe(Described):
     """A method as a value: equal recipes give equal programs.
 
     Attributes:
@@ -97,6 +98,18 @@ class Recipe:
             )
         if not isinstance(self.recommit, bool):
             raise InputError(f"recommit must be True or False, got {self.recommit!r}.")
+
+    def card(self) -> Card:
+        """See `Described`."""
+        phases = ((phase.name, " > ".join(map(repr, phase.passes)) or "as captured") for phase in self.phases)
+        facts = (
+            *phases,
+            ("decoding", f"block_cache={self.block_cache!r}, recommit={self.recommit}"),
+            ("rows", "" if self.plan is None else repr(self.plan)),
+            ("keys", "" if self.kv is None else repr(self.kv)),
+            ("use", "dgraph.optimize(model, recipe)"),
+        )
+        return Card(f"Recipe {self.name}, version {self.version}", facts)
 
     def phase(self, name: str) -> Phase:
         """The phase of that name.

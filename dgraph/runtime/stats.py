@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.card import Card, Described, counted
 from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rows import RowResults, StepRows
 
@@ -36,8 +37,8 @@ class StageCounts:
         """Salient rows of one step, which nobody asks for here."""
 
 
-@dataclass
-class GenerationStats:
+@dataclass(repr=False)
+class GenerationStats(Described):
     """Counts and times of one `generate`, prompts beyond max_batch included.
 
     Attributes:
@@ -98,6 +99,17 @@ class GenerationStats:
     def tokens_per_second(self) -> float:
         """Delivered tokens per second of the whole call."""
         return self.tokens / self.total if self.total else 0.0
+
+    def card(self) -> Card:
+        """See `Described`."""
+        facts = (
+            ("tokens", f"{self.tokens:,}, of {self.decoded:,} decoded in {counted(self.steps, 'step')}"),
+            ("each step", f"{self.tokens_per_step:.2f} tokens of a sequence"),
+            ("each token", f"{self.rows_per_token:.1f} rows through the last layers"),
+            ("rows", ", ".join(f"{stage} {rows:,}" for stage, rows in self.rows.items())),
+            ("time", f"{self.total:.2f} s, {self.tokens_per_second:.1f} tokens per second"),
+        )
+        return Card(f"GenerationStats of {counted(len(self.sequence_steps), 'prompt')}", facts)
 
     def count_stage(self, name: str, rows: int, padded: int, seconds: float) -> None:
         """Add one run of a stage."""

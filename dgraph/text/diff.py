@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dgraph.card import Card, Described
 from dgraph.graph import Graph
 from dgraph.text.align import Entry, Place, align, calls_by_place
 from dgraph.text.declarations import Names, declarations
@@ -72,8 +73,8 @@ class GroupDiff:
         return self.place if self.layers is None else layers_text(self.layers)
 
 
-@dataclass(frozen=True)
-class Diff:
+@dataclass(frozen=True, repr=False)
+class Diff(Described):
     """What differs between two graphs; prints as text, summary first. False if nothing does.
 
     Attributes:
@@ -85,6 +86,13 @@ class Diff:
     names: tuple[str, str]
     declared: dict[str, Names]
     groups: tuple[GroupDiff, ...]
+
+    def card(self) -> Card:
+        """See `Described`."""
+        named = {by: ", ".join(f"{n} {what}" for what, n in counts.items() if n) for by, counts in self.by_pass.items()}
+        counts = ", ".join(f"{self.total(mark)} {what}" for mark, what in _MARKS.items())
+        facts = (("calls", f"{counts}, {self.total(' ')} unchanged"), *named.items(), ("use", "print(diff)"))
+        return Card(f"Diff from {self.names[0]} to {self.names[1]}", facts, str(self))
 
     def total(self, mark: str) -> int:
         """Calls with a mark (`-`, `+`, `~`, space) in the whole graph."""

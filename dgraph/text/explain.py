@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dgraph.card import Card, Described, counted
 from dgraph.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.fused import Fused
@@ -68,8 +69,8 @@ class StageUse:
     cut: str
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Described):
     """Prints as text.
 
     Attributes:
@@ -105,22 +106,36 @@ class Explanation:
             "regions": [{"region": r.name, "ops": r.ops, "uses": r.uses, "compiled": r.compiled} for r in self.regions],
         }
 
+    def card(self) -> Card:
+        """See `Described`."""
+        phases = (
+            (name, f"{' > '.join(r.name for r in self.reports[name])}; rows {' -> '.join(s.rows for s in stages)}")
+            for name, stages in self.stages.items()
+        )
+        kinds = counted(len(self.regions), "kind")
+        regions = f"{sum(r.uses for r in self.regions)} of {kinds}, {sum(r.compiled for r in self.regions)} to compile"
+        facts = (*phases, ("regions", regions), ("use", "print(explanation)"))
+        return Card(f"Explanation of recipe {self.recipe.name}", facts, str(self))
+
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The explanation; width: letters of a line at most, as far as tables go, None for any number."""
         out = [
             f"recipe    {self.recipe.name}, block_cache={self.recipe.block_cache!r}, recommit={self.recipe.recommit}",
             f"buckets   {_buckets_text(self.buckets)}",
         ]
         for name, reports in self.reports.items():
             out += ["", f"phase {name}"]
-            out += table(("pass", "effect", "calls", "ms", "applied"), [row for r in reports for row in _pass_rows(r)])
-            out += [
-                "",
-                *table(("stage", "rows", "regions", "opaque calls"), [_stage_row(s) for s in self.stages[name]]),
-            ]
+            rows = [row for r in reports for row in _pass_rows(r)]
+            out += table(("pass", "effect", "calls", "ms", "applied"), rows, width=width)
+            stages = [_stage_row(stage) for stage in self.stages[name]]
+            out += ["", *table(("stage", "rows", "regions", "opaque calls"), stages, width=width)]
         uses, compiled = sum(r.uses for r in self.regions), [r for r in self.regions if r.compiled]
         out += ["", f"regions   {uses} of {len(self.regions)} kinds, {len(compiled)} to compile"]
         rows = [(r.name, f"x{r.uses}", "" if r.compiled else "runs as it is", _times(r.ops)) for r in self.regions]
-        out += table(("kind", "uses", "", "ops"), rows)
+        out += table(("kind", "uses", "", "ops"), rows, width=width)
         return "\n".join(out) + "\n"
 
 
