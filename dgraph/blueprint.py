@@ -15,6 +15,7 @@ from dgraph.engine.build import EngineSettings
 from dgraph.engine.warm_up import warm_up
 from dgraph.errors import CacheError, InputError, UnknownName, warn
 from dgraph.recipes import RECIPES, builder_of, options_of
+from dgraph.settings import DtypeLike, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class Blueprint:
     recipes: tuple[str, ...] = ("focus",)
     options: Mapping[str, Any] = field(default_factory=dict)
     name: str | None = None
-    dtype: torch.dtype | None = None
+    dtype: DtypeLike = None
     device: str | torch.device | None = None
     weights: Weights = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Blueprint:
         if isinstance(self.recipes, str) or not self.recipes or not all(isinstance(one, str) for one in self.recipes):
             raise InputError(f"recipes are names, at least one of them, got {self.recipes!r}.")
         quantising(self.weights)
+        torch_dtype(self.dtype)
         known: dict[str, Any] = {}
         for recipe in self.recipes:
             known |= options_of(builder_of(RECIPES, recipe))

@@ -37,10 +37,12 @@ import torch
 from torch import nn
 
 from dgraph.adapters import Adapter
+from dgraph.card import Card, Described, counted
 from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points, refusal
 from dgraph.plugins import load as load_entry
+from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
 from dgraph.spec import FACTS, ModelSpec
 from dgraph.weights import WeightSource, read_all, weights_of
 
@@ -88,8 +90,8 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(Described):
     """A model that can be captured.
 
     Attributes:
@@ -103,6 +105,7 @@ class Model:
         weights: where parameters of `module` are to be read that only stand for these: all of them, see `Family.open`;
             or those that a checkpoint stores quantised, which a captured graph reads as they are.
         adapter: by which it drafts, see `ModelSpec.adapter`; None: by its own weights.
+        stored_dtype: of the weights in the checkpoint that it was loaded from; None where no checkpoint says.
     """
 
     name: str
@@ -113,10 +116,35 @@ class Model:
     hints: Mapping[str, str] = field(default_factory=dict)
     weights: WeightSource | None = None
     adapter: Adapter | None = None
+    stored_dtype: torch.dtype | None = None
+
+    def card(self) -> Card:
+        """See `Described`."""
+        spec, weight = self.spec, next(self.module.parameters(), None)
+        facts = (
+            ("weights", self.weights_text),
+            ("device", "" if weight is None else str(weight.device)),
+            ("blocks", f"{spec.block_length} tokens, {spec.attention}"),
+            ("positions", f"{spec.max_positions:,}"),
+            ("tokenizer", "none: give tokenizer=" if self.tokenizer is None else type(self.tokenizer).__name__),
+            ("use", "dgraph.optimize(model, recipe), dgraph.capture(model)"),
+        )
+        return Card(f"Model {self.name}: {spec.family}, {counted(spec.layers, 'layer')} of {spec.hidden}", facts)
+
+    @property
+    def weights_text(self) -> str:
+        """The dtype of its weights, and that of the checkpoint where it is another one; for display."""
+        here, there = dtype_name(self.spec.dtype), dtype_name(self.stored_dtype)
+        same = self.stored_dtype in (None, self.spec.dtype)
+        return here if same else f"{here} (the checkpoint has {there}; dtype='auto' keeps that)"
 
 
 class Family(Protocol):
-    """How to adopt and open one family of models."""
+    """How to adopt and open one family of models.
+
+    A family may also have `read_tokenizer(given: object) -> Tokenizer | None`: the tokenizer that a folder (a `Path`)
+    or an object of another library is; None where it knows neither. See `tokenizer_of`.
+    """
 
     name: str
     summary: str
@@ -219,7 +247,7 @@ def embedded() -> dict[str, Embedded]:
 
 def resolve(
     model: Any,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     *,
     opened: bool = False,
@@ -229,15 +257,17 @@ def resolve(
 
     Args:
         model: the name of an embedded model, a checkpoint folder, a model object of a known family, or a `Model`.
-        dtype: of the loaded weights; None for float32 on a CPU and the checkpoint's own on a GPU. Only for names and
-            folders.
-        device: where to load; None for "cpu". Only for names and folders.
+        dtype: of the loaded weights, as a torch.dtype or by name ("float32", "bfloat16", "float16"; "bf16" and the
+            like). "auto" is the checkpoint's own. None is float32 on a CPU, and the checkpoint's own on a GPU. An
+            object keeps its dtype, so another one is refused for it.
+        device: where to load; None for "cpu". An object stays where it is, so another one is refused for it.
         opened: leave the weights of a name or folder where they are stored; see `Family.open`.
         facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
 
     Raises:
         UnknownName: a name that is neither an embedded model nor a folder, or a fact that nobody can give.
-        InputError: a fact that is missing or out of range, or a `Model` whose weights were not read, unless `opened`.
+        InputError: a fact that is missing or out of range, or a device that is not there. A dtype or device that an
+            object does not have. A `Model` whose weights were not read, unless `opened`.
         CheckpointError: a folder that no family loads, or that is damaged.
         CaptureError: an object that no family adopts.
     """
@@ -252,13 +282,13 @@ def resolve(
                 f"or load it without."
             )
         found = replace(model, spec=replace(model.spec, **facts)) if facts else model
-        return _adapted(found) if "adapter" in facts else found
+        return _as_it_is(_adapted(found) if "adapter" in facts else found, dtype, device)
     if isinstance(model, (str, Path)):
         return load(model, dtype, device, opened=opened, **facts)
     for family in families().values():
         adopted = family.adopt(model, **facts)
         if adopted is not None:
-            return _adapted(adopted)
+            return _as_it_is(_adapted(adopted), dtype, device)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise CaptureError(
         f"no family adopts {kind}; known: {', '.join(families())}. Wrap a module with forward(input_ids, position_ids) "
@@ -268,7 +298,7 @@ def resolve(
 
 def load(
     name: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     *,
     opened: bool = False,
@@ -278,22 +308,85 @@ def load(
 
     Warns of a calibration in the folder that cannot be used, and goes on without.
     """
-    target = torch.device(device or "cpu")
+    chosen, target = torch_dtype(dtype), torch_device(device) or torch.device("cpu")
     folder = folder_of(name)
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"cannot load {name} as {dtype}; weights must be float32, bfloat16 or float16.")
-    if dtype is None and target.type == "cpu":
-        dtype = torch.float32
+    if isinstance(chosen, torch.dtype) and not chosen.is_floating_point:
+        raise CheckpointError(f"cannot load {name} as {chosen}; weights must be float32, bfloat16 or float16.")
+    if chosen is None and target.type == "cpu":
+        chosen = torch.float32
     for family in families().values():
-        found = family.open(folder, dtype, target, **facts)
+        found = family.open(folder, None if chosen == AUTO else chosen, target, **facts)
         if found is None:
             continue
+        found = replace(found, stored_dtype=_stored_dtype(found))
         if found.weights is not None and not opened:
             read_all(weights_of(found.module, found.prefix), found.weights)
             found = replace(found, weights=found.weights.quantised())
         found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
     raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
+
+
+def tokenizer_of(given: Any) -> Tokenizer:
+    """A tokenizer from whatever a caller has.
+
+    Args:
+        given: a folder with tokenizer files, an object that a family reads (a tokenizer of transformers), or a
+            `Tokenizer`.
+
+    Raises:
+        CheckpointError: a folder without a tokenizer, or a damaged one.
+        InputError: nothing of these.
+    """
+    source = Path(os.path.abspath(given)) if isinstance(given, (str, Path)) else given
+    for family in families().values():
+        read = getattr(family, "read_tokenizer", None)
+        found = None if read is None else read(source)
+        if found is not None:
+            return found
+    if isinstance(source, Path):
+        raise CheckpointError(
+            f"tokenizer={str(given)!r} is no folder with a tokenizer; give one with tokenizer.json, or the object."
+        )
+    methods = (getattr(given, name, None) for name in ("encode", "decode"))
+    if isinstance(given, type) or not all(map(callable, methods)):
+        raise InputError(
+            f"tokenizer is a folder, a tokenizer of transformers, or an object with encode(text) -> ids and "
+            f"decode(ids) -> text, got {given!r}."
+        )
+    return given
+
+
+def _stored_dtype(model: Model) -> torch.dtype | None:
+    """The dtype in which a checkpoint stores the weights that are not quantised, as its largest one has it."""
+    plain = [] if model.weights is None else [tensor for _, _, tensor in model.weights.stored()]
+    return max(plain, key=torch.Tensor.numel).dtype if plain else None
+
+
+def _as_it_is(model: Model, dtype: DtypeLike, device: str | torch.device | None) -> Model:
+    """A model that was made elsewhere.
+
+    Raises:
+        InputError: another dtype or device was asked for than it has.
+    """
+    wanted, where = torch_dtype(dtype), torch_device(device)
+    if wanted not in (None, AUTO, model.spec.dtype):
+        name = dtype_name(wanted)
+        raise InputError(
+            f"{model.name} is an object with weights in {dtype_name(model.spec.dtype)}, got dtype={name!r}, which is "
+            f"for names and folders; leave it out, or give the module after module.to(torch.{name})."
+        )
+    weight = next(model.module.parameters(), None)
+    if where is not None and weight is not None and _place(where) != _place(weight.device):
+        raise InputError(
+            f"{model.name} is an object on {weight.device}, got device={str(where)!r}, which is for names and folders; "
+            f"leave it out, or give the module after module.to({str(where)!r})."
+        )
+    return model
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    return device.type, device.index or 0
 
 
 def folder_of(name: str | Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from dgraph.errors import InputError, UnknownName
 
@@ -17,6 +17,12 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that weights can have, by name."""
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Shorter names of these."""
+AUTO: Final = "auto"
+"""In place of a dtype: the one in which a checkpoint stores its weights."""
+DtypeLike: TypeAlias = "torch.dtype | str | None"
+"""A dtype, its name, "auto", or None for the default of the device."""
 
 
 def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> T:
@@ -73,37 +79,51 @@ def typed(what: str, key: str, text: str, kind: Any) -> Any:
     return text
 
 
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """A dtype by name; None stays None.
+def torch_dtype(given: DtypeLike) -> torch.dtype | Literal["auto"] | None:
+    """A dtype by name, one as it is, or "auto": as a checkpoint has its weights. None stays None.
 
     Raises:
         UnknownName: not a dtype that weights can have.
+        InputError: neither a name nor a dtype.
     """
     import torch
 
-    if name is None:
-        return None
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if not isinstance(given, str):
+        raise InputError(f"dtype must be a torch.dtype or one of {', '.join((*DTYPES, AUTO))}, got {given!r}.")
+    if given == AUTO:
+        return AUTO
+    name = given.removeprefix("torch.")
+    name = SHORT_DTYPES.get(name, name)
     if name not in DTYPES:
-        raise UnknownName("dtype", name, DTYPES)
+        raise UnknownName("dtype", given, (*DTYPES, *SHORT_DTYPES, AUTO))
     return getattr(torch, name)
 
 
-def torch_device(name: str | None) -> torch.device | None:
-    """A device by name; None stays None.
+def dtype_name(dtype: object) -> str:
+    """A dtype without "torch." before its name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_device(given: str | torch.device | None) -> torch.device | None:
+    """A device by name, or one as it is; None stays None.
 
     Raises:
         InputError: not a device, or one that is not there.
     """
     import torch
 
-    if name is None:
+    if given is None:
         return None
     try:
-        device = torch.device(name)
+        device = torch.device(given)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0].rstrip(". ")
-        raise InputError(f"device {name!r} cannot be used: {reason}. `dgraph doctor` lists what is there.") from None
+        raise InputError(
+            f"device {str(given)!r} cannot be used: {reason}. `dgraph doctor` lists what is there."
+        ) from None
     if device.type == "meta":
         raise InputError("device 'meta' cannot be used: it holds shapes and no numbers. Choose cpu or cuda.")
     return device

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
 from dgraph.errors import CaptureError, InputError, warn
-from dgraph.families import Model
+from dgraph.families import ChatTokenizer, Model
 from dgraph.spec import ModelSpec, given_as
 
 NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -191,6 +191,12 @@ class NativeFamily:
         dtype = next(model.parameters()).dtype
         spec = native_spec(SimpleNamespace(**config_of(model)), type(model).__name__, dtype, **facts)
         return Model(type(model).__name__, Forward(model), spec, None, PREFIX)
+
+    def read_tokenizer(self, given: object) -> ChatTokenizer | None:
+        """See `Family`."""
+        from dgraph.models.foreign_tokenizer import tokenizer_from
+
+        return tokenizer_from(given)
 
     def random(self, seed: int = 0) -> Model:
         """See `Family.random`."""

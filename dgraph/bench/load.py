@@ -14,6 +14,7 @@ from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding
+from dgraph.settings import DtypeLike
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def shape_of(
 def named(
     name: str,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: DtypeLike,
     *,
     random_weights: bool,
     block: int | None,

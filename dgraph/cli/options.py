@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.settings import DTYPES, typed
+from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "FORMAT[:KEY=VALUE,...]"
 """How weights are stored, as a text; see `dgraph.captured.quantising`."""
@@ -68,7 +71,8 @@ KvDtype = Annotated[
         show_default="as they are computed",
     ),
 ]
-Dtype = Annotated[str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", show_default=False)]
+DTYPE = f"Of the weights: {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)}), or auto: as the checkpoint has them."
+Dtype = Annotated[str | None, typer.Option(help=DTYPE, show_default="float32 on a CPU, auto on a GPU")]
 
 
 def recipe_options(recipe: str, given: Sequence[str] | None, kv_dtype: str | None = None) -> dict[str, Any]:
@@ -144,6 +148,21 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
         read = default if given_type else int if default is None else type(default)
         options[key] = typed("option", key, value, read)
     return options
+
+
+def shape_dtype(given: DtypeLike, default: torch.dtype) -> torch.dtype:
+    """The dtype of random weights, which no checkpoint has.
+
+    Raises:
+        UnknownName: not a dtype that weights can have.
+        InputError: "auto".
+    """
+    found = torch_dtype(given)
+    if found == AUTO:
+        raise InputError(
+            f"--dtype auto is what a checkpoint has, and --shape has none; name one of {', '.join(DTYPES)}."
+        )
+    return default if found is None else found
 
 
 def bucket_list(text: str | None) -> str | list[int] | None:

@@ -114,7 +114,7 @@ def _shape(name: str, dtype: str | None, device: str | None) -> Any:
     from dgraph.bench.load import shape_of
 
     where = given.torch_device(device) or torch.device("cpu")
-    return shape_of(name, where, given.torch_dtype(dtype) or torch.bfloat16)
+    return shape_of(name, where, given.shape_dtype(dtype, torch.bfloat16))
 
 
 def _facts(found: Profile) -> dict[str, Any]:

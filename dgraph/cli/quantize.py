@@ -41,7 +41,9 @@ def quantize(
         typer.Option(help='With --calibrated: a JSONL file of {"prompt": ...}, instead of prompts of its own tasks.'),
     ] = None,
     count: Annotated[int | None, typer.Option(help="With --calibrated: prompts at most.", show_default="32")] = None,
-    dtype: Annotated[str | None, typer.Option(help="With --calibrated: to measure in.", show_default=False)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"With --calibrated: to measure in. {given.DTYPE}", show_default=False)
+    ] = None,
     device: given.Device = None,
     json: given.Json = False,
 ) -> None:

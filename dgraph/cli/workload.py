@@ -12,6 +12,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.output import check_file, plain, write_file
 from dgraph.errors import InputError
+from dgraph.settings import DtypeLike
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ Threshold = Annotated[
 ]
 NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Launch op by op on a GPU.")]
 Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights.", show_default="float32 on a CPU, bfloat16 on a GPU")]
+Dtype = Annotated[str | None, typer.Option(help=given.DTYPE, show_default="float32 on a CPU, bfloat16 on a GPU")]
 Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")]
 
 
@@ -64,8 +65,8 @@ def device_of(name: str | None) -> torch.device:
     return given.torch_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
-    """A dtype by name; else the one that the device is fast with."""
+def dtype_of(name: str | None, device: torch.device) -> DtypeLike:
+    """A dtype by name, or "auto"; else the one that the device is fast with."""
     import torch
 
     return given.torch_dtype(name) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -85,7 +86,7 @@ def model_of(
     model: str | None,
     shape: str | None,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: DtypeLike,
     random_weights: bool,
     layers: int | None,
     block: int | None,
@@ -93,12 +94,14 @@ def model_of(
     opened: bool = False,
 ) -> Model:
     """The model that the options name; see `dgraph.load` for `opened`."""
+    import torch
+
     from dgraph.bench import load as loads
 
     if block is not None and block < 1:
         raise InputError(f"--block must be at least 1, got {block}.")
     if shape is not None:
-        return loads.shape_of(shape, device, dtype, layers, block, opened)
+        return loads.shape_of(shape, device, given.shape_dtype(dtype, torch.float32), layers, block, opened)
     own: dict[str, Any] = {"random_weights": random_weights, "block": block, "opened": opened}
     return loads.named(str(model), device, dtype, **own, **facts)
 

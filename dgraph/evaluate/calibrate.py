@@ -29,6 +29,7 @@ from dgraph.plans.calibration import Calibration
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.rows import first_limits
+from dgraph.settings import DtypeLike
 from dgraph.spec import ModelSpec
 from dgraph.verify import verify
 
@@ -45,7 +46,7 @@ def calibrate(
     input_ids: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int | None = None,
     seed: int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,

@@ -19,6 +19,7 @@ from dgraph.api import Optimized, optimize
 from dgraph.errors import InputError, warn
 from dgraph.families import load
 from dgraph.runtime.policies import chosen_policy
+from dgraph.settings import torch_dtype
 
 NAME = "dgraph"
 MAX_GEN_TOKS = 256
@@ -159,9 +160,7 @@ def adapter_of(
     """
     import torch
 
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InputError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}.")
-    kind = None if dtype is None else getattr(torch, dtype)
+    kind = torch_dtype(dtype)
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         warn(f"there is no GPU here; {pretrained} runs on the CPU instead of {device}.")
         device = None

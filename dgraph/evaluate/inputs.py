@@ -25,6 +25,7 @@ from dgraph.quantised import Format
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.saving import formats_for
+from dgraph.settings import DtypeLike
 from dgraph.verify import verify
 
 
@@ -69,7 +70,7 @@ def inputs_for(
     *,
     input_ids: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Inputs:

@@ -17,10 +17,9 @@ from dgraph.ray.replica import Replica
 from dgraph.runtime.decoding import Decoding
 from dgraph.serve import check_installed as check_server_installed
 from dgraph.serve.settings import ServeSettings
-from dgraph.settings import settings_of, torch_dtype
+from dgraph.settings import DtypeLike, settings_of
 
 if TYPE_CHECKING:
-    import torch
     from ray.serve import Application
 
 NAME = "dgraph"
@@ -43,7 +42,7 @@ def deployment(
     server: ServeSettings | Mapping[str, Any] | None = None,
     shutdown_timeout: float = 30.0,
     name: str | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: DtypeLike = None,
     device: str | None = None,
     facts: Mapping[str, Any] | None = None,
     shipped: str | None = None,
@@ -87,7 +86,7 @@ def deployment(
         recipes=(recipe,) if isinstance(recipe, str) else tuple(recipe),
         options=options,
         name=name,
-        dtype=torch_dtype(dtype) if isinstance(dtype, str) else dtype,
+        dtype=dtype,
         device=device,
         facts=dict(facts or {}),
         compilation=Compilation(**compiled),

@@ -98,7 +98,7 @@ def test_model_arguments_that_cannot_be_used_are_refused(folder: Path) -> None:
         ({"alhpa": 2}, UnknownName, "unknown option of recipe 'dense' 'alhpa'"),
         ({"policy": "dinfr"}, UnknownName, "unknown decode policy 'dinfr'"),
         ({"threshold": 2}, InputError, "threshold is a probability"),
-        ({"dtype": "int9"}, InputError, "dtype must be float32"),
+        ({"dtype": "int9"}, UnknownName, "unknown dtype 'int9'"),
     ]:
         with pytest.raises(kind, match=message):
             adapter_of(str(folder), backend="eager", **settings)  # type: ignore[arg-type]
