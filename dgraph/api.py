@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dgraph.arguments import arguments_of, check_keywords, check_options
 from dgraph.cache.store import open_store
 from dgraph.captured import Weights, graph_of_model, quantising
 from dgraph.compilation import Compilation
-from dgraph.errors import InputError
-from dgraph.families import Model, resolve
+from dgraph.errors import InputError, warn
+from dgraph.families import Model, embedded, resolve, tokenizer_of
 from dgraph.graph import Graph
 from dgraph.groups import ranks_of
 from dgraph.lowering.buckets import Buckets
@@ -25,9 +25,9 @@ from dgraph.lowering.tuning import Tuning
 from dgraph.optimized import Optimized as Optimized
 from dgraph.optimized import Result as Result
 from dgraph.private.triton import target_of
-from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
-from dgraph.settings import settings_of
-from dgraph.spec import ModelSpec
+from dgraph.recipes import RECIPES, Recipe, build, options_of
+from dgraph.settings import DtypeLike, dtype_name, settings_of
+from dgraph.spec import FACTS, ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,39 +35,53 @@ if TYPE_CHECKING:
 
 def load(
     name: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     opened: bool = False,
+    *,
+    tokenizer: Any = None,
     **facts: Any,
 ) -> Model:
     """Load an embedded model by name or a checkpoint folder by path.
 
+        dgraph.load("./SDAR-8B-Chat-b32", dtype="auto", device="cuda")
+
     Args:
         name: of an embedded model, or the path of a folder.
-        dtype, device: of the weights, and where they go; see `dgraph.families.resolve`.
+        dtype: of the weights: a torch.dtype, its name ("bfloat16", "bf16"), or "auto" for that of the checkpoint. None
+            is float32 on a CPU and that of the checkpoint on a GPU.
+        device: where they go; None for the CPU.
         opened: leave the weights where they are stored, for `optimize(mesh=)` and `optimize(weights=)` to read.
+        tokenizer: instead of the folder's own; see `optimize`.
         facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
 
+    Warns of weights that a CPU gets as float32, and the folder has in another dtype, if `dtype` does not say so.
+
     Raises:
-        UnknownName, CheckpointError: no such model, or a damaged folder.
-        InputError: a fact is missing, which can be given, or out of range.
+        UnknownName: no such model, dtype or fact.
+        CheckpointError: a damaged folder.
+        InputError: a fact is missing, which can be given, or out of range; a device that is not there.
     """
-    return resolve(name, dtype, device, opened=opened, **facts)
+    check_keywords("fact", facts, FACTS, arguments_of(load))
+    return _with_tokenizer(_resolved(name, dtype, device, opened, facts), tokenizer)
 
 
-def adopt(model: Any, **facts: Any) -> Model:
+def adopt(model: Any, *, tokenizer: Any = None, **facts: Any) -> Model:
     """Adopt a model object of a known family without copying its tensors.
 
     Args:
         model: a native transformers Llama, Qwen2, Qwen3 or Qwen3-MoE, or a remote-code LLaDA, Dream, SDAR, SDAR-MoE or
             LLaDA2.
+        tokenizer: its tokenizer, without which it reads and writes ids alone; see `optimize`.
         facts: fields of `ModelSpec` that the object's config does not know, e.g. `mask_id=`.
 
     Raises:
         CaptureError: no family adopts it.
+        UnknownName: no such fact.
         InputError: a fact is missing (a model without a mask token) or out of range.
     """
-    return resolve(model, **facts)
+    check_keywords("fact", facts, FACTS, arguments_of(adopt))
+    return _with_tokenizer(resolve(model, **facts), tokenizer)
 
 
 def capture(model: Any, **facts: Any) -> Graph:
@@ -82,7 +96,9 @@ def capture(model: Any, **facts: Any) -> Graph:
 
     Raises:
         CaptureError: the model cannot be captured; the message names the op, the module and the line.
+        UnknownName: no such fact.
     """
+    check_keywords("fact", facts, FACTS, arguments_of(capture))
     return graph_of_model(resolve(model, **facts), open_store())
 
 
@@ -93,6 +109,7 @@ def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
         UnknownName: an unknown recipe or option; the message has the closest matches.
         InputError: an option out of range.
     """
+    check_options(name, options, arguments_of(recipe))
     return build(RECIPES, name, spec, options)
 
 
@@ -101,8 +118,9 @@ def optimize(
     recipe: str | Recipe = "focus",
     compilation: Compilation | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: DtypeLike = None,
     device: str | torch.device | None = None,
+    tokenizer: Any = None,
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     mesh: DeviceMesh | None = None,
@@ -119,7 +137,10 @@ def optimize(
             `Model`.
         recipe: a recipe's name, or a `Recipe`.
         compilation: how it is compiled; see `Compilation`.
-        dtype, device: where and how to load a name or folder; see `load`.
+        dtype, device: where and how to load a name or folder; see `load`. An object keeps its own.
+        tokenizer: reads and writes texts instead of the folder's own. A folder with tokenizer files, or a tokenizer
+            object of transformers, whose chat template is applied. Or an object with `encode` and `decode`
+            (`dgraph.families.Tokenizer`); with `encode_chat` it reads conversations.
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         progress: called with what is being done, for display.
         mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
@@ -130,15 +151,17 @@ def optimize(
             backend, buckets, graphs, warmup, artifacts, tune.
 
     Raises:
-        UnknownName: an unknown model, recipe or option; the message has the closest matches.
-        InputError: an option out of range, or a recipe with an option that has the name of an argument.
+        UnknownName: an unknown model, recipe or keyword. The message has the closest matches, or says what the keyword
+            of another library is here.
+        InputError: an option out of range, a device that is not there, or something that is no tokenizer. Also a
+            recipe with an option that has the name of an argument.
         CacheError: the folder given as artifacts cannot be used.
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     tell = progress or (lambda what: None)
     keywords = {f.name: options.pop(f.name) for f in fields(Compilation) if f.name in options}
     how = settings_of(Compilation, compilation, keywords)
-    check_recipe(RECIPES, recipe, options)
+    check_options(recipe, options, arguments())
     if isinstance(recipe, str) and (taken := sorted(arguments() & options_of(RECIPES[recipe]).keys())):
         raise InputError(
             f"recipe {recipe!r} has the option {taken[0]!r}, which is an argument of dgraph.optimize; rename the "
@@ -150,7 +173,9 @@ def optimize(
     compiler = RegionCompiler(how.backend, tell, code_store)
     tell("loading")
     stored = quantising(weights)
-    found = resolve(model, dtype, device, opened=mesh is not None or stored is not None, **dict(facts or {}))
+    check_keywords("fact", facts or {}, FACTS, arguments_of(load))
+    found = _resolved(model, dtype, device, mesh is not None or stored is not None, facts or {})
+    found = _with_tokenizer(found, tokenizer)
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
     same = {"model": found.spec, "recipe": chosen.to_json(), "compilation": how}
@@ -181,5 +206,24 @@ def optimize(
 
 def arguments() -> frozenset[str]:
     """Names that `optimize` takes for itself, fields of `Compilation` among them: no option of a recipe has one."""
-    own = {name for name, p in inspect.signature(optimize).parameters.items() if p.kind is not p.VAR_KEYWORD}
-    return frozenset(own.union(f.name for f in fields(Compilation)))
+    return arguments_of(optimize, Compilation)
+
+
+def _resolved(
+    model: Any, dtype: DtypeLike, device: str | torch.device | None, opened: bool, facts: Mapping[str, Any]
+) -> Model:
+    """`resolve`, which warns where weights of a folder get another dtype than they have, and the caller named none."""
+    found = resolve(model, dtype, device, opened=opened, **facts)
+    named = isinstance(model, (str, Path)) and str(model) not in embedded()
+    if named and dtype is None and found.stored_dtype not in (None, found.spec.dtype):
+        warn(
+            f"{found.name} stores its weights as {dtype_name(found.stored_dtype)}; on a CPU they are loaded as "
+            f"{dtype_name(found.spec.dtype)}. Give dtype='auto' (--dtype auto) to keep them as they are stored, or "
+            f"dtype='{dtype_name(found.spec.dtype)}' if this is meant."
+        )
+    return found
+
+
+def _with_tokenizer(model: Model, tokenizer: Any) -> Model:
+    """The model with another tokenizer; None keeps its own."""
+    return model if tokenizer is None else replace(model, tokenizer=tokenizer_of(tokenizer))

@@ -74,16 +74,24 @@ class RanksDiffer(DgraphError):
 
 
 class UnknownName(DgraphError, KeyError):
-    """A name that is not in a closed set; the message lists the closest ones."""
+    """A name that is not in a closed set; the message lists the closest ones, or says what the caller knows better.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]):
-        self.kind, self.name, self.known = kind, name, sorted(known)
+    Args:
+        kind: the field's word for what is not known.
+        name: what was given.
+        known: the names that there are.
+        hint: a sentence in place of the closest names.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = ""):
+        self.kind, self.name, self.known, self.hint = kind, name, sorted(known), hint
         super().__init__(self.message())
 
     def message(self) -> str:
         close = difflib.get_close_matches(self.name, self.known, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        return f"unknown {self.kind} {self.name!r}.{hint} Known: {', '.join(self.known) or 'none'}."
+        hint = self.hint or (f"Did you mean {' or '.join(map(repr, close))}?" if close else "")
+        known = f"Known: {', '.join(self.known) or 'none'}."
+        return " ".join(filter(None, (f"unknown {self.kind} {self.name!r}.", hint, known)))
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return self.message()

@@ -11,11 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from dgraph.arguments import arguments_of, check_keywords
+from dgraph.card import Card, Described, counted, quoted
+from dgraph.conversations import Prompts, encode_prompts, is_single
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.profile import profile
 from dgraph.errors import InputError
-from dgraph.families import Model, check_text
+from dgraph.families import Model
 from dgraph.graph import Graph
 from dgraph.groups import ranks_of
 from dgraph.lowering.buckets import Buckets
@@ -33,7 +36,7 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.phases import graph_of_phase, rewrite, routed_blocks, scoring
 from dgraph.private.triton import target_of
 from dgraph.recipes import Recipe
-from dgraph.runtime.checks import canvases_of, check_modes, ids_of, listed
+from dgraph.runtime.checks import canvases_of, check_modes, ids_of
 from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.generation import Progress, SequenceKV
@@ -44,9 +47,13 @@ from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.runtime.stops import says_stop, trim
 from dgraph.settings import settings_of
 
+_DECODING = arguments_of(Decoding)
+_SHOWN = 3
+"""Responses that the description of a result has."""
 
-@dataclass(frozen=True)
-class Result:
+
+@dataclass(frozen=True, repr=False)
+class Result(Described):
     """What `generate` returns.
 
     Attributes:
@@ -61,8 +68,18 @@ class Result:
     stats: GenerationStats
     kv: list[SequenceKV] | None = None
 
+    def card(self) -> Card:
+        """See `Described`."""
+        shown = map(quoted, self.texts) if self.texts is not None else (str(ids[:12])[:60] for ids in self.token_ids)
+        facts = [(f"{index}", text) for index, text in zip(range(_SHOWN), shown, strict=False)]
+        more = len(self.token_ids) - len(facts)
+        facts += [("...", f"{more:,} more")] if more > 0 else []
+        done = f"{self.stats.tokens_per_step:.2f} tokens per step, {self.stats.total:.2f} s"
+        title = f"Result of {counted(len(self.token_ids), 'prompt')}: {counted(self.stats.tokens, 'token')}, {done}"
+        return Card(title, (*facts, ("use", ".texts, .token_ids, .stats")))
 
-class Optimized:
+
+class Optimized(Described):
     """A model under a recipe, ready to generate.
 
     Attributes:
@@ -148,6 +165,25 @@ class Optimized:
             name="prefill" if prompts else "step",
         )
 
+    def card(self) -> Card:
+        """See `Described`."""
+        spec, program = self.spec, next(iter(self.programs.values()))
+        phases = (
+            (name, f"rows {' -> '.join(s.rows for s in p.stages)}; {counted(len(p.graph.calls), 'call')}")
+            for name, p in self.programs.items()
+        )
+        facts = (
+            ("model", f"{spec.family}, {counted(spec.layers, 'layer')}, blocks of {spec.block_length}"),
+            ("recipe", f"{self.recipe.name}, block_cache={self.recipe.block_cache!r}, recommit={self.recipe.recommit}"),
+            ("weights", self.model.weights_text),
+            ("first", " > ".join(self.captured.history)),
+            ("device", f"{self.captured.device}, {self.compiler.backend}, buckets {program.buckets.to_json()}"),
+            *phases,
+            ("use", "generate(TEXT).texts" if self.model.tokenizer is not None else "generate(input_ids=[[5, 6]])"),
+            ("", "engine(), report, print(dgraph.explain(optimized))"),
+        )
+        return Card(f"Optimized {self.model.name} under {self.recipe.name}", facts)
+
     @property
     def report(self) -> dict[str, tuple[Report, ...]]:
         """Per phase what each pass did."""
@@ -163,7 +199,7 @@ class Optimized:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: Prompts | None = None,
         decoding: Decoding | None = None,
         *,
         input_ids: Sequence[Sequence[int]] | Tensor | None = None,
@@ -178,9 +214,11 @@ class Optimized:
 
             opt.generate("Sort these words: river stone", threshold=0.9, stop=["####"])
             opt.generate(prompts, dgraph.Decoding(policy="dream_entropy", steps=16, max_new_tokens=256))
+            opt.generate([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
 
         Args:
-            prompts: one text or several, framed by the model's chat template.
+            prompts: one text or several, framed by the model's chat template. Or a conversation, a list of messages
+                {"role": ..., "content": ...}; or a list of conversations.
             decoding: how; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
             canvas: of one text, the beginning of its response as far as it is fixed (infilling): ids, and None where it
@@ -194,9 +232,11 @@ class Optimized:
                 block_length, temperature, top_p, top_k, sampler, ignore_eos, min_tokens, stop, seed.
 
         Raises:
-            UnknownName: an unknown setting, policy, or option that the policy has not.
+            UnknownName: an unknown setting, policy, or option that the policy has not. The message says what a setting
+                of another library is here.
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
+        check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.generate))
         if (prompts is None) == (input_ids is None):
             raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
@@ -204,7 +244,9 @@ class Optimized:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
             )
-        ids = self._encode(prompts) if prompts is not None else ids_of(input_ids)
+        ids = ids_of(input_ids)
+        if prompts is not None:
+            ids = encode_prompts(prompts, self.model.tokenizer, self.model.name)
         tokenizer = self.model.tokenizer
 
         def stopped(final: Sequence[int]) -> bool:
@@ -216,7 +258,7 @@ class Optimized:
             generation = self._session.generate(
                 ids,
                 chosen,
-                canvases=canvases_of(prompts, canvas),
+                canvases=canvases_of("" if is_single(prompts) else prompts, canvas),
                 max_batch=max_batch,
                 keep_kv=keep_kv,
                 observer=observer,
@@ -245,6 +287,7 @@ class Optimized:
             InputError: a setting out of range, or a model that is in use.
             UnknownName: an unknown setting or policy.
         """
+        check_keywords("setting of EngineSettings", keywords, arguments_of(EngineSettings), ("settings",))
         chosen = settings_of(EngineSettings, settings, keywords)
         if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
             return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
@@ -263,7 +306,7 @@ class Optimized:
                 model=self.model.name,
                 recipe=self.recipe.name,
                 tokenizer=self.model.tokenizer,
-                encode=lambda text: self._encode(text)[0],
+                encode=lambda text: encode_prompts(text, self.model.tokenizer, self.model.name)[0],
                 prepare=self._prepare,
                 occupied=lambda: occupied,
                 profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
@@ -351,17 +394,8 @@ class Optimized:
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
+            check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.warm_up))
             chosen = Decoding.of(decoding, settings).for_model(self.spec)
             self._prepare([chosen])
             positions = self.spec.max_positions if tokens is None else tokens
             return self._session.warm_up(batch, positions, progress, chosen)
-
-    def _encode(self, prompts: str | Sequence[str]) -> list[list[int]]:
-        if self.model.tokenizer is None:
-            raise InputError(f"{self.model.name} came without a tokenizer; pass input_ids instead of texts.")
-        texts = listed(prompts)
-        for text in texts:
-            if not isinstance(text, str):
-                raise InputError(f"prompts must be texts, got {text!r}; pass ids as input_ids.")
-            check_text(text)
-        return [self.model.tokenizer.encode(text) for text in texts]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dgraph.api import Optimized, capture
+from dgraph.arguments import arguments_of, check_options, unknown_keyword
 from dgraph.cache.store import open_store
 from dgraph.captured import Weights, graph_of_model, quantising
 from dgraph.errors import InputError, UnknownName
@@ -17,7 +18,7 @@ from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
 from dgraph.phases import graph_of_phase, rewrite
-from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
+from dgraph.recipes import RECIPES, Recipe, build, options_of
 from dgraph.text.diff import Diff
 from dgraph.text.diff import diff as diff_graphs
 from dgraph.text.explain import Explanation
@@ -74,6 +75,7 @@ def graph_of(
             raise InputError(f"{f'after={after!r}' if after else ', '.join(options)} needs a recipe.")
         return _captured(model, facts, tp, weights)
     _known(recipe)
+    check_options(recipe, options, arguments_of(dump))
     graph = _captured(model, facts, tp, weights)
     return graph_of_phase(rewrite(graph, build(RECIPES, recipe, graph.spec, options)), phase, after)
 
@@ -131,7 +133,8 @@ def diff(
     for option in options:
         if not any(option in options_of(RECIPES[r]) for r in named):
             known = {o for r in named for o in options_of(RECIPES[r])}
-            raise UnknownName(f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}", option, known)
+            kind = f"option of {' or '.join(map(repr, named)) or 'a finished recipe'}"
+            raise unknown_keyword(kind, option, known, arguments_of(diff))
     graph = _captured(model, facts, tp, weights)
     graphs, names = [], []
     for recipe in (from_, to):
@@ -164,7 +167,7 @@ def explain(
         _has_its_own(facts)
         _is_made(weights=weights)
         return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)
-    check_recipe(RECIPES, recipe, options)
+    check_options(recipe, options, arguments_of(explain))
     rounding = None if buckets is None else Buckets.of(buckets)
     graph = _captured(model, facts, weights=weights)
     chosen = build(RECIPES, recipe, graph.spec, options)

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"quantised", "sharding"},
     "quantised": {"errors"},
     "ops": {"early", "errors", "groups", "nodes", "plugins", "private", "quantised", "shapes", "spec"},
-    "graph": {"adapters", "errors", "nodes", "ops", "shapes", "sharding", "spec"},
+    "graph": {"adapters", "card", "errors", "nodes", "ops", "shapes", "sharding", "spec"},
     "stored": {"errors", "graph", "nodes", "ops", "quantised", "sharding", "weights"},
     "linears": {"graph", "nodes", "ops", "stored"},
     "layers": {"graph", "linears", "nodes", "ops"},
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"errors", "graph", "nodes", "ops", "orders", "partial_sums", "private", "shapes"},
     "frontend": CORE | {"cache", "ops", "plugins", "weights"},
     "plans": {"errors", "plugins", "spec"},
-    "families": {"adapters", "errors", "plans", "plugins", "spec", "weights"},
+    "families": {"adapters", "card", "errors", "plans", "plugins", "settings", "spec", "weights"},
     "causal": {"errors", "families", "plugins"},
     "plugins": {"errors"},
     "settings": {"errors"},
@@ -55,21 +55,26 @@ ALLOWED: dict[str, set[str]] = {
     "compilation": {"errors", "lowering", "runtime"},
     "parallel": {"errors", "graph", "groups", "passes", "private", "runtime", "sharding", "weights"},
     "passes": CORE - {"private"} | {"ops", "plans", "plugins", "weights"},
-    "recipes": {"errors", "passes", "plans", "plugins", "spec"},
+    "recipes": {"card", "errors", "passes", "plans", "plugins", "spec"},
     "phases": {"errors", "graph", "linears", "nodes", "passes", "recipes"},
     "cache": {"errors", "private", "processor"},
     "lowering": CORE | {"cache", "early", "groups", "ops"},
     "viewer": {"engine"},
-    "text": CORE | {"frontend", "lowering", "ops", "passes", "recipes", "viewer"},
-    "runtime": {"errors", "groups", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes", "spec"},
+    "text": CORE | {"card", "frontend", "lowering", "ops", "passes", "recipes", "viewer"},
+    "runtime": {"card", "errors", "groups", "lowering", "ops", "plans", "plugins", "private", "settings", "shapes"}
+    | {"spec"},
     "engine": {"cache", "errors", "groups", "lowering", "ops", "plans", "plugins", "private", "recipes", "runtime"}
     | {"settings", "shapes", "spec"},
-    "optimized": {"engine", "errors", "families", "graph", "groups", "lowering", "ops", "passes", "phases", "private"}
-    | {"recipes", "runtime", "settings"},
+    "card": set(),
+    "foreign": set(),
+    "arguments": {"compilation", "engine", "errors", "foreign", "recipes", "runtime", "spec"},
+    "conversations": {"errors", "families", "runtime"},
+    "optimized": {"arguments", "card", "conversations", "engine", "errors", "families", "graph", "groups", "lowering"}
+    | {"ops", "passes", "phases", "private", "recipes", "runtime", "settings"},
     "bench": CORE
     | {"api", "cache", "engine", "families", "lowering", "ops", "optimized", "passes"}
-    | {"plans", "recipes", "runtime"},
-    "blueprint": {"api", "cache", "captured", "compilation", "engine", "errors", "recipes"},
+    | {"plans", "recipes", "runtime", "settings"},
+    "blueprint": {"api", "cache", "captured", "compilation", "engine", "errors", "recipes", "settings"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
     "dataset": {"engine", "errors", "runtime"},
     "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families", "parallel"}
@@ -79,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": CORE | {"cache", "captured", "families", "groups", "lowering", "ops", "optimized", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "captured", "causal", "families", "frontend", "lowering", "ops", "passes", "plans"}
-    | {"recipes", "runtime", "saving"},
+    | {"recipes", "runtime", "saving", "settings"},
 }
 
 
