@@ -21,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+os.environ.pop("COLUMNS", None)  # which readline sets in whoever imports it, and workers inherit
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What imports and parameters make stays to the end. The garbage collector need not walk over it again and again,

@@ -8,6 +8,7 @@ import platform
 import random
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import OUT, print_json, status
+from dgraph.cli.output import OUT, columns, print_json, status
+from dgraph.text.columns import NARROWEST
 
 OPTIONAL = {"triton": "kernels for a GPU; a CPU needs none"}
 """Packages that dgraph runs without."""
@@ -48,14 +50,23 @@ def doctor(json: given.Json = False) -> None:
     if json:
         print_json({"ok": not failed, "checks": [asdict(c) for c in checks]})
     else:
-        width = max(len(c.name) for c in checks)
+        indent = max(len(c.name) for c in checks) + 8
         for c in checks:
+            first, *others = [*_lines(c.found, indent), *_lines(c.advice, indent)]
             OUT.print(f"{c.status:<4}", style=COLOURS[c.status], end="")
-            OUT.print(f"  {c.name:<{width}}  {c.found}")
-            if c.advice:
-                OUT.print(f"{'':<{width + 8}}{c.advice}")
+            OUT.print(f"  {c.name:<{indent - 8}}  {first}")
+            for line in others:
+                OUT.print(f"{'':<{indent}}{line}")
     if failed:
         raise typer.Exit(1)
+
+
+def _lines(text: str, indent: int) -> list[str]:
+    """A text in lines that fit behind an indent; a path stays whole."""
+    width = columns()
+    if width is None or not text:
+        return [text] if text else []
+    return textwrap.wrap(text, max(NARROWEST, width - indent), break_long_words=False, break_on_hyphens=False)
 
 
 def _packages() -> Iterator[Check]:

@@ -145,16 +145,33 @@ def write_file(option: str, path: Path, text: str) -> None:
         raise InputError(f"{option} {path} cannot be written: {error.strerror}.") from None
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with rules on a terminal, as aligned columns when piped."""
-    if not OUT.is_terminal:
-        print_text("\n".join(plain_table(titles, rows, indent="")))
+def columns() -> int | None:
+    """Letters of a line: as COLUMNS says, else those of the terminal; None for any number, in a pipe."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    return OUT.width if OUT.is_terminal else None
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], piped: int | None = None) -> None:
+    """Print a table: with rules on a terminal where it fits, else as aligned columns or paragraphs.
+
+    piped: letters of a line in a pipe, unless COLUMNS says; None for any number.
+    """
+    width = columns() or piped
+    if not OUT.is_terminal or (width is not None and _ruled_width(titles, rows) > width):
+        print_text("\n".join(plain_table(titles, rows, indent="", width=width)))
         return
     shown = Table(*titles, box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.columns[0].style, shown.columns[0].overflow = "bold", "fold"
+    shown.columns[0].style = "bold"
     for row in rows:
         shown.add_row(*row)
     OUT.print(shown, soft_wrap=False)
+
+
+def _ruled_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Letters of a line of a table with rules, and three between two columns."""
+    return sum(max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True))
 
 
 def complain(message: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from collections.abc import Callable
 from typing import Any
 
 from dgraph.cli import options as given
+from dgraph.cli.listing import Entry, listed
 from dgraph.cli.output import print_json, print_table
+
+WIDTH = 80
+"""Letters of a line in a pipe."""
 
 
 def recipes(json: given.Json = False) -> None:
@@ -15,25 +19,13 @@ def recipes(json: given.Json = False) -> None:
     \b
     dgraph recipes
     """
-    from dgraph.recipes import RECIPES, costs_of, options_of
-
-    found: list[dict[str, Any]] = [
-        {
-            "recipe": name,
-            "summary": _summary(builder),
-            "costs": [asdict(cost) for cost in costs_of(builder)],
-            "options": options_of(builder),
-        }
-        for name, builder in RECIPES.items()
-    ]
-    if json:
-        print_json({"recipes": found})
-    else:
-        costs = ["; ".join(map(str, costs_of(builder))) or "-" for builder in RECIPES.values()]
-        print_table(
-            ("recipe", "summary", "against dense", "options"),
-            [(r["recipe"], r["summary"], c, _options(r["options"])) for r, c in zip(found, costs, strict=True)],
-        )
+    columns: dict[str, Callable[[Entry], str]] = {
+        "recipe": lambda entry: entry["recipe"],
+        "summary": lambda entry: entry["summary"],
+        "against dense": lambda entry: "; ".join(cost["text"] for cost in entry["costs"]),
+        "options": _options,
+    }
+    _show("recipes", columns, json)
 
 
 def policies(json: given.Json = False) -> None:
@@ -42,20 +34,7 @@ def policies(json: given.Json = False) -> None:
     \b
     dgraph policies
     """
-    from dgraph.runtime.policies import POLICIES, PRESETS, options_of
-
-    found: list[dict[str, Any]] = [
-        {"policy": name, "summary": _summary(rule), "options": options_of(name)} for name, rule in POLICIES.items()
-    ]
-    found += [
-        {"policy": name, "summary": f"{rule.name} as published", "options": options_of(name)}
-        for name, rule in PRESETS.items()
-    ]
-    if json:
-        print_json({"policies": found})
-    else:
-        rows = [(p["policy"], p["summary"], _options(p["options"])) for p in found]
-        print_table(("policy", "summary", "options"), rows)
+    _show("policies", {**_named("policy", "summary"), "options": _options}, json)
 
 
 def passes(json: given.Json = False) -> None:
@@ -64,22 +43,7 @@ def passes(json: given.Json = False) -> None:
     \b
     dgraph passes
     """
-    from dgraph.passes import PASSES
-
-    found: list[dict[str, Any]] = [
-        {
-            "pass": name,
-            "effect": cls.effect.value,
-            "summary": cls.summary,
-            "options": {f.name: f.default for f in fields(cls)},
-        }
-        for name, cls in PASSES.items()
-    ]
-    if json:
-        print_json({"passes": found})
-    else:
-        rows = [(p["pass"], p["effect"], p["summary"], _options(p["options"])) for p in found]
-        print_table(("pass", "effect", "summary", "options"), rows)
+    _show("passes", {**_named("pass", "effect", "summary"), "options": _options}, json)
 
 
 def models(json: given.Json = False) -> None:
@@ -88,26 +52,29 @@ def models(json: given.Json = False) -> None:
     \b
     dgraph models
     """
-    from dgraph.families import embedded, families
+    _show("models", _named("model", "kind", "summary"), json)
 
-    found: list[dict[str, Any]] = [
-        *(
-            {"model": m.name, "kind": "embedded", "summary": m.summary, "folder": str(m.folder)}
-            for m in embedded().values()
-        ),
-        *({"model": f.name, "kind": "family", "summary": f.summary, "folder": None} for f in families().values()),
-    ]
+
+def _show(kind: str, columns: dict[str, Callable[[Entry], str]], json: bool) -> None:
+    """Print the entries of a kind; columns: by title, what a cell says of an entry."""
+    found = listed(kind)
     if json:
-        print_json({"models": found})
+        print_json({kind: found})
     else:
-        print_table(("model", "kind", "summary"), [(m["model"], m["kind"], m["summary"]) for m in found])
+        print_table(list(columns), [[cell(entry) for cell in columns.values()] for entry in found], WIDTH)
 
 
-def _summary(builder: Any) -> str:
-    """The first sentence of a docstring, on one line."""
-    first, stop, _ = " ".join((builder.__doc__ or "").partition("\n\n")[0].split()).partition(". ")
-    return first + stop.rstrip()
+def _named(*names: str) -> dict[str, Callable[[Entry], str]]:
+    def cell(name: str) -> Callable[[Entry], str]:
+        return lambda entry: entry[name]
+
+    return {name: cell(name) for name in names}
 
 
-def _options(defaults: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in defaults.items()) or "-"
+def _options(entry: Entry) -> str:
+    return ", ".join(f"{name}={_text(value)}" for name, value in entry["options"].items())
+
+
+def _text(value: Any) -> str:
+    """A default as the command line takes it: several with commas between them."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

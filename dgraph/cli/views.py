@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import print_json, print_listing, status, write_page
+from dgraph.cli.output import columns, print_json, print_listing, status, write_page
 
 Tp = Annotated[
     int | None,
@@ -121,4 +121,4 @@ def explain(
     if json:
         print_json(found.to_json())
     else:
-        print_listing(str(found))
+        print_listing(found.text(columns()))

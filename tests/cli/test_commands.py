@@ -159,6 +159,10 @@ def test_explain(run: Run, folder: Path) -> None:
     assert any(line.startswith("  prefix") and "linear x" in line for line in text.splitlines()), "calls of their own"
     assert "values carried across the cut in layer 1" in text
     assert "row counts are padded, 10 to 16" in text
+    assert max(map(len, text.splitlines())) > 80
+    narrow = run("explain", folder, "-o", "alpha=inf", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "EvictTokens" in narrow
     found = one_object(run("explain", folder, "-o", "alpha=inf", "--json"))
     assert [p["phase"] for p in found["phases"]] == ["prefill", "step"]
 
