@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.foreign import HINTS
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
         known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
         for name in keywords:
             if name not in known:
-                raise UnknownName(f"setting of {kind.__name__}", name, known)
+                raise UnknownName(f"setting of {kind.__name__}", name, known, HINTS.get(name, ""))
         return kind(**keywords)
     if not isinstance(given, kind):
         raise InputError(f"expected a {kind.__name__}, got {given!r}; give settings by keyword, or as that value.")

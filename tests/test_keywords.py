@@ -125,6 +125,11 @@ def test_a_keyword_is_compared_with_all_arguments(dense: dgraph.Optimized, funct
     assert said in refused(calls[function], **{name: 1})
 
 
+def test_settings_as_a_value_know_foreign_names_too() -> None:
+    message = refused(lambda **given: Decoding.of(None, given), max_tokens=3)
+    assert message.startswith(f"unknown setting of Decoding 'max_tokens'. {HINTS['max_tokens']} Known: block_length, ")
+
+
 def test_facts_given_to_optimize_are_compared_as_those_of_load(model: dgraph.Model) -> None:
     assert "Did you mean 'mask_id'" in refused(lambda **facts: dgraph.optimize(model, facts=facts), maskid=3)
 

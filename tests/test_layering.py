@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "families": {"adapters", "card", "errors", "plans", "plugins", "settings", "spec", "weights"},
     "causal": {"errors", "families", "plugins"},
     "plugins": {"errors"},
-    "settings": {"errors"},
+    "settings": {"errors", "foreign"},
     "captured": {"cache", "errors", "families", "frontend", "graph", "parallel", "passes", "settings", "spec"}
     | {"stored", "weights"},
     "compilation": {"errors", "lowering", "runtime"},
