@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import check_text
+from dgraph.models.chat import DEFAULT, ChatTemplates, Message, text_of
+from dgraph.models.literal import Literals
+from dgraph.models.token_bounds import longest_token
 
 
 class FileTokenizer:
@@ -19,18 +22,39 @@ class FileTokenizer:
 
     Args:
         tokenizer: of the package tokenizers.
-        template: the chat template; "" for none.
+        template: the chat template, or several by name; "" for none.
         names: special tokens by the names that a template writes them by ("eos_token", ...).
+        tidy: makes text of what the tokenizer decodes; None: it is text.
+
+    Raises:
+        CheckpointError: a template that cannot be compiled.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "", names: Mapping[str, str] = MappingProxyType({})):
-        self._tokenizer, self._template, self._names = tokenizer, template, names
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | Mapping[str, str] = "",
+        names: Mapping[str, str] = MappingProxyType({}),
+        tidy: Callable[[str], str] | None = None,
+    ):
+        templates = {DEFAULT: template} if isinstance(template, str) and template else dict(template or {})
+        self._tokenizer, self._names, self._tidy = tokenizer, names, tidy
+        self._chat = ChatTemplates(templates, names)
 
     @property
     def mask_id(self) -> int | None:
         """Id of the mask token, if the settings name one that is in the vocabulary."""
-        name = self._names.get("mask_token")
-        return None if name is None else self._tokenizer.token_to_id(name)
+        return self._id_of("mask_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text, if the settings name one that is in the vocabulary."""
+        return self._id_of("eos_token")
+
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of a text in UTF-8 that one id stands for; None where there is no bound."""
+        return longest_token(self._tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a user's prompt in its chat frame; without a template, of the prompt alone, special tokens and all."""
@@ -38,32 +62,79 @@ class FileTokenizer:
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, on all processors."""
-        return self._encode_all([self._framed(prompt) for prompt in prompts])
+        if self._chat:
+            return self._encode_marked([self._framed(prompt) if prompt else "" for prompt in prompts])
+        return self._begun(self._encode_plain(prompts))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, up to where the assistant's next turn begins.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Ids of a conversation, as `apply_chat_template` of transformers gives them.
 
-        What looks like a special token in a message is text. Without a template a turn is a line "role: content".
+        A special token in what is given is text, not the token. Without a template a turn is a line "role: content".
 
         Args:
-            messages: each with "role" and "content".
+            messages: each with "role" and "content", a text or a list of text parts, and what else the template reads
+                ("tool_calls", "reasoning_content", ...).
+            add_generation_prompt: end where the assistant's next turn begins.
+            continue_final_message: end within the last message, which the response goes on with.
+            tools, documents: for the template; tools are objects as OpenAI has them.
+            template: another template, or the name of one that the checkpoint has.
+            template_kwargs: more that the template reads.
 
         Raises:
-            InputError: a conversation that the template refuses.
+            InputError: a conversation that the template refuses or fails on; options where there is no template.
         """
-        return self._encode_all([self._conversation(messages)])[0]
+        if not messages:
+            raise InputError("a conversation has at least one message, got none.")
+        given = {"tools": tools, "documents": documents, **template_kwargs}
+        if not self._chat and template is None:
+            if options := [name for name, value in given.items() if value is not None]:
+                raise InputError(f"the model has no chat template that reads {', '.join(options)}; leave them out.")
+            return self._begun(
+                self._encode_marked([self._lines(messages, add_generation_prompt, continue_final_message)])
+            )[0]
+        text = self._chat.render(
+            [self._marked(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=self._literals.mark(tools),
+            documents=self._literals.mark(documents),
+            template=template,
+            values=self._literals.mark(template_kwargs),
+        )
+        return self._encode_marked([text])[0]
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text as it is, without a frame. What looks like a special token is text."""
+        """Ids of a text as it is, without a frame, after those that every text begins with (BOS). What looks like a
+        special token is text. What the tokenizer adds at the end (EOS) is left out, since the text is to be continued.
+        """
         return self.encode_texts([text])[0]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_text` of each, on all processors."""
-        return self._encode_all([self._hide(text) for text in texts])
+        return self._begun(self.encode_parts(texts))
+
+    def encode_part(self, text: str) -> list[int]:
+        """`encode_text` of a part of a text, which other ids come before: without those that a text begins with."""
+        return self.encode_parts([text])[0]
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_part` of each, on all processors."""
+        return self._encode_marked([self._literals.mark(text) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text if self._tidy is None else self._tidy(text)
 
     def bytes_of(self, token: int) -> bytes | None:
         """What an id is of a text in UTF-8, which may be a part of a character; b"" of a special token, None where
@@ -84,13 +155,15 @@ class FileTokenizer:
 
         made = Tokenizer.from_str(self._tokenizer.to_str())
         made.add_special_tokens([AddedToken(mask, normalized=False, special=True)])
-        return FileTokenizer(made, self._template, {**self._names, "mask_token": mask})
+        return FileTokenizer(made, self._chat.templates, {**self._names, "mask_token": mask}, self._tidy)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which `read_tokenizer` and transformers read."""
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self._names}
-        settings |= {"chat_template": self._template} if self._template else {}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names}
+        settings["clean_up_tokenization_spaces"] = self._tidy is not None
+        if named := [{"name": name, "template": text} for name, text in self._chat.templates.items()]:
+            settings["chat_template"] = self._chat.templates.get(DEFAULT) if len(named) == 1 else named
         for name, text in (
             ("tokenizer.json", self._tokenizer.to_str(pretty=True)),
             ("tokenizer_config.json", json.dumps(settings, indent=1) + "\n"),
@@ -99,41 +172,66 @@ class FileTokenizer:
             part.write_text(text, encoding="utf-8")
             part.replace(folder / name)
 
-    def _framed(self, prompt: str) -> str:
-        return self._conversation([{"role": "user", "content": prompt}]) if prompt and self._template else prompt
+    def _id_of(self, name: str) -> int | None:
+        text = self._names.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
 
-    def _conversation(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation as one text, for `_encode_all`."""
-        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
-        return self._render(hidden) if self._template else _lines(hidden)
-
-    def _hide(self, text: str) -> str:
-        """A text in which places that look like a special token are marked, for `_encode_all` to find."""
-        for place, token in enumerate(self.special):
-            if token in text:
-                text = text.replace(token, f"{_OPEN}{place}{_CLOSE}")
-        return text
-
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts in which special tokens are such, and marked places are text."""
-        for text in texts:
-            check_text(text)
-        if len(texts) == 1:  # what several would take another 0.1 ms for
-            return [self._encode(texts[0])]
-        found: list[list[int]] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            part = texts[first : first + _AT_ONCE]
-            read = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            found += [self._encode(text) if _OPEN in text else of.ids for text, of in zip(part, read, strict=True)]
+    def _marked(self, message: Message) -> dict[str, Any]:
+        """A message in which special tokens are marked, also where parts of its content make one together."""
+        found: dict[str, Any] = self._literals.mark(message)
+        if isinstance(parts := message.get("content"), (list, tuple)):
+            whole = self._literals.mark(text_of(parts))
+            if whole != text_of(found["content"]):
+                found["content"] = [{"type": "text", "text": whole}]
         return found
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece in re.split(f"({_OPEN}[0-9]+{_CLOSE})", text) if _OPEN in text else [text]:
-            marked = piece[:1] == _OPEN and piece[-1:] == _CLOSE and int(piece[1:-1]) < len(self.special)
-            reader = self._literal if marked else self._tokenizer
-            ids += reader.encode(self.special[int(piece[1:-1])] if marked else piece, add_special_tokens=False).ids
-        return ids
+    def _framed(self, prompt: str) -> str:
+        """A user's prompt as a conversation in one text, for `_encode_marked`."""
+        said = [{"role": "user", "content": self._literals.mark(prompt)}]
+        return self._chat.render(said)
+
+    def _lines(self, messages: Sequence[Message], add_generation_prompt: bool, continue_final_message: bool) -> str:
+        """A conversation as lines, for `_encode_marked`."""
+        lines = [f"{m.get('role')}: {text_of(m.get('content'))}" for m in messages]
+        begun = ["assistant:"] if add_generation_prompt and not continue_final_message else []
+        end = "" if begun or continue_final_message else "\n"
+        return str(self._literals.mark("\n".join([*lines, *begun]) + end))
+
+    def _begun(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        """Ids of texts after those that a text begins with; an empty one stays empty."""
+        return [[*self._begin, *ids] if ids else ids for ids in texts] if self._begin else list(texts)
+
+    def _encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts in which special tokens are such. Other threads run meanwhile."""
+        for text in texts:
+            check_text(text)
+        found: list[list[int]] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            part = list(texts[first : first + _AT_ONCE])
+            found += [one.ids for one in self._tokenizer.encode_batch_fast(part, add_special_tokens=False)]
+        return found
+
+    def _encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts in which special tokens are such, and what is marked is text.
+
+        Text from which the tokenizer makes a special token in another way, as by a normalizer, is text as well.
+        """
+        found = self._encode_plain([text if not self._literals.has_mark(text) else "" for text in texts])
+        again = [
+            place
+            for place, (text, ids) in enumerate(zip(texts, found, strict=True))
+            if self._literals.has_mark(text) or self._leaks(text, ids)
+        ]
+        for text in (texts[place] for place in again):
+            check_text(text)
+        for place, ids in zip(again, self._literals.encode([texts[place] for place in again]), strict=True):
+            found[place] = ids
+        return found
+
+    def _leaks(self, text: str, ids: list[int]) -> bool:
+        """Whether ids have more special tokens than are written in their text."""
+        special = self._special_ids
+        return not special.isdisjoint(ids) and sum(map(special.__contains__, ids)) > self._literals.written(text)
 
     @cached_property
     def special(self) -> list[str]:
@@ -143,36 +241,25 @@ class FileTokenizer:
         return sorted({t.content for t in found if t.special or t.content in named}, key=lambda t: (-len(t), t))
 
     @cached_property
-    def _literal(self) -> Any:
-        """A tokenizer without special tokens, for texts that look like one."""
-        from tokenizers import Tokenizer
+    def _special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, without that of what the vocabulary lacks."""
+        unknown = {self._names.get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
+        return frozenset(self._tokenizer.token_to_id(token) for token in self.special if token not in unknown)
 
-        described = json.loads(self._tokenizer.to_str())
-        for token in described["added_tokens"]:
-            token["special"] = token["special"] or token["content"] in self.special
-        found = Tokenizer.from_str(json.dumps(described))
-        found.encode_special_tokens = True
-        return found
+    @cached_property
+    def _literals(self) -> Literals:
+        return Literals(self._tokenizer, self.special)
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        from jinja2 import TemplateError
-
-        template = _compiled(self._template)
-        try:
-            return template.render(messages=messages, add_generation_prompt=True, **self._names)
-        except TemplateError as error:
-            raise InputError(f"the model's chat template refuses these messages: {error}.") from None
-
-
-@lru_cache(maxsize=8)
-def _compiled(text: str) -> Any:
-    """A chat template as a function. To make one takes several times as long as to encode a prompt."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    # Templates are written for these two settings: a line that holds only a tag leaves nothing.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(text)
+    @cached_property
+    def _begin(self) -> list[int]:
+        """Ids that the tokenizer puts before every text."""
+        for probe in ("a", "1", "."):
+            bare = self._tokenizer.encode(probe, add_special_tokens=False).ids
+            whole = self._tokenizer.encode(probe, add_special_tokens=True).ids
+            for place in range(len(whole) - len(bare) + 1 if bare else 0):
+                if whole[place : place + len(bare)] == bare:
+                    return list(whole[:place])
+        return []
 
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -190,68 +277,92 @@ def _byte_letters() -> dict[str, int]:
 _BYTES = _byte_letters()
 _AT_ONCE = 2000
 """Texts that are encoded together; more take memory."""
-_OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
-"""Around the number of a special token that is text; of a private plane, which no text has a reason to use."""
-
-
-def _lines(messages: Sequence[Mapping[str, str]]) -> str:
-    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
-
-
-def _refuse(reason: str) -> NoReturn:
-    """What templates call for a conversation that they have no form for."""
-    raise InputError(f"the model's chat template refuses these messages: {reason}.")
 
 
 def read_tokenizer(folder: Path) -> FileTokenizer | None:
-    """The tokenizer of a folder, or None if it has none.
+    """The tokenizer of a folder as transformers reads it, or None if it has none. Code in the folder is not run.
 
     Raises:
-        CheckpointError: its files are damaged.
+        CheckpointError: its files are damaged, or its chat template cannot be compiled.
     """
-    if not (folder / "tokenizer.json").is_file() and not _is_byte_level(folder):
+    if not any(all((folder / name).is_file() for name in names) for names in _FILES):
         return None
     try:
-        settings = _settings(folder)
-        tokenizer, template = _read(folder), _template(folder, settings)
+        return adopt_tokenizer(_load(folder), _template_beside(folder))
     except Exception as error:  # tokenizers raises nothing more special
-        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}.") from error
-    texts = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-    return FileTokenizer(tokenizer, template, {name: text for name, text in texts.items() if text is not None})
+        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
 
 
-def _is_byte_level(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("tokenizer.model",))
+"""Files that make a tokenizer, any of these sets."""
 
 
-def _read(folder: Path) -> Any:
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
+def adopt_tokenizer(tokenizer: Any, template: str = "") -> FileTokenizer:
+    """A tokenizer of transformers, which is left as it is.
 
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Dream and other models over Qwen2 come as a vocabulary and its merges alone.
+    Texts are never cut to a length or filled up to one, whatever the tokenizer's file says.
+
+    Args:
+        tokenizer: a `PreTrainedTokenizerBase` with a fast form.
+        template: of a chat, where the tokenizer has none.
+
+    Raises:
+        CheckpointError: it has no fast form, or a chat template that cannot be compiled.
+    """
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise CheckpointError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); save one beside it.")
+    made = Tokenizer.from_str(backend.to_str())
+    made.encode_special_tokens = backend.encode_special_tokens
+    made.no_truncation()
+    made.no_padding()
+    # As transformers does: spaces before punctuation are a matter of vocabularies of words.
+    tidies = tokenizer.clean_up_tokenization_spaces and type(made.model).__name__ != "BPE"
+    return FileTokenizer(
+        made,
+        tokenizer.chat_template or template,
+        tokenizer.special_tokens_map,
+        tokenizer.clean_up_tokenization if tidies else None,
+    )
+
+
+def _load(folder: Path) -> Any:
+    """The tokenizer of transformers for a folder."""
     import transformers
 
-    return transformers.Qwen2Tokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+    own_class = _object(folder / "tokenizer_config.json").get("auto_map")
+    if not own_class:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), config=_config(folder), local_files_only=True, trust_remote_code=False
+        )
+    # A class of the folder's own is code. Those that models come with (Dream) read what these classes read.
+    whole = (folder / "tokenizer.json").is_file()
+    kind = transformers.PreTrainedTokenizerFast if whole else transformers.Qwen2Tokenizer
+    return kind.from_pretrained(str(folder), local_files_only=True)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _config(folder: Path) -> Any:
+    """What config.json says of the tokenizer; the rest of it is not for transformers, which may not know the model."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    said = _object(folder / "config.json")
+    kind = said.get("model_type") or ""
+    config = CONFIG_MAPPING[kind]() if kind in CONFIG_MAPPING else PreTrainedConfig()
+    config.model_type, config.name_or_path = kind, str(folder)
+    config.tokenizer_class = said.get("tokenizer_class")
+    return config
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str:
-    """The chat template: a file of its own, or in the settings as a text or as named texts; "" for none."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    found = settings.get("chat_template") or ""
-    if isinstance(found, str):
-        return found
-    return {named["name"]: named["template"] for named in found}.get("default", "")
+def _template_beside(folder: Path) -> str:
+    """The chat template of a file that only processors of transformers read; "" without."""
+    return _object(folder / "chat_template.json").get("chat_template") or ""
 
 
-def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a text or as an object with its content."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; an empty one where there is no file."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected an object.")
+    return found

@@ -97,7 +97,7 @@ def test_the_same_tokenizer_as_one_file(tmp_path: Path, trained: dict[str, Any])
     assert apart is not None
     assert one is not None
     assert one.encode(TEXTS[0]) == apart.encode(TEXTS[0])
-    assert one.encode("<|mask|>") != apart.encode("<|mask|>"), "tokenizer.json says nothing of special tokens here"
+    assert one.encode("a<|mask|>") == apart.encode("a<|mask|>"), "that only tokenizer_config.json knows"
 
 
 FRAME = "{% for m in messages %}\n    {{ bos_token }}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
