@@ -75,19 +75,30 @@ class Tokenizer(Protocol):
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer for a server, whose clients have conversations and texts without a frame. It may also have
-    `bytes_of(token) -> bytes | None`, what an id is of a text in UTF-8, which clients read of parts of characters.
+    """A tokenizer for a server, whose clients have conversations and texts without a frame.
+
+    It may also have `bytes_of(token) -> bytes | None`, what an id is of a text in UTF-8, which clients read of parts of
+    characters; `longest_token_bytes`, the most bytes of a text that one id stands for, None for no bound; and
+    `encode_part(text)`, see `encode_part`. Its `encode_chat` may take more by name, such as tools; see
+    `dgraph.models.tokenizer.FileTokenizer`.
     """
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of messages {"role", "content"}, up to where the assistant's next turn begins; raises `InputError` for a
         conversation that has no form. What looks like a special token in a message is text.
         """
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text as it is. What looks like a special token is text."""
+        """Ids of a text as it is, after those that a text begins with. What looks like a special token is text."""
         ...
+
+
+def encode_part(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Ids of a text that other ids come before: without those that a text begins with, as far as the tokenizer tells
+    them apart.
+    """
+    return list(getattr(tokenizer, "encode_part", tokenizer.encode_text)(text))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -59,18 +59,17 @@ class ChatTemplates:
             InputError: what the template refuses, or fails on.
         """
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         if taken := _OWN & values.keys():
             raise InputError(f"{', '.join(sorted(taken))} cannot be given to a chat template; leave it out.")
         text = self._chosen(template, tools)
         joined = any(_has_parts(message) for message in messages) and not _reads_parts(text)
         try:
-            (found,), _ = render_jinja_template(
-                [[_plain(message, joined) for message in messages]],
+            return _render(
+                text,
+                [_plain(message, joined) for message in messages],
                 tools=None if tools is None else list(tools),
                 documents=None if documents is None else list(documents),
-                chat_template=text,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 **{**self._names, **values},
@@ -82,7 +81,6 @@ class ChatTemplates:
         except Exception as error:
             kind = type(error).__name__
             raise InputError(f"the model's chat template fails on these messages: {kind}: {_reason(error)}.") from None
-        return str(found)
 
     def _chosen(self, template: str | None, tools: Sequence[Any] | None) -> str:
         """The template of a call: one that is named, a text of its own, or the one for its tools."""
@@ -122,23 +120,29 @@ def _plain(message: Message, joined: bool) -> dict[str, Any]:
     return {**found, "content": text_of(found["content"])} if joined and _has_parts(found) else found
 
 
-def _compile(text: str) -> None:
+def _render(template: str, messages: Sequence[Message], **values: Any) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    render_jinja_template([], chat_template=text)
+    conversation: Any = list(messages)
+    rendered: Any = render_jinja_template([conversation], chat_template=template, **values)
+    return str(rendered[0][0])
+
+
+def _compile(template: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render_jinja_template([], chat_template=template)
 
 
 _PROBE = "a part of a message"
 
 
 @lru_cache(maxsize=32)
-def _reads_parts(text: str) -> bool:
+def _reads_parts(template: str) -> bool:
     """Whether a template reads the content of a message that is a list of parts; others would print the list."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     said = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
     try:
-        (found,), _ = render_jinja_template([[said]], chat_template=text, bos_token="", eos_token="")
+        found = _render(template, [said], bos_token="", eos_token="")
     except Exception:
         return False
     return _PROBE in found and "'type'" not in found and '"type"' not in found

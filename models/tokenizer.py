@@ -349,7 +349,7 @@ def _config(folder: Path) -> Any:
 
     said = _object(folder / "config.json")
     kind = said.get("model_type") or ""
-    config = CONFIG_MAPPING[kind]() if kind in CONFIG_MAPPING else PreTrainedConfig()
+    config: Any = CONFIG_MAPPING[kind]() if kind in CONFIG_MAPPING else PreTrainedConfig()
     config.model_type, config.name_or_path = kind, str(folder)
     config.tokenizer_class = said.get("tokenizer_class")
     return config

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dgraph.causal import Causal
+from dgraph.families import encode_part
 
 NGRAM = 4
 """Tokens of the n-grams that are counted as repeated."""
@@ -85,7 +86,7 @@ class Judge:
         tokenizer, room = self.model.tokenizer, self.model.max_positions
         found = []
         for prompt, text in responses:
-            before, after = tokenizer.encode(prompt), tokenizer.encode_text(text)
+            before, after = tokenizer.encode(prompt), encode_part(tokenizer, text)
             if len(before) + len(after) <= room:
                 found.append((self.key(prompt, text), before, after))
         found.sort(key=lambda one: len(one[1]) + len(one[2]))  # equal lengths together: little is padding

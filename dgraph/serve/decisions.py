@@ -203,7 +203,7 @@ def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: S
         turns[-1] = {"role": "user", "content": f"{turns[-1]['content']}\n\n{text}"}
     else:
         turns.append({"role": "user", "content": text})
-    labels = [model.encode_text(label) for label in _labels(question)]
+    labels = [model.encode_part(label) for label in _labels(question)]
     if len(set(map(tuple, labels))) < len(labels):
         raise bad_field("questions", "the answers of a question differ from each other; some are the same.")
     try:

@@ -39,6 +39,11 @@ class ServedModel:
         """Ids of a text without a frame; raises `InputError` without a tokenizer."""
         return list(self._reader("encode_text")(text))
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that other ids come before; raises `InputError` without a tokenizer."""
+        part = "encode_part" if hasattr(self.engine.tokenizer, "encode_part") else "encode_text"
+        return list(self._reader(part)(text))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation; raises `InputError` without a tokenizer, or where its template has no form for it."""
         return list(self._reader("encode_chat")(messages))

@@ -161,7 +161,7 @@ def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
         if isinstance(segment, int) and len(positions) + segment > model.engine.max_tokens:
             raise bad_field("canvas", f"a canvas has at most {model.engine.max_tokens} positions here.")
         try:
-            positions += [None] * segment if isinstance(segment, int) else model.encode_text(segment)
+            positions += [None] * segment if isinstance(segment, int) else model.encode_part(segment)
         except InputError as error:
             raise bad_field("canvas", str(error)) from None
     said = getattr(body, "max_completion_tokens", None) or body.max_tokens

@@ -105,7 +105,7 @@ def small_base(folder: Path, small: Small, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config)
     trainer = Trainer(Adopted(model), small.steps, small.rate, 0.0, True, False, autocast=torch.float32)
-    documents = [chat_document(tokenizer.encode(e.prompt), tokenizer.encode_text(e.answer), eos_id=1) for e in examples]
+    documents = [chat_document(tokenizer.encode(e.prompt), tokenizer.encode_part(e.answer), eos_id=1) for e in examples]
     batches = Passes(documents, small.rows, small.length, seed)
     for step in range(small.steps):
         inputs = next_token(batches[step].to(trainer.device))

@@ -186,7 +186,7 @@ def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings, task: in
     found: list[Document] = []
     framed = [pair for pair in pairs if pair.prompt]
     prompts = base.tokenizer.encode_prompts([pair.prompt for pair in framed])
-    responses = base.tokenizer.encode_texts([pair.response for pair in framed])
+    responses = base.tokenizer.encode_parts([pair.response for pair in framed])
     encoded = zip(prompts, responses, strict=True)
     for prompt, response, ended in pairs:
         if prompt:
