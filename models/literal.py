@@ -47,10 +47,10 @@ class Literals:
         """How many special tokens a text has, marked ones not counted."""
         return len(self._tokens.findall(text))
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts in which what is marked is text, and what is written is a special token."""
-        swapped = [self._both.sub(self._swap, text) for text in texts]
-        return [found.ids for found in self._reader.encode_batch_fast(swapped, add_special_tokens=False)]
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in which what is marked is text, and what is written is a special token."""
+        swapped = self._both.sub(self._swap, text)
+        return list(self._reader.encode_batch_fast([swapped], add_special_tokens=False)[0].ids)
 
     def _swap(self, found: re.Match[str]) -> str:
         """The mark of a token, or the token of a mark."""

@@ -216,16 +216,11 @@ class FileTokenizer:
 
         Text from which the tokenizer makes a special token in another way, as by a normalizer, is text as well.
         """
-        found = self._encode_plain([text if not self._literals.has_mark(text) else "" for text in texts])
-        again = [
-            place
-            for place, (text, ids) in enumerate(zip(texts, found, strict=True))
-            if self._literals.has_mark(text) or self._leaks(text, ids)
-        ]
-        for text in (texts[place] for place in again):
-            check_text(text)
-        for place, ids in zip(again, self._literals.encode([texts[place] for place in again]), strict=True):
-            found[place] = ids
+        found = self._encode_plain(["" if self._literals.has_mark(text) else text for text in texts])
+        for place, (text, ids) in enumerate(zip(texts, found, strict=True)):
+            if self._literals.has_mark(text) or self._leaks(text, ids):
+                check_text(text)
+                found[place] = self._literals.encode(text)
         return found
 
     def _leaks(self, text: str, ids: list[int]) -> bool:
@@ -288,7 +283,7 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
     if not any(all((folder / name).is_file() for name in names) for names in _FILES):
         return None
     try:
-        return adopt_tokenizer(_load(folder), _template_beside(folder))
+        return _wrapped(loaded := _load(folder), _backend(loaded), _template_beside(folder))
     except Exception as error:  # tokenizers raises nothing more special
         raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
 
@@ -297,35 +292,44 @@ _FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("t
 """Files that make a tokenizer, any of these sets."""
 
 
-def adopt_tokenizer(tokenizer: Any, template: str = "") -> FileTokenizer:
+def adopt_tokenizer(tokenizer: Any) -> FileTokenizer:
     """A tokenizer of transformers, which is left as it is.
-
-    Texts are never cut to a length or filled up to one, whatever the tokenizer's file says.
 
     Args:
         tokenizer: a `PreTrainedTokenizerBase` with a fast form.
-        template: of a chat, where the tokenizer has none.
 
     Raises:
         CheckpointError: it has no fast form, or a chat template that cannot be compiled.
     """
     from tokenizers import Tokenizer
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise CheckpointError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); save one beside it.")
-    made = Tokenizer.from_str(backend.to_str())
-    made.encode_special_tokens = backend.encode_special_tokens
-    made.no_truncation()
-    made.no_padding()
+    backend = _backend(tokenizer)
+    copied = Tokenizer.from_str(backend.to_str())
+    copied.encode_special_tokens = backend.encode_special_tokens
+    return _wrapped(tokenizer, copied)
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The fast form of a tokenizer of transformers."""
+    from tokenizers import Tokenizer
+
+    found = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(found, Tokenizer):
+        raise CheckpointError(f"{type(tokenizer).__name__} has no fast form; save it as tokenizer.json.")
+    return found
+
+
+def _wrapped(tokenizer: Any, backend: Any, template: str = "") -> FileTokenizer:
+    """A tokenizer of transformers over its fast form, which never cuts texts, or fills them up, whatever its file says.
+
+    template: of a chat, where the tokenizer has none.
+    """
+    backend.no_truncation()
+    backend.no_padding()
     # As transformers does: spaces before punctuation are a matter of vocabularies of words.
-    tidies = tokenizer.clean_up_tokenization_spaces and type(made.model).__name__ != "BPE"
-    return FileTokenizer(
-        made,
-        tokenizer.chat_template or template,
-        tokenizer.special_tokens_map,
-        tokenizer.clean_up_tokenization if tidies else None,
-    )
+    tidies = tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
+    tidy = tokenizer.clean_up_tokenization if tidies else None
+    return FileTokenizer(backend, tokenizer.chat_template or template, tokenizer.special_tokens_map, tidy)
 
 
 def _load(folder: Path) -> Any:
