@@ -45,7 +45,7 @@ class Described:
     """All that the files of a folder say of a model but its weights.
 
     Attributes:
-        config: with the ids of generation_config.json, and the tokenizer's mask token where both name none.
+        config: with the ids of generation_config.json and of the tokenizer; see `with_ids`.
         tokenizer: its own or, if it has none, that of its base.
         base: what its weights are a difference from (see `dgraph.models.difference`).
     """
@@ -65,10 +65,9 @@ def read_folder(folder: Path) -> Described:
     config, tokenizer, base = read_config(folder), read_tokenizer(folder), difference.base_of(folder)
     if tokenizer is None and base is not None:
         tokenizer = cast(FileTokenizer, base.tokenizer)
-    if (folder / GENERATION).is_file():
-        config = with_ids(config, read_object(folder / GENERATION, "the settings of a generation"))
-    if config.get("mask_token_id") is None and tokenizer is not None and tokenizer.mask_id is not None:
-        config = {**config, "mask_token_id": tokenizer.mask_id}
+    path = folder / GENERATION
+    generation = read_object(path, "the settings of a generation") if path.is_file() else {}
+    config = with_ids(config, generation, {} if tokenizer is None else tokenizer.ids)
     return Described(config, tokenizer, base)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -102,12 +102,28 @@ def config_of(model: Any) -> dict[str, Any]:
     return with_ids(model.config.to_dict(), {} if generation is None else generation.to_dict())
 
 
-def with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the token ids that a generation config has instead: it is what `generate` goes by, and the one that
-    knows the end of a turn (SDAR).
+def with_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """A config with the token ids of all that came with a model.
+
+    The tokens that end a response are those of all three together: a chat's turn may end as only one of them knows.
+    Other ids are those of the generation config, which `generate` goes by; else of the config, else of the tokenizer.
+
+    Args:
+        config, generation, tokenizer: ids by their names in a config ("eos_token_id", ...), and what else the config
+            says.
     """
-    names = ("eos_token_id", "pad_token_id", "mask_token_id")
-    return {**config, **{name: generation[name] for name in names if generation.get(name) is not None}}
+    said = (generation, config, tokenizer)
+    ends = dict.fromkeys(id for one in said for id in _listed(one.get("eos_token_id")))
+    found = {"eos_token_id": next(iter(ends)) if len(ends) == 1 else list(ends) or None}
+    for name in ("pad_token_id", "mask_token_id"):
+        found[name] = next((one[name] for one in said if one.get(name) is not None), None)
+    return {**config, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _listed(ids: Any) -> list[Any]:
+    return [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
 
 UNSAID: Mapping[str, Any] = {
@@ -140,7 +156,6 @@ def native_spec(
         InputError: a fact that is said nowhere and cannot be assumed.
     """
     heads = config.num_attention_heads
-    eos, pad = getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)
     said: dict[str, Any] = {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
@@ -149,8 +164,8 @@ def native_spec(
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab": config.vocab_size,
         "mask_id": getattr(config, "mask_token_id", None),
-        "eos_ids": None if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
-        "pad_id": pad,
+        "eos_ids": _ends(_listed(getattr(config, "eos_token_id", None)), config.vocab_size),
+        "pad_id": getattr(config, "pad_token_id", None),
         "image_id": getattr(config, "image_token_id", None),
         "block_length": getattr(config, "block_size", None) or getattr(config, "block_length", None),
         "max_positions": config.max_position_embeddings,
@@ -161,6 +176,8 @@ def native_spec(
     }
     known = {name: value for name, value in said.items() if value is not None} | facts
     assumed = {name: value for name, value in {**UNSAID, **(published or {})}.items() if name not in known}
+    if "eos_ids" in assumed:
+        assumed["eos_ids"] = _ends(assumed["eos_ids"], config.vocab_size) or ()
     if "block_length" in assumed and assumed["block_length"] is None:
         raise InputError(
             f"{family}: the block length is said neither by block_size in config.json nor by the checkpoint's name, "
@@ -177,6 +194,11 @@ def native_spec(
             f"what differs, e.g. {given_as(guessed[0].partition('=')[0])}."
         )
     return spec
+
+
+def _ends(ids: Sequence[Any], vocab: int) -> tuple[Any, ...] | None:
+    """Ids that end a response, without those that no row can predict; None for no such id."""
+    return tuple(id for id in ids if not isinstance(id, int) or 0 <= id < vocab) or None
 
 
 class NativeFamily:

@@ -44,12 +44,13 @@ class FileTokenizer:
     @property
     def mask_id(self) -> int | None:
         """Id of the mask token, if the settings name one that is in the vocabulary."""
-        return self._id_of("mask_token")
+        return self.ids["mask_token_id"]
 
     @property
-    def eos_id(self) -> int | None:
-        """Id of the token that ends a text, if the settings name one that is in the vocabulary."""
-        return self._id_of("eos_token")
+    def ids(self) -> dict[str, int | None]:
+        """Ids that a model's facts may come from, by their names in a config; None for what has no token."""
+        named = ((name, self._names.get(name, "")) for name in ("eos_token", "mask_token"))
+        return {f"{name}_id": self._tokenizer.token_to_id(text) if text else None for name, text in named}
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
@@ -171,10 +172,6 @@ class FileTokenizer:
             part = folder / f"{name}.part"
             part.write_text(text, encoding="utf-8")
             part.replace(folder / name)
-
-    def _id_of(self, name: str) -> int | None:
-        text = self._names.get(name)
-        return None if text is None else self._tokenizer.token_to_id(text)
 
     def _marked(self, message: Message) -> dict[str, Any]:
         """A message in which special tokens are marked, also where parts of its content make one together."""

@@ -138,7 +138,7 @@ def test_a_block_length_that_nothing_says_is_asked_for(tmp_path: Path, name: str
     assert dgraph.load(folder, block_length=4).spec.block_length == 4
 
 
-def test_the_end_of_a_turn_is_the_generation_configs(tmp_path: Path) -> None:
+def test_ends_are_those_of_all_files(tmp_path: Path) -> None:
     """SDAR's config.json knows the end of a text alone."""
     folder = write(tmp_path / "sdar", eos_token_id=6)
     assert dgraph.load(folder).spec.eos_ids == (6,)
@@ -147,7 +147,7 @@ def test_the_end_of_a_turn_is_the_generation_configs(tmp_path: Path) -> None:
     assert (spec.eos_ids, spec.pad_id) == ((5, 6), 0)
     native = write(tmp_path / "native", eos_token_id=6, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     (native / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert dgraph.load(native).spec.eos_ids == (7,)
+    assert dgraph.load(native).spec.eos_ids == (7, 6)
     remote = SDARForCausalLM(WEIGHTS, eos_token_id=6)
     remote.generation_config = _Config(eos_token_id=[5, 6])  # type: ignore[assignment]
     assert dgraph.adopt(remote).spec.eos_ids == (5, 6)
@@ -157,6 +157,20 @@ def test_the_end_of_a_turn_is_the_generation_configs(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read as JSON"):
         dgraph.load(folder)
+
+
+def test_the_tokenizer_may_name_an_end(tmp_path: Path) -> None:
+    """Of the turn of a chat, beside the end of a text; ids that no row can predict are none."""
+    from tokenizers import Tokenizer, models
+
+    folder = write(tmp_path / "m", eos_token_id=[6, VOCAB, -1])
+    words = {f"w{i}": i for i in range(VOCAB)} | {"<|end|>": 4, "w4": VOCAB + 1}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [5, {VOCAB + 7}]}}')
+    assert dgraph.load(folder).spec.eos_ids == (5, 6, 4)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "w4"}')
+    assert dgraph.load(folder).spec.eos_ids == (5, 6)
 
 
 def test_settings_of_a_generation_are_no_facts_of_a_checkpoint(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "namespace": (
         "{% set ns = namespace(last=-1, d=dict(a=1)) %}{% for m in messages %}{% if m.role == 'user' %}"
-        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ ns.last }}{{ ns.d.a }}{{ messages[::-1][0].content }}",
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ ns.last }}{{ ns.d.a }}"
+        "{{ messages[::-1][0].content }}",
         {},
     ),
     "documents": (

@@ -211,7 +211,7 @@ def test_an_official_folder(tmp_path: Path, shards: int, captured: Graph) -> Non
             assert torch.equal(tensor, stored[name]), name
     spec = loaded.spec
     assert (spec.family, spec.noise, spec.mask_id, spec.encoding) == ("diffusion_gemma", "uniform", -1, "causal")
-    assert (spec.block_length, spec.eos_ids, spec.pad_id, spec.max_positions) == (CANVAS, (1, 94, 50), 0, 256)
+    assert (spec.block_length, spec.eos_ids, spec.pad_id, spec.max_positions) == (CANVAS, (1, 94, 50, EOS), 0, 256)
     assert (spec.heads, spec.kv_heads, spec.head_dim) == (4, 2, 8)
     assert spec.image_id == FACTS["image_id"] == published().config.image_token_id
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from dgraph.errors import CheckpointError, InputError
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
-from tests.models.folders import BOS, CHAT, CORPUS, END, EOS, KINDS, POSTS, SPECIAL, TEXTS, TURN, UNK, folder, made
+from tests.models.folders import BOS, CORPUS, EOS, KINDS, POSTS, TEXTS, UNK, folder, made
 
 SAID = [
     {"role": "system", "content": "Be  brief."},
@@ -151,7 +150,7 @@ def test_added_tokens_are_those_of_transformers(tmp_path: Path, kind: str, where
             assert ours.encode_part(text) == bare
         assert ours.decode(bare) == theirs.decode(bare, skip_special_tokens=True)
     assert ours.mask_id == theirs.mask_token_id
-    assert ours.eos_id == theirs.eos_token_id
+    assert ours.ids["eos_token_id"] == theirs.eos_token_id
 
 
 @pytest.mark.parametrize("kind", KINDS)
