@@ -18,6 +18,7 @@ from dgraph.engine.questions import Questions
 from dgraph.engine.scheduler import Scheduler
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.program import Program
+from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
 from dgraph.runtime.scoring import Scorer
@@ -154,9 +155,16 @@ def build_driver(
     """
     spec, kind = session.spec, session.device.type
     block, slots = settings.block_length or spec.block_length, settings.slots(kind)
-    tokens = settings.max_tokens or min(TOKENS, spec.max_positions)
+    room = room_of(spec, block)
+    if room < 2:
+        raise InputError(
+            f"block_length={block} leaves no room for a prompt and a response in the {spec.max_positions} positions of "
+            f"{spec.family}; give a shorter one."
+        )
+    tokens = settings.max_tokens or min(TOKENS, room)
     if tokens > spec.max_positions:
         raise InputError(f"max_tokens={tokens} is more than the {spec.max_positions} positions of {spec.family}.")
+    tokens = min(tokens, room)
     rows = settings.max_batched_rows or max(ROWS, tokens, 2 * block)
     if rows < 2 * block:
         raise InputError(f"max_batched_rows={rows} is less than two blocks of {block}, which a step may need.")

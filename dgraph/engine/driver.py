@@ -17,6 +17,7 @@ from dgraph.engine.tickets import Sink, Ticket, Totals
 from dgraph.engine.writer import Writer
 from dgraph.errors import InputError, PoolFull
 from dgraph.runtime.batch import Batch
+from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Mixture, kind_of, policy_key
 from dgraph.runtime.report import Report, broken
@@ -83,8 +84,14 @@ class Driver:
 
     @property
     def max_tokens(self) -> int:
-        """Positions of a request, prompt and response together."""
-        return self.shape.columns - (0 if self.session.spec.aligned else self.shape.block)
+        """Positions that a request can have, prompt and response together, in the model and in the pool of keys."""
+        session, block = self.session, self.shape.block
+        spec, budgets = session.spec, self.scheduler.budgets
+        found = min(self.shape.columns - (0 if spec.aligned else block), room_of(spec, block))
+        if session.packed is not None:  # it keeps pages of a part of the keys alone
+            return found
+        held = budgets.pages * session.kv.page_size // block * block
+        return min(found, held - (block if spec.encoding == "causal" else 0))
 
     # -- before a request is taken: in callers' threads, without the engine's lock -------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 from dgraph.api import Optimized, optimize
 from dgraph.errors import InputError, warn
 from dgraph.families import load
+from dgraph.runtime.checks import room_of
 from dgraph.runtime.policies import chosen_policy
 from dgraph.settings import torch_dtype
 
@@ -119,8 +120,7 @@ class Adapter:
         spec, tokenizer = self.program.spec, self.program.model.tokenizer
         assert tokenizer is not None
         length = len(tokenizer.encode(context))
-        block = spec.block_length if spec.aligned else 1
-        room = spec.max_positions // block * block - length
+        room = room_of(spec, spec.block_length) - length
         if room < 1:
             raise InputError(
                 f"a context of {length} tokens leaves no room in the {spec.max_positions} positions of "

@@ -341,6 +341,14 @@ def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
     return value
 
 
+def room_of(spec: ModelSpec, block_length: int) -> int:
+    """Positions that a prompt and its response can have together: where blocks begin at multiples of their length, only
+    whole ones are forwarded.
+    """
+    step = block_length if spec.aligned else 1
+    return spec.max_positions // step * step
+
+
 def _check_prompt(
     spec: ModelSpec, index: int, prompt: Sequence[int], max_new_tokens: int, block_length: int
 ) -> list[int]:
@@ -352,7 +360,7 @@ def _check_prompt(
     step = block_length if spec.aligned else 1
     needed = -(-(len(ids) + max_new_tokens) // step) * step
     if needed > spec.max_positions:
-        room = spec.max_positions // step * step - len(ids)
+        room = room_of(spec, block_length) - len(ids)
         advice = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
         raise InputError(
             f"prompt {index}: {len(ids)} tokens and max_new_tokens={max_new_tokens} take {needed} positions"
