@@ -8,7 +8,8 @@ from typing import Any
 
 _COMPOSED = 3
 """The most that NFC shortens a text in UTF-8: U+212A, of three bytes, becomes one."""
-_BYTE_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+BYTE_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+"""As vocabularies write the bytes of what is not in them."""
 
 
 def longest_token(tokenizer: Any) -> int | None:
@@ -70,6 +71,6 @@ def _knows_all(model: Mapping[str, Any], by_byte: bool) -> bool:
         from tokenizers.pre_tokenizers import ByteLevel
 
         return vocabulary >= set(ByteLevel.alphabet())
-    if model.get("byte_fallback") and vocabulary >= _BYTE_NAMES:
+    if model.get("byte_fallback") and vocabulary >= BYTE_NAMES:
         return True
     return model.get("unk_token") is not None and not model.get("fuse_unk")

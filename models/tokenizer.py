@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from dgraph.errors import CheckpointError, InputError
 from dgraph.families import check_text
 from dgraph.models.chat import DEFAULT, ChatTemplates, Message, text_of
 from dgraph.models.literal import Literals
-from dgraph.models.token_bounds import longest_token
+from dgraph.models.token_bounds import BYTE_NAMES, longest_token
 
 
 class FileTokenizer:
@@ -137,6 +138,14 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text if self._tidy is None else self._tidy(text)
 
+    def unsettled(self, ids: Sequence[int]) -> int:
+        """Characters at the end of the text of ids that later ids may change, at most."""
+        found = 0 if self._tidy is None else TIDIED
+        if self._byte_ids:  # bytes make characters together, or none of them does
+            skipped = takewhile(lambda id: id in self._byte_ids or id in self._special_ids, reversed(ids))
+            found = max(found, sum(id in self._byte_ids for id in skipped))
+        return found
+
     def bytes_of(self, token: int) -> bytes | None:
         """What an id is of a text in UTF-8, which may be a part of a character; b"" of a special token, None where
         neither its text nor its name in the vocabulary says.
@@ -239,6 +248,14 @@ class FileTokenizer:
         return frozenset(self._tokenizer.token_to_id(token) for token in self.special if token not in unknown)
 
     @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """Ids that stand for a byte, where a decoder joins such ids."""
+        if "ByteFallback" not in repr(self._tokenizer.decoder):
+            return frozenset()
+        ids = map(self._tokenizer.token_to_id, BYTE_NAMES)
+        return frozenset(id for id in ids if id is not None)
+
+    @cached_property
     def _literals(self) -> Literals:
         return Literals(self._tokenizer, self.special)
 
@@ -267,6 +284,8 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTES = _byte_letters()
+TIDIED = 6
+"""Characters that tidying up changes at most: " n ' t" is "n't"."""
 _AT_ONCE = 2000
 """Texts that are encoded together; more take memory."""
 

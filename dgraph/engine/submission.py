@@ -66,8 +66,8 @@ class Submission:
         if len(ids) + chosen.max_new_tokens > room:
             raise InputError(
                 f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
-                f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens, as far "
-                f"as kv_bytes holds them); shorten the prompt, or ask for fewer."
+                f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens, as "
+                f"far as kv_bytes holds them); shorten the prompt, or ask for fewer."
             )
         driver.check(chosen)
         return Request.of(ids, chosen, self.index, fixed, spec)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from dgraph.runtime.stops import Decoder, first_stop, stops_from, trim
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+ALIKE = 8
+"""Characters that neighbours can change at most: "do n ' t" is "don't" in a vocabulary of words."""
 
 
 class Writer:
@@ -16,7 +21,8 @@ class Writer:
     what may be cut off are held back with it.
 
     Args:
-        tokenizer: decodes ids; None for no text at all.
+        tokenizer: decodes ids; None for no text at all. It may have `unsettled(ids) -> int`, how many characters of
+            their text later ids may change at most.
         stops: texts that end the response.
         least: tokens that are left of it at least; see `trim`.
 
@@ -28,9 +34,10 @@ class Writer:
     def __init__(self, tokenizer: Decoder | None, stops: Sequence[str], least: int = 0):
         self._tokenizer, self._stops, self._least = tokenizer, tuple(stops), least
         self._ids: list[int] = []
-        self._text = ""  # decoded so far
-        self._context = 0  # tokens from here on are decoded anew, since neighbours may join
-        self._decoded = 0  # tokens whose text is in `_text`
+        self._text = ""  # of all tokens so far; its end may change
+        self._first = 0  # tokens from here on are decoded anew, since neighbours may join
+        self._before = ""  # what stands before their text
+        self._skipped = 0  # characters that they begin with by themselves, but not after others
         self._given = 0  # characters that were given out
         self._ends: list[int] = []  # of tokens that are not final yet, characters up to their end
         self.final = 0
@@ -45,24 +52,43 @@ class Writer:
         """Add tokens; the text that has become final."""
         if self.stopped:
             return ""
+        known = len(self._ids)
         self._ids += ids
         if self._tokenizer is None or not self._stops:
             self.final = len(self._ids)
         if self._tokenizer is None:
             return ""
-        before = self._tokenizer.decode(self._ids[self._context : self._decoded])
-        after = self._tokenizer.decode(self._ids[self._context :])
-        if after.endswith(BROKEN):  # in the middle of a character
-            return self._cut() if self._stops_in(self._text + after[len(before) :].rstrip(BROKEN)) else ""
         if self._stops:
-            known = len(self._text) - len(before)
-            spans = (self._ids[self._context : end + 1] for end in range(self._decoded, len(self._ids)))
-            self._ends += [known + len(self._tokenizer.decode(span)) for span in spans]
-        self._text += after[len(before) :]
-        self._context, self._decoded = self._decoded, len(self._ids)
-        if self._stops_in(self._text):
+            self._ends += [len(self._joined(end)) for end in range(known + 1, len(self._ids) + 1)]
+        self._text = self._joined(len(self._ids))
+        sure = max(self._given, len(self._text) - self._unsettled())
+        if self._stops_in(self._text[:sure]):
             return self._cut()
-        return self._give(len(self._text) - self._held())
+        self._forget(known, len(self._text) - sure)
+        return self._give(sure - self._held(sure))
+
+    def _joined(self, end: int) -> str:
+        """The text of the tokens before an index."""
+        assert self._tokenizer is not None
+        return self._before + self._tokenizer.decode(self._ids[self._first : end])[self._skipped :]
+
+    def _unsettled(self) -> int:
+        """Characters at the end of the text that later tokens may change."""
+        broken = len(self._text) - len(self._text.rstrip(BROKEN))  # in the middle of a character
+        asked = getattr(self._tokenizer, "unsettled", None)
+        return broken if asked is None else max(broken, asked(self._ids[self._first :]))
+
+    def _forget(self, first: int, unsettled: int) -> None:
+        """Decode no tokens before an index any more, if those from there on say by themselves what they say after
+        others. Special tokens alone say nothing, and a first word may lack its space.
+        """
+        assert self._tokenizer is not None
+        alone = self._tokenizer.decode(self._ids[first:])
+        pairs = zip(reversed(self._text), reversed(alone), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same - unsettled >= ALIKE:
+            self._first, self._before = first, self._text[: len(self._text) - same]
+            self._skipped = len(alone) - same
 
     def end(self) -> str:
         """The rest of the text, when the response has ended."""
@@ -87,8 +113,7 @@ class Writer:
         """Make the text that of the whole response, up to its first stop text; the rest of it."""
         assert self._tokenizer is not None
         trimmed = trim(self._tokenizer, self._ids, self._stops, self._least)
-        # What was given out stays: decoding in pieces gives the same text for every tokenizer whose characters do not
-        # depend on what follows them.
+        # What was given out stays, also where a tokenizer changes more than it says.
         self._text = self._text[: self._given] + trimmed.text[self._given :]
         self._ids, self.stopped = trimmed.token_ids, trimmed.stop is not None
         self.final, self._ends = len(self._ids), []
@@ -102,14 +127,14 @@ class Writer:
             self.final += 1
         return text
 
-    def _held(self) -> int:
-        """Characters at the end that may begin a stop text."""
+    def _held(self, sure: int) -> int:
+        """Characters before a place that may begin a stop text."""
         begin = self._begin
         if begin is None:
             return 0
-        most = min(self._longest - 1, len(self._text) - max(self._given, begin))
+        most = min(self._longest - 1, sure - max(self._given, begin))
         for count in range(most, 0, -1):
-            tail = self._text[len(self._text) - count :]
+            tail = self._text[sure - count : sure]
             if any(stop.startswith(tail) for stop in self._stops):
                 return count
         return 0

@@ -41,7 +41,7 @@ def test_blocks_that_begin_at_multiples_of_their_length(
 
 def test_a_block_longer_than_the_model() -> None:
     with pytest.raises(
-        InputError, match="block_length=32 leaves no room .* in the 20 positions of fake; give a shorter"
+        InputError, match=r"block_length=32 leaves no room .* in the 20 positions of fake; give a shorter"
     ):
         Turns(make_session(32, spec={"max_positions": 20}), [])
 
