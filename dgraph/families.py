@@ -44,6 +44,7 @@ from dgraph.plugins import entry_points, refusal
 from dgraph.plugins import load as load_entry
 from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
 from dgraph.spec import FACTS, ModelSpec
+from dgraph.texts import check_text as check_text
 from dgraph.weights import WeightSource, read_all, weights_of
 
 GROUP = "dgraph.models"
@@ -51,15 +52,6 @@ DIFFERENCE = "difference.safetensors"
 """In a checkpoint folder: weights as a difference from an autoregressive model, whose tokenizer is the folder's, too,
 unless it has its own.
 """
-
-
-def check_text(text: str) -> None:
-    """Raises `InputError` for a text with half of a character, which Python and JSON can have and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise InputError(f"a text has no half of a character (a lone surrogate), got {half!r}.") from None
 
 
 class Tokenizer(Protocol):

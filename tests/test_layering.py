@@ -46,10 +46,12 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"errors", "graph", "nodes", "ops", "orders", "partial_sums", "private", "shapes"},
     "frontend": CORE | {"cache", "ops", "plugins", "weights"},
     "plans": {"errors", "plugins", "spec"},
-    "families": {"adapters", "card", "errors", "plans", "plugins", "settings", "spec", "weights"},
+    "families": {"adapters", "card", "errors", "plans", "plugins", "settings", "spec", "texts"}
+    | {"weights"},
     "causal": {"errors", "families", "plugins"},
     "plugins": {"errors"},
     "settings": {"errors", "foreign"},
+    "texts": {"errors"},
     "captured": {"cache", "errors", "families", "frontend", "graph", "parallel", "passes", "settings", "spec"}
     | {"stored", "weights"},
     "compilation": {"errors", "lowering", "runtime"},
@@ -76,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"plans", "recipes", "runtime", "settings"},
     "blueprint": {"api", "cache", "captured", "compilation", "engine", "errors", "recipes", "settings"},
     "serve": {"engine", "errors", "runtime", "settings", "viewer"},
-    "dataset": {"engine", "errors", "runtime"},
+    "dataset": {"engine", "errors", "runtime", "texts"},
     "ray": {"blueprint", "cache", "compilation", "dataset", "engine", "errors", "families", "parallel"}
     | {"rendezvous"}
     | {"runtime", "serve", "settings"},
@@ -84,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": CORE | {"cache", "captured", "families", "groups", "lowering", "ops", "optimized", "passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "captured", "causal", "families", "frontend", "lowering", "ops", "passes", "plans"}
-    | {"recipes", "runtime", "saving", "settings"},
+    | {"recipes", "runtime", "saving", "settings", "texts"},
 }
 
 

@@ -14,6 +14,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.output import ERR, print_json, print_table, print_text, status
 from dgraph.errors import InputError
+from dgraph.texts import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,13 +128,9 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         InputError: it cannot be read, or a line has no prompt.
     """
-    from dgraph.evaluate.questions import read_questions
+    from dgraph.evaluate.questions import parse_questions
 
-    try:
-        file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {file} cannot be read: {error}.") from None
-    return [question.prompt for question in read_questions(file)]
+    return [question.prompt for question in parse_questions(read_text(file, f"--prompts {file}"), str(file))]
 
 
 def _rows(measured: Calibration) -> list[tuple[str, str, str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -13,6 +12,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
+from dgraph.texts import check_text, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -188,20 +188,21 @@ def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
     """Prompts of the command line, then those of a file, one per line; `-` reads standard input.
 
     Raises:
-        InputError: none at all, an empty one, or a file that cannot be read.
+        InputError: none at all, an empty one, one with half of a character, or a file that cannot be read.
     """
     prompts = list(given or ())
     if file is not None:
         if file == "-" and sys.stdin is None:
             raise InputError("--prompt-file - cannot be read: standard input is closed.")
         try:
-            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            text = sys.stdin.read().removeprefix("\ufeff") if file == "-" else read_text(file, f"--prompt-file {file}")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--prompt-file {file} cannot be read: {error}.") from None
+            raise InputError(f"--prompt-file - cannot be read: {error}.") from None
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise InputError("no prompt; give --prompt TEXT (several times for several) or --prompt-file FILE.")
     for i, prompt in enumerate(prompts):
         if not prompt.strip():
             raise InputError(f"prompt {i} is empty; give at least one token.")
+        check_text(prompt)
     return prompts

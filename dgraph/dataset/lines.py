@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dgraph.errors import DgraphError, InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
+from dgraph.texts import check_text, parse_json, read_text
 
 OWN = ("id", "prompt", "messages")
 """Fields of a line beside those of a `Decoding`."""
@@ -50,10 +50,7 @@ def read_questions(path: str | Path, usual: Decoding) -> list[Question]:
     Raises:
         InputError: the file cannot be read, has no line, or has lines that cannot be used; the message names them.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--data {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    lines = read_text(path, f"--data {path}").split("\n")  # JSON may hold other ends of lines
     found: dict[Id, Question] = {}
     bad = []
     for index, line in enumerate(lines, 1):
@@ -81,10 +78,7 @@ def read_line(line: str, index: int, usual: Decoding) -> Question:
     Raises:
         InputError, UnknownName: what it says cannot be used.
     """
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not JSON ({error})") from None
+    said = parse_json(line)
     if not isinstance(said, dict):
         raise InputError(f'a line is a JSON object, as {{"prompt": "Why?"}}, got {type(said).__name__}')
     return question_of(said, index, usual, line)
@@ -104,8 +98,8 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
     id, prompt, messages = own.get("id", index), own.get("prompt"), own.get("messages")
     if not isinstance(id, (str, int)) or isinstance(id, bool):
         raise InputError(f"an id is a text or a whole number, got {id!r}")
-    if isinstance(id, str) and not id.isascii() and id.encode("utf-8", "replace").decode() != id:
-        raise InputError(f"an id has no half of a character (a lone surrogate), got {id!r}")
+    for text in _texts([own, said.get("stop")]):  # of a row of a data set as well, which is no line
+        check_text(text)
     if (prompt is None) == (messages is None):
         raise InputError("a line has either a prompt or messages" + (", not both" if prompt is not None else ""))
     if prompt is not None and not (isinstance(prompt, str) and prompt.strip()) and not _are_ids(prompt):
@@ -114,6 +108,18 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
         raise InputError('messages are a list of {"role": TEXT, "content": TEXT}, at least one')
     decoding = {name: value for name, value in said.items() if name not in OWN and value is not None}
     return Question(id, index, prompt, messages, usual.changed(decoding), line)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.comparisons import COMPARISONS, read_number
 from dgraph.families import Embedded, embedded
+from dgraph.texts import parse_json, read_text
 
 OPEN = "text"
 """The task of stored prompts that go on as open text: nothing is right or wrong there."""
@@ -46,11 +45,7 @@ def read_questions(path: str | Path) -> list[Question]:
         InputError: the file cannot be read, a line is no such object, or there are none.
         UnknownName: a comparison that does not exist.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--data {path} cannot be read: {error}.") from None
-    return parse_questions(text, str(path))
+    return parse_questions(read_text(path, f"--data {path}"), str(path))
 
 
 def parse_questions(text: str, source: str) -> list[Question]:
@@ -135,9 +130,9 @@ def _exam_of(model: str) -> Embedded:
 
 def _question(where: str, line: str) -> Question:
     try:
-        value: Any = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where} is no JSON: {error}.") from None
+        value = parse_json(line)
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).rstrip('.')}.") from None
     if not isinstance(value, dict):
         raise InputError(f'{where}: expected an object {{"prompt": ..., "answer": ...}}, got {line[:60]!r}.')
     prompt, task, compare = value.get("prompt"), value.get("task", "data"), value.get("compare") or "exact"

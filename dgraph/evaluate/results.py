@@ -213,7 +213,7 @@ class Store:
                 value = json.loads(line)
                 kind = Counted if "batch" in value else Judged if "nll" in value else Result
                 record = kind.from_json(value)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 damaged.append(number)
             else:
                 if isinstance(record, Counted):

@@ -87,6 +87,14 @@ def test_generate_with_every_setting(run: Run, folder: Path, dense: dgraph.Optim
     assert all(n % 8 == 0 for n in found["padded"].values())
 
 
+def test_prompts_with_a_byte_order_mark_and_with_half_of_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(PROMPT, encoding="utf-8-sig")
+    assert read_prompts(None, str(file)) == [PROMPT]
+    with pytest.raises(InputError, match="no half of a character"):
+        read_prompts(["a\udcff"], None)
+
+
 def test_prompts_from_a_file_and_from_stdin(run: Run, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text(f"{PROMPT}\n\nw8 w9\n")

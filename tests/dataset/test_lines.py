@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.dataset.lines import Question, read_line, read_questions
+from dgraph.dataset.lines import Question, question_of, read_line, read_questions
 from dgraph.errors import InputError
 from dgraph.runtime.decoding import Decoding
 
@@ -39,6 +39,18 @@ def test_a_line_has_a_number_for_an_id_and_settings_of_its_own(tmp_path: Path) -
     assert third.decoding == Decoding(max_new_tokens=32, threshold=0.5, seed=7, stop=("x",))  # a rule replaces a rule
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "naïve"})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    (question,) = read_questions(path, USUAL)
+    assert question.prompt == "naïve"
+
+
+def test_a_row_that_is_no_line_has_no_half_of_a_character() -> None:
+    with pytest.raises(InputError, match="no half of a character"):
+        question_of({"messages": [{"role": "user", "content": "\ud800"}]}, 1, USUAL)
+
+
 def test_the_line_that_a_question_keeps_makes_the_same_question_elsewhere(tmp_path: Path) -> None:
     found = read_questions(written(tmp_path, {"prompt": "why", "top_k": 3}, {"messages": [TURN], "id": -1}), USUAL)
     assert [read_line(each.line, each.index, USUAL) for each in found] == found
@@ -63,7 +75,11 @@ def test_the_line_that_a_question_keeps_makes_the_same_question_elsewhere(tmp_pa
             'a list of {"role": TEXT, "content": TEXT}',
         ),
         ({"prompt": "a", "id": True}, "an id is a text or a whole number, got True"),
-        ({"prompt": "a", "id": "\ud800"}, r"an id has no half of a character (a lone surrogate), got '\ud800'"),
+        ({"prompt": "a", "id": "\ud800"}, r"a text has no half of a character (a lone surrogate), got '\ud800'"),
+        ({"prompt": "a\udc00b"}, r"a text has no half of a character (a lone surrogate), got '\udc00'"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "a text has no half of a character"),
+        ({"prompt": "a", "stop": ["\ud83d"]}, "a text has no half of a character"),
+        ('{"prompt": ' + "[" * 100_000, "not JSON"),
         ({"prompt": "a", "id": 1.5}, "an id is a text or a whole number, got 1.5"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'. Did you mean 'temperature'"),
         ({"prompt": "a", "threshold": 2}, "threshold is a probability in (0, 1], got 2"),

@@ -34,6 +34,12 @@ def test_exact_knows_both() -> None:
     assert [exact(*pair) for pair in ANSWERS] == [True, True, True, False, False, True, False, False]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "why"}', encoding="utf-8-sig")
+    assert read_questions(file) == [Question("data", "why", None)]
+
+
 def test_a_file_has_answers_or_references_and_tasks(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     lines: list[dict[str, Any]] = [
@@ -48,7 +54,10 @@ def test_a_file_has_answers_or_references_and_tasks(tmp_path: Path) -> None:
 
 BAD = [
     ("", "has no questions"),
-    ("{", "line 1 is no JSON"),
+    ("{", "line 1: not JSON"),
+    ("[" * 100_000, "line 1: not JSON"),
+    ('{"prompt": ' + '{"a":' * 100_000, "line 1: not JSON"),
+    ('{"prompt": "a\\ud800"}', "line 1: a text has no half of a character"),
     ('["a"]', "line 1: expected an object"),
     ('{"prompt": "a"}\n{"answer": "b"}', "line 2: prompt must be a text of at least one character, got None"),
     ('{"prompt": "a", "answer": 7}', "answer must be a text, got 7"),
