@@ -35,7 +35,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def parse_json(line: str) -> Any:
-    """What a line of JSON says.
+    """Parse a line of JSON.
 
     Raises:
         InputError: it is not JSON, is nested too deeply, or has half of a character in a text or a name.

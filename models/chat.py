@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 DEFAULT, FOR_TOOLS = "default", "tool_use"
 """Names of the templates that a conversation gets, without tools and with them."""
 _OWN = frozenset({"conversations", "chat_template", "return_assistant_tokens_mask"})
-"""What transformers takes beside the values for a template."""
+"""Arguments of transformers beside the values for a template."""
 _SHOWN = 300
 """Characters of a reason that a message gives."""
 
@@ -139,7 +139,7 @@ _PROBE = "a part of a message"
 
 @lru_cache(maxsize=32)
 def _reads_parts(template: str) -> bool:
-    """Whether a template reads the content of a message that is a list of parts; others would print the list."""
+    """Tell whether a template reads content that is a list of parts; others would print the list."""
     said = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
     try:
         found = _render(template, [said], bos_token="", eos_token="")

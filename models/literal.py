@@ -40,11 +40,11 @@ class Literals:
 
     @staticmethod
     def has_mark(text: str) -> bool:
-        """Whether a text may have marks."""
+        """Tell whether a text may have marks."""
         return _OPEN in text
 
     def written(self, text: str) -> int:
-        """How many special tokens a text has, marked ones not counted."""
+        """Count the special tokens of a text, without marked ones."""
         return len(self._tokens.findall(text))
 
     def encode(self, text: str) -> list[int]:

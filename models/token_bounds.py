@@ -1,4 +1,4 @@
-"""How much text one token can stand for."""
+"""The most text that one token can stand for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _steps(described: Mapping[str, Any] | None, inner: str) -> Iterable[Mapping[
 
 
 def _lengthens(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer never makes a text shorter."""
+    """Tell whether a normalizer never makes a text shorter."""
     if step["type"] == "Replace":
         text = step["pattern"].get("String")
         return text is not None and len(step["content"].encode()) >= len(text.encode())
@@ -59,13 +59,13 @@ def _lengthens(step: Mapping[str, Any]) -> bool:
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves nothing out."""
+    """Tell whether a pre-tokenizer leaves nothing out."""
     kept = step["type"] in ("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation", "UnicodeScripts")
     return kept and str(step.get("behavior")).lower() != "removed"
 
 
 def _knows_all(model: Mapping[str, Any], by_byte: bool) -> bool:
-    """Whether every character gets tokens of its own, whatever it is."""
+    """Tell whether every character gets tokens of its own, whatever it is."""
     vocabulary = model["vocab"].keys()
     if by_byte:
         from tokenizers.pre_tokenizers import ByteLevel

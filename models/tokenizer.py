@@ -59,7 +59,10 @@ class FileTokenizer:
         return longest_token(self._tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a user's prompt in its chat frame; without a template, of the prompt alone, special tokens and all."""
+        """Ids of a user's prompt in its chat frame; without a template, of the prompt alone, special tokens and all.
+
+        A prompt without a frame begins as in `encode_text`; a template writes its own beginning.
+        """
         return self.encode_prompts([prompt])[0]
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
@@ -116,8 +119,10 @@ class FileTokenizer:
         return self._encode_marked([text])[0]
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text as it is, without a frame, after those that every text begins with (BOS). What looks like a
-        special token is text. What the tokenizer adds at the end (EOS) is left out, since the text is to be continued.
+        """Ids of a text as it is, without a frame, after those that every text begins with (BOS).
+
+        A special token in the text is text. Ids that the tokenizer adds at the end (EOS) are left out: the text is to
+        be continued.
         """
         return self.encode_texts([text])[0]
 
@@ -142,7 +147,7 @@ class FileTokenizer:
         """Characters at the end of the text of ids that later ids may change, at most."""
         found = 0 if self._tidy is None else TIDIED
         if self._byte_ids:  # bytes make characters together, or none of them does
-            skipped = takewhile(lambda id: id in self._byte_ids or id in self._special_ids, reversed(ids))
+            skipped = takewhile((self._byte_ids | self._special_ids).__contains__, reversed(ids))
             found = max(found, sum(id in self._byte_ids for id in skipped))
         return found
 
@@ -230,8 +235,8 @@ class FileTokenizer:
         return found
 
     def _leaks(self, text: str, ids: list[int]) -> bool:
-        """Whether ids have more special tokens than are written in their text."""
-        special = self._special_ids
+        """Tell whether ids have more special tokens than are written in their text."""
+        special = self._special_ids - {self._unknown_id}
         return not special.isdisjoint(ids) and sum(map(special.__contains__, ids)) > self._literals.written(text)
 
     @cached_property
@@ -243,9 +248,13 @@ class FileTokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, without that of what the vocabulary lacks."""
-        unknown = {self._names.get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
-        return frozenset(self._tokenizer.token_to_id(token) for token in self.special if token not in unknown)
+        return frozenset(self._tokenizer.token_to_id(token) for token in self.special)
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        """Id of all that the vocabulary lacks."""
+        name = getattr(self._tokenizer.model, "unk_token", None) or self._names.get("unk_token")
+        return None if name is None else self._tokenizer.token_to_id(name)
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
@@ -364,7 +373,7 @@ def _load(folder: Path) -> Any:
 
 
 def _config(folder: Path) -> Any:
-    """What config.json says of the tokenizer; the rest of it is not for transformers, which may not know the model."""
+    """The facts of config.json about the tokenizer; the others may be of a model that transformers does not know."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     said = _object(folder / "config.json")
