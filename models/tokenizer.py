@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -305,16 +305,20 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
     Raises:
         CheckpointError: its files are damaged, or its chat template cannot be compiled.
     """
-    if not any(all((folder / name).is_file() for name in names) for names in _FILES):
-        return None
+    there = [names for names in _FILES if all((folder / name).is_file() for name in names)]
     try:
-        return _wrapped(loaded := _load(folder), _backend(loaded), _template_beside(folder))
+        load = _loader(folder, there[0]) if there else None
+        if load is None:
+            return None
+        return _wrapped(loaded := load(), _backend(loaded), _template_beside(folder))
     except Exception as error:  # tokenizers raises nothing more special
-        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {reason}") from error
 
 
-_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("tokenizer.model",))
-"""Files that make a tokenizer, any of these sets."""
+_WHOLE, _BYTE_LEVEL = ("tokenizer.json",), ("vocab.json", "merges.txt")
+_FILES = (_WHOLE, _BYTE_LEVEL, ("vocab.txt",), ("tokenizer.model",))
+"""Files that make a tokenizer, any of these sets; the first that is there counts."""
 
 
 def adopt_tokenizer(tokenizer: Any) -> FileTokenizer:
@@ -357,19 +361,21 @@ def _wrapped(tokenizer: Any, backend: Any, template: str = "") -> FileTokenizer:
     return FileTokenizer(backend, tokenizer.chat_template or template, tokenizer.special_tokens_map, tidy)
 
 
-def _load(folder: Path) -> Any:
-    """The tokenizer of transformers for a folder."""
+def _loader(folder: Path, files: tuple[str, ...]) -> Callable[[], Any] | None:
+    """A function that loads the tokenizer of transformers; None where nothing says how the files are to be read."""
     import transformers
 
-    own_class = _object(folder / "tokenizer_config.json").get("auto_map")
-    if not own_class:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(folder), config=_config(folder), local_files_only=True, trust_remote_code=False
-        )
+    said, config = _object(folder / "tokenizer_config.json"), _config(folder)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    name = said.get("tokenizer_class") or config.tokenizer_class or ""
+    whole = files == _WHOLE
+    named = hasattr(transformers, name) and (whole or not name.startswith("PreTrained"))
+    known = named or config.model_type in transformers.CONFIG_MAPPING
+    if known or (whole and not said.get("auto_map")):
+        return partial(transformers.AutoTokenizer.from_pretrained, config=config, trust_remote_code=False, **place)
     # A class of the folder's own is code. Those that models come with (Dream) read what these classes read.
-    whole = (folder / "tokenizer.json").is_file()
-    kind = transformers.PreTrainedTokenizerFast if whole else transformers.Qwen2Tokenizer
-    return kind.from_pretrained(str(folder), local_files_only=True)
+    kinds = {_WHOLE: transformers.PreTrainedTokenizerFast, _BYTE_LEVEL: transformers.Qwen2Tokenizer}
+    return partial(kinds[files].from_pretrained, **place) if files in kinds else None
 
 
 def _config(folder: Path) -> Any:

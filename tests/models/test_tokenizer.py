@@ -206,6 +206,33 @@ def test_a_conversation_without_a_template(tmp_path: Path, trained: dict[str, An
     assert plain.mask_id not in ids
 
 
+@pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "DreamTokenizer", "Qwen2TokenizerFast"])
+def test_a_vocabulary_and_its_merges_under_any_class(tmp_path: Path, trained: dict[str, Any], name: str | None) -> None:
+    whole = read_tokenizer(byte_level(tmp_path / "m", trained))
+    path = byte_level(tmp_path / "n", trained) / "tokenizer_config.json"
+    said = {**settings(len(trained["vocab"])), "tokenizer_class": name}
+    path.write_text(json.dumps({key: value for key, value in said.items() if value and key != "auto_map"}))
+    found = read_tokenizer(tmp_path / "n")
+    path.unlink()
+    bare = read_tokenizer(tmp_path / "n")
+    assert whole is not None
+    assert found is not None
+    assert bare is not None
+    for text in TEXTS:
+        assert found.encode_text(text) == whole.encode_text(text) == bare.encode_text(text)
+
+
+def test_a_vocabulary_of_words(tmp_path: Path) -> None:
+    words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "a", "b", "##c"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    assert read_tokenizer(tmp_path) is None, "nothing says how it is read"
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    assert found.encode_text("a bc") == [1, 5, 6, 7]
+    assert found.mask_id == 4
+
+
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     assert read_tokenizer(tmp_path) is None
