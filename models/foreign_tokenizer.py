@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dgraph.errors import CheckpointError, InputError
+from dgraph.errors import InputError
 from dgraph.families import ChatTokenizer, check_text
-from dgraph.models.tokenizer import read_tokenizer
+from dgraph.models.tokenizer import adopt_tokenizer, read_tokenizer
 
 _OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
 """Around the number of a special token that is text; of a private plane, which no text has a reason to use."""
@@ -36,12 +35,7 @@ def tokenizer_from(given: object) -> ChatTokenizer | None:
     tokenizer: Any = given
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return PythonTokenizer(tokenizer)
-    with tempfile.TemporaryDirectory(prefix="dgraph-tokenizer-") as folder:
-        tokenizer.save_pretrained(folder)
-        found = read_tokenizer(Path(folder))
-    if found is None:
-        raise CheckpointError(f"{type(tokenizer).__name__} writes no tokenizer.json; give its folder instead.")
-    return found
+    return adopt_tokenizer(tokenizer)
 
 
 class PythonTokenizer:
