@@ -346,7 +346,7 @@ class Graph(Described):
         rows = self.row_set(flag)
         if rows is None or flag.meta["val"].dtype != torch.bool or flag.meta["val"].dim() != 1:
             raise VerifyError(f"{flag.name} is {self.type_text(flag)}; rows are kept by a flag for each, bool[{ALL}].")
-        cu_rows = self.offsets_of(rows)
+        cu_rows, before = self.offsets_of(rows), self._parts_made(before)
         target, args = (OPS["list_kept"], ()) if counted else (OPS["keep_index"], (-1,))
         cut = self.call(target, (flag, cu_rows, *args), before=before, by=by, like=like, rows=self.new_row_set())
         kept = self.listed(cut, by)
@@ -361,6 +361,17 @@ class Graph(Described):
             if numbers is not None:
                 self.set_outputs({**self.results(), "kept": numbers})
         return kept
+
+    def _parts_made(self, before: Node) -> Node:
+        """Take the parts of several results where these are made, so that none is left to a node or to those after it:
+        rows are gathered of tensors, not of a tuple. Returns the first of these nodes that stays where it is.
+        """
+        for node in [n for n in self.calls if n < before and isinstance(n.meta["val"], (tuple, list))]:
+            later = [user for user in node.users if user >= before and user.target is operator.getitem]
+            for part in reversed(later):
+                before = before.next if part is before else before
+                node.append(part)
+        return before
 
     def listed(self, call: Node, by: str) -> Listed:
         """What a `list_kept` or `keep_index` makes, as nodes: those that are there, or new ones."""

@@ -182,6 +182,27 @@ def test_what_stands_after_a_gather_reads_its_rows() -> None:
     assert "kept" not in graph.outputs
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_parts_of_a_result_are_gathered_on_whichever_side_they_are_taken(at: int) -> None:
+    """Rows are kept before the second part of a split, before what reads it, or before what reads both."""
+    hand = Hand()
+    x, flags = hand.input("x", "N", 4), hand.input("flags", "N", dtype=torch.bool)
+    cu_rows = hand.input("cu_rows", "b+1", dtype=torch.int32)
+    split = hand.call(aten.split_with_sizes.default, x, [2, 2], 1)
+    first = hand.call(aten.neg.default, hand.call(operator.getitem, split, 0))
+    later = [hand.call(operator.getitem, split, 1)]
+    later.append(hand.call(aten.relu.default, later[0]))
+    later.append(hand.call(aten.add.Tensor, first, later[1]))
+    graph = hand.returns(logits=later[2], offsets=cu_rows)
+    graph.keep_rows(flags, before=later[at], by="Test")
+    verify(graph)
+    value = torch.arange(12.0).reshape(3, 4)
+    kept = torch.tensor([True, False, True])
+    out = interpret(graph, {"x": value, "flags": kept, "cu_rows": torch.tensor([0, 2, 3]).int()})
+    assert out["logits"].tolist() == (-value[:, :2] + value[:, 2:].relu())[kept].tolist()
+    assert (out["kept"].tolist(), out["offsets"].tolist()) == ([0, 2], [0, 1, 2])
+
+
 def kept_twice(order: tuple[int, int]) -> Graph:
     """Rows are kept by two flags, one before each of two calls; the passes come in that order."""
     hand = Hand()
