@@ -1,12 +1,14 @@
 """Canonical form: the same text for the same mathematics, whichever way a model's author spelled it.
 
-In order: drop what computes nothing, give SDPA its dgraph name, raise RMSNorm and rotary embedding to single ops. Every
+In order: drop what computes nothing, give SDPA its dgraph name, raise RMSNorm and rotary embedding to single ops, bring
+views into one form. Every
 rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit the captured forward,
 because the reference of each raised op performs the same operations in the same order.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import CaptureError
+from dgraph.frontend.layouts import name_views, straighten
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, role_of, where
 from dgraph.ops import OPS
@@ -44,10 +47,12 @@ def canonicalise(graph: Graph) -> None:
     _straighten_rotary_table(graph)
     _type_and_drop_no_ops(graph)
     graph.sweep()
+    name_views(graph)
     for raise_op in (_raise_attention, _raise_rms_norm, _raise_bare_norm, _raise_rope):
         for node in graph.calls:
             raise_op(graph, node)
         graph.sweep()
+    straighten(graph)
     graph.propagate()
     _number_layers(graph)
 
@@ -156,26 +161,116 @@ def _is_no_op(node: Node) -> bool:
 
 
 def _raise_attention(graph: Graph, node: Node) -> None:
+    if op_name(node.target) in ("softmax", "_softmax"):
+        _refuse_over_tokens(graph, node)
     if node.target is not aten.scaled_dot_product_attention.default:
         return
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args_of(node), strict=False)), **node.kwargs}
-    for name in ("attn_mask", "dropout_p", "is_causal"):
+    for name, instead in _NOT_PLAIN.items():
         unwanted = given.get(name)
         if unwanted not in (None, False, 0.0):
-            raise CaptureError(
-                f"op scaled_dot_product_attention in module {role_of(node)} ({where(node)}) at "
-                f"{node.meta.get('source') or 'unknown line'} has {name}={unwanted}; a diffusion model's forward "
-                f"attends in both directions and dgraph adds block structure itself. Build the model without it."
-            )
-    q, k, v = given["query"], given["key"], given["value"]
+            raise _refused(node, f"has {name}={unwanted}; {instead}")
     scale = given.get("scale")
     if scale is None:
-        scale = q.meta["val"].shape[-1] ** -0.5
-    new = graph.call(
-        OPS["attention"], (q, k, v, scale), before=node, by="", like=node, source=node.meta.get("source", "")
-    )
+        scale = given["query"].meta["val"].shape[-1] ** -0.5
+    q, k, v = (_with_heads(graph, node, given[name]) for name in names[:3])
+    k, v = (_unrepeated(graph, node, value) for value in (k, v))
+    if k.meta["val"].shape[1] != v.meta["val"].shape[1]:  # one of the two is repeated in another way
+        k, v = (_with_heads(graph, node, given[name]) for name in names[1:3])
+    source = node.meta.get("source", "")
+    new = graph.call(OPS["attention"], (q, k, v, scale), before=node, by="", like=node, source=source)
+    if new.meta["val"].dim() != node.meta["val"].dim():
+        new = graph.call(aten.flatten.using_ints, (new, 0, 1), before=node, by="", like=node, source=source)
     graph.replace(node, new)
+
+
+_NOT_PLAIN = {
+    "attn_mask": (
+        "dgraph's attention adds nothing to scores and says itself which keys a row sees: those of its block and "
+        "before it, or of the whole canvas. Leave a mask out (attn_mask=None). A bias that depends on positions "
+        "(ALiBi, relative positions) cannot be compiled: use a model with rotary or learned positions"
+    ),
+    "dropout_p": "a forward that is served drops nothing: call it with dropout_p=0.0 where module.training is False",
+    "is_causal": (
+        "a diffusion model's forward attends in both directions, and dgraph adds block structure itself: build the "
+        "model with is_causal=False"
+    ),
+}
+"""Arguments of an attention that must not be given, and what to do instead."""
+
+
+def _refuse_over_tokens(graph: Graph, node: Node) -> None:
+    """Refuse an attention that is written out: dgraph makes another one of it, and so has to know it."""
+    value, dim = args_of(node)[:2]
+    if "t" in graph.symbols.names_in(value.meta["val"].shape[dim]):
+        raise CaptureError(
+            f"op softmax in module {role_of(node)} ({where(node)}) at {node.meta.get('source') or 'unknown line'} runs "
+            f"over tokens; write the attention as F.scaled_dot_product_attention(q, k, v), which nn.MultiheadAttention "
+            f"calls with need_weights=False."
+        )
+
+
+def _refused(node: Node, why: str) -> CaptureError:
+    return CaptureError(
+        f"op scaled_dot_product_attention in module {role_of(node)} ({where(node)}) at "
+        f"{node.meta.get('source') or 'unknown line'} {why}."
+    )
+
+
+def _with_heads(graph: Graph, node: Node, value: Node) -> Node:
+    """An operand of an attention, [b, heads, t, size]; for [b * heads, t, size] the value before the two were one."""
+    if value.meta["val"].dim() == 3 and op_name(value.target) == "reshape":
+        source = args_of(value)[0]
+        if source.meta["val"].dim() == 4 and source.meta["val"].shape[2:] == value.meta["val"].shape[1:]:
+            value = source
+    shape = value.meta["val"].shape
+    names = [graph.symbols.names_in(size) for size in shape]
+    if len(shape) != 4 or names[1] or names[3] or not (names[0] and names[2]):
+        raise _refused(
+            node,
+            f"reads {value.name} of {graph.type_text(value)}, not [sequences, heads, tokens, size of a head]; bring "
+            f"queries, keys and values into that shape, as x.view(b, t, heads, size).transpose(1, 2)",
+        )
+    return value
+
+
+def _unrepeated(graph: Graph, node: Node, value: Node) -> Node:
+    """Keys or values before each head was repeated for the query heads that share it; the value itself if none was."""
+    moved = value if op_name(value.target) in ("transpose", "permute") else None
+    repeat = value if moved is None else args_of(moved)[0]
+    heads = 1 if moved is None else 2
+    if op_name(repeat.target) == "repeat_interleave":
+        source, times, *dim = args_of(repeat)
+        dim = [*dim, repeat.kwargs.get("dim")][:1]
+        before = source if isinstance(times, int) and dim[0] in (heads, heads - 4) else None
+    else:
+        before = _before_expand(repeat, heads)
+    if before is None or before.meta["val"].dim() != 4:
+        return value
+    if moved is None:
+        return before
+    source = moved.meta.get("source", "")
+    return graph.call(moved.target, (before, *args_of(moved)[1:]), before=node, by="", like=moved, source=source)
+
+
+def _before_expand(repeat: Node, heads: int) -> Node | None:
+    """[.., n, ..] of a value that is reshaped from [.., n, times, ..], n heads repeated by an expand."""
+    if op_name(repeat.target) not in ("reshape", "flatten"):
+        return None
+    expand = args_of(repeat)[0]
+    if op_name(expand.target) != "expand":
+        return None
+    narrow = args_of(expand)[0]
+    while op_name(narrow.target) == "slice":
+        narrow = args_of(narrow)[0]
+    if op_name(narrow.target) != "unsqueeze" or narrow.meta["val"].dim() != 5:
+        return None
+    source, dim = args_of(narrow)
+    merged = expand.meta["val"].shape[heads] * expand.meta["val"].shape[heads + 1]
+    if dim % 5 != heads + 1 or repeat.meta["val"].dim() != 4 or repeat.meta["val"].shape[heads] != merged:
+        return None
+    return source
 
 
 def _raise_rms_norm(graph: Graph, node: Node) -> None:
@@ -269,6 +364,10 @@ def _rotates(node: Node, x: Node) -> bool:
 
 
 def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
+    if _is(node, operator.getitem) and _is(split := args_of(node)[0], aten.split_with_sizes.default):
+        source, sizes, dim = (*args_of(split), 0)[:3]
+        ends = [*itertools.accumulate(sizes, initial=0)][args_of(node)[1] :]
+        return source is x and dim in (-1, x.meta["val"].dim() - 1) and ends[:2] == [start, stop]
     if not _is(node, aten.slice.Tensor) or args_of(node)[0] is not x:
         return False
     last, size = x.meta["val"].dim() - 1, x.meta["val"].shape[-1]

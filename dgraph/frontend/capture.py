@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError, VerifyError
 from dgraph.frontend.canonicalise import canonicalise
+from dgraph.frontend.places import Place, module_path, places_of
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
 from dgraph.private.torch import OpOverload
@@ -29,8 +30,6 @@ from dgraph.verify import reads_host
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
 POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))
-
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Graph:
@@ -64,7 +63,10 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
     for node in program.graph.nodes:
         if node.op == "call_function":
             _check_callable(node)
-    for node in program.graph.nodes:
+    nodes = list(program.graph.nodes)
+    tokens = next((node for node in nodes if node.op == "placeholder" and node.name not in names), None)
+    places = places_of(nodes, tokens, prefix)
+    for node in nodes:
         if node.op == "placeholder":
             if node.name in names:
                 name = names[node.name]
@@ -73,7 +75,7 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
                 mapping[node] = graph.add_input(next(inputs))
         elif node.op == "call_function":
             mapping[node] = graph.fx.node_copy(node, lambda n: mapping[n])
-            mapping[node].meta = _tags(node, prefix)
+            mapping[node].meta = _tags(node, places[node])
         elif node.op == "output":
             logits = node.args[0][0]
             output = graph.fx.output((mapping[logits],))
@@ -177,15 +179,9 @@ def _check_callable(node: Node) -> None:
         return
     line = (node.meta.get("stack_trace") or "no source").strip().splitlines()[-1].strip()
     raise CaptureError(
-        f"op {op_name(node.target)} ({node.name}) in module {_module_path(node) or 'the model'} at "
+        f"op {op_name(node.target)} ({node.name}) in module {module_path(node) or 'the model'} at "
         f"{_source(node) or 'unknown line'} ({line}) {reason}; a forward must be a straight line of plain tensor ops."
     )
-
-
-def _module_path(node: Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return "" if path.startswith("_") else path  # export's placeholder for nodes that no module made
 
 
 def _source(node: Node) -> str:
@@ -193,14 +189,6 @@ def _source(node: Node) -> str:
     return f"{found[-1][0]}:{found[-1][1]}" if found else ""
 
 
-def _tags(node: Node, prefix: str) -> dict[str, Any]:
-    layer, role = split_layer(_module_path(node).removeprefix(prefix))
+def _tags(node: Node, place: Place) -> dict[str, Any]:
+    layer, role = place
     return {"layer": layer, "role": role, "by": "", "source": _source(node)}
-
-
-def split_layer(path: str) -> tuple[int | None, str]:
-    """A dotted path as (layer index, rest): "layers.3.mlp" is (3, "mlp"), "model.norm" is (None, "model.norm")."""
-    found = _LAYER.search(path)
-    if found is None:
-        return None, path
-    return int(found.group(1)), path[found.end() :]

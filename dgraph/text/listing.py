@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dgraph.frontend.capture import split_layer
+from dgraph.frontend.places import split_layer
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
 from dgraph.ops import op_of

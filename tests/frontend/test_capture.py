@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import dgraph
 from dgraph.errors import CaptureError
-from dgraph.frontend.capture import capture_module, split_layer
+from dgraph.frontend.capture import capture_module
+from dgraph.frontend.places import split_layer
 from dgraph.graph import Graph
 from tests.plain import Block, Plain, capture_plain
 from tests.tiny import MASK, VOCAB, interpret, ops_of
@@ -346,6 +347,71 @@ def test_an_attention_that_is_not_plain_is_refused(options: dict[str, Any] | Non
         assert "layer 0" in message
         assert f"{name}={value};" in message
         assert line_of(Block, "F.scaled_dot_product_attention") in message
+
+
+class Biased(Block):
+    """ALiBi: scores fall with the distance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        bias = -(at[:, None] - at).abs().to(x.dtype)
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=bias)[:, 0]  # here
+
+
+class WrittenOut(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x  # here
+
+
+class OverHeads(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.view(*x.shape[:2], 4, 4)
+        return F.scaled_dot_product_attention(q, q, q).flatten(2)  # here
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (Biased, "A bias that depends on positions (ALiBi, relative positions) cannot be compiled: use a model with"),
+        (WrittenOut, "runs over tokens; write the attention as F.scaled_dot_product_attention(q, k, v)"),
+        (OverHeads, "not [sequences, heads, tokens, size of a head]; bring queries, keys and values into that shape"),
+    ],
+)
+def test_an_attention_that_cannot_be_compiled_says_what_to_do(block: type[Block], said: str) -> None:
+    module = Plain()
+    module.blocks[1] = block(4)
+    message = message_of(module)
+    assert said in message
+    assert "layer 1" in message
+    assert line_of(block) in message
+
+
+class Multihead(nn.Module):
+    """An attention of torch's own, which has tokens before sequences inside."""
+
+    def __init__(self, weights: bool = False):
+        super().__init__()
+        self.attention, self.weights = nn.MultiheadAttention(16, 4, batch_first=True), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        x = x + self.attention(x, x, x, need_weights=self.weights)[0]
+        return x + x.view(b * t, d).relu().view(b, t, d)
+
+
+def test_multihead_attention_is_captured_where_it_gives_no_weights() -> None:
+    module = Plain()
+    module.blocks[0], module.blocks[1] = Multihead(), nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    graph = capture_plain(module)
+    assert [graph.type_text(n) for n in graph.find("attention")] == ["f32[b, 4, t, 4]"] * 2
+    assert sum(op == "split_with_sizes" for op in ops_of(graph)) == 2
+    batch = padded_batch(3, 7)
+    with torch.no_grad():
+        expected = module(batch["input_ids"], batch["positions"])
+    torch.testing.assert_close(interpret(graph, batch)["logits"], expected, atol=1e-6, rtol=1e-5)
+    module.blocks[0] = Multihead(weights=True)
+    assert "need_weights=False" in message_of(module)
 
 
 class Drop(nn.Module):
