@@ -7,6 +7,7 @@ answer is a sentence that says why, which a pass reports as a near miss.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -62,19 +63,21 @@ class GatedUnit:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """What a layer adds last to its residual stream.
+    """The network that a layer adds to its residual stream after its attention, or in parallel to it.
 
     Attributes:
-        stream: the residual stream that it reads.
-        nodes: its calls, in order; norm, router and experts among them.
+        stream: what it reads: the residual stream, or what its attention reads too (a norm that they share).
+        nodes: its calls, in order; norm, router and experts among them, but what its attention shares.
         result: the last of them.
-        residual: where it is added to the stream.
+        residual: the sum that adds it to the stream.
+        attended: the sum that adds what the attention gives, or has in it what that gives.
     """
 
     stream: Node
     nodes: tuple[Node, ...]
     result: Node
     residual: Node
+    attended: Node
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,12 @@ class Layer:
         return k, v
 
     @property
+    def attends_to(self) -> list[Node]:
+        """The calls of the layer that make its queries, keys and values, in order."""
+        given = self.keys_values
+        return self.makers(self.queries, *(() if isinstance(given, str) else given))
+
+    @property
     def projections(self) -> Projections | str:
         """The projections of queries, keys, values and of the output, by role; or why one is not found."""
         if isinstance(keys_values := self.keys_values, str):
@@ -228,22 +237,54 @@ class Layer:
             return f"the layer ends in {residual.name}, which is not a plain sum of two values"
         for stream, result in (args_of(residual), args_of(residual)[::-1]):
             above = ancestors([result], stop=[stream])
-            if stream in above and stream is not result:
+            if stream in above and stream is not result and self.attention in ancestors([stream]):
                 break
         else:
-            return "the layer ends in a sum of two values of which neither is computed from the other"
-        if self.attention not in ancestors([stream]):
-            return "what the layer adds last does not read its attention"
+            return self._parallel_to_attention(residual)
         nodes = self._between(stream, above)
         if (beside := _beside(stream, nodes)) is not None:
             return f"the feed-forward network also reads {beside.name}, beside the residual stream"
-        return FeedForward(stream, tuple(nodes), result, residual)
+        return FeedForward(stream, tuple(nodes), result, residual, stream)
+
+    def _parallel_to_attention(self, end: Node) -> FeedForward | str:
+        """The feed-forward network of a layer that ends in a sum of the stream, the attention and that network."""
+        added = self._added(end)
+        before = ancestors([self.attention])
+        by_attention = [term for term in added if self.attention in ancestors([term])]
+        if not by_attention:
+            return "what the layer adds last does not read its attention"
+        own = [term for term in added if term not in by_attention and term not in before and term in self.nodes]
+        if len(by_attention) != 1 or len(own) != 1:
+            return (
+                f"the layer ends in a sum of {len(added)} values, of which {len(by_attention)} are computed from the "
+                f"attention and {len(own)} beside it; expected one of each"
+            )
+        (result,) = own
+        above = ancestors([result])
+        nodes = without([n for n in self.nodes if n in above and not of_weights(n)], before)
+        read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes and not of_weights(a))
+        if len(read) != 1:
+            return f"the feed-forward network reads {', '.join(node.name for node in read)}; expected one value"
+        (stream,) = read
+        return FeedForward(stream, tuple(nodes), result, added[result], added[by_attention[0]])
+
+    def _added(self, end: Node) -> dict[Node, Node]:
+        """The terms of a sum, through sums of the layer that nothing else reads; and the sum that adds each."""
+        found, todo = {}, [end]
+        while todo:
+            total = todo.pop()
+            for term in _terms(total) or ():
+                if _terms(term) is not None and term in self.nodes and len(term.users) == 1:
+                    todo.append(term)
+                else:
+                    found[term] = total
+        return found
 
     def mixing(self, stream: Node) -> Mixing | str:
-        """From the attention to a sum of the residual stream, or why there is no such way."""
+        """From the attention to a sum of the residual stream, `FeedForward.attended`, or why there is no such way."""
         terms = _terms(stream)
         if terms is None:
-            return f"the feed-forward network reads {stream.name}, which is not a plain sum of two values"
+            return f"what the attention gives goes into {stream.name}, which is not a plain sum of two values"
         by_attention = [t for t in terms if self.attention in ancestors([t])]
         if len(by_attention) != 1:
             return f"{len(by_attention)} terms of {stream.name} are computed from the attention; expected one"
@@ -270,6 +311,13 @@ class Layer:
 def layers_of(graph: Graph) -> list[Layer]:
     """The layers of a graph, in order: one for each call that attends."""
     return [Layer(graph, n) for n in sorted(n for op in ATTENTIONS for n in graph.find(op))]
+
+
+def without(mine: Sequence[Node], others: Collection[Node]) -> list[Node]:
+    """The calls of `mine` that are none of `others`, in order. Parts of a result that both read stay with it: rows are
+    gathered of tensors, not of a tuple.
+    """
+    return [n for n in mine if n not in others and not (n.target is operator.getitem and args_of(n)[0] in others)]
 
 
 def windowed(attention: Node) -> str:

@@ -93,6 +93,15 @@ def linears_of(nodes: Iterable[Node], *kinds: str) -> list[Linear]:
     return [found for n in nodes if (found := linear_of(n)) is not None and (not kinds or found.kind in kinds)]
 
 
+def split_of(linear: Linear) -> Node | None:
+    """The call that splits all outputs of a linear layer; None if something else reads them."""
+    users = list(linear.node.users)
+    if len(users) != 1 or users[0].target is not aten.split_with_sizes.default:
+        return None
+    dim = (*args_of(users[0]), 0)[2]
+    return users[0] if dim in (-1, linear.node.meta["val"].dim() - 1) else None
+
+
 @dataclass(frozen=True)
 class Projection:
     """Those outputs of a linear layer that make one value: all of them, or of a product of several a part.
@@ -114,7 +123,7 @@ class Projection:
 
 def projection_of(value: Node) -> Projection | str:
     """What projects a value, whose rows were normed, rotated, reshaped or gathered since; or why nothing does."""
-    node, part = value, None
+    node, part, of_each_head = value, None, False
     while (linear := linear_of(node)) is None:
         if node.op != "call_function" or not args_of(node):
             return f"{value.name} is computed from {node.name}, not by a linear layer"
@@ -123,7 +132,8 @@ def projection_of(value: Node) -> Projection | str:
             if part is not None:
                 return f"{value.name} is a part of a part of a product"
             part = args_of(node)[1]
-            sizes = args_of(source)[1]
+            whole, sizes, dim = (*args_of(source), 0)[:3]
+            of_each_head = dim in (-1, whole.meta["val"].dim() - 1) and whole.meta["val"].dim() > 2
         elif node.target is operator.getitem and source.target is OPS["compact"].overload:
             source = args_of(source)[0][args_of(node)[1]]
         node = source[0] if isinstance(source, (list, tuple)) else source
@@ -132,6 +142,8 @@ def projection_of(value: Node) -> Projection | str:
     outputs = linear.shape[0]
     if part is None:
         return Projection(linear, 0, outputs)
+    if of_each_head and sum(sizes) != outputs and whole.meta["val"].shape[-2] * sum(sizes) == outputs:
+        return f"{value.name} is a part of each head that {linear.node.name} gives, not a run of its outputs"
     each = outputs // sum(sizes)  # a split of heads counts heads
     return Projection(linear, each * sum(sizes[:part]), each * sum(sizes[: part + 1]))
 

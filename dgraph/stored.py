@@ -121,7 +121,11 @@ def rows_of(graph: Graph, stored: Stored, begin: int, end: int, name: str, befor
     with torch.no_grad():
         views = [tensor.detach()[rows] for tensor, rows in zip(tensors_of(graph, stored), slices, strict=True)]
     suffixes = [part.meta["weight"].removeprefix(stored.name) for part in stored.parts]
-    nodes = [graph.add_weight(f"{name}{suffix}", view) for suffix, view in zip(suffixes, views, strict=True)]
+    names = [f"{name}{suffix}" for suffix in suffixes]
+    nodes = [  # several layers may read one weight
+        graph.weight(part) if part in graph.tensors else graph.add_weight(part, view)
+        for part, view in zip(names, views, strict=True)
+    ]
     return stored.read(graph, nodes, before, by)
 
 

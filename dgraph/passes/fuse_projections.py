@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.linears import Linear, linears_of
+from dgraph.layers import layers_of
+from dgraph.linears import Linear, linears_of, split_of
+from dgraph.nodes import args_of
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.quantised import WHOLE
 from dgraph.stored import stored_of
@@ -31,7 +34,8 @@ class FuseProjections(Pass):
 
     Memory is not doubled: the model's own parameters become views of the stacked weight, with the values that they had.
     A second graph over the same model finds them adjacent and stacks nothing. Of quantised weights, values, scales and
-    zeros are stacked, each by itself.
+    zeros are stacked, each by itself. A projection that is split into its parts already gives these to the one split.
+    A layer whose feed-forward network is parallel to its attention, over one input, has a product for each.
 
     Reassociates: a GEMM of another width may sum in another order.
     """
@@ -41,11 +45,12 @@ class FuseProjections(Pass):
     changes_weights: ClassVar[bool] = True
 
     def run(self, graph: Graph, report: Report) -> None:
-        groups: dict[tuple[Node, int | None], list[Linear]] = {}
+        groups: dict[tuple[Node, int | None, bool], list[Linear]] = {}
+        attending = {node for layer in layers_of(graph) for node in layer.attends_to}
         for linear in linears_of(graph.calls, "plain"):
             layer = linear.node.meta["layer"]
             if layer is not None and not linear.routes:
-                groups.setdefault((linear.x, layer), []).append(linear)
+                groups.setdefault((linear.x, layer, linear.node in attending), []).append(linear)
         for members in groups.values():
             if len(members) < 2:
                 continue
@@ -80,10 +85,10 @@ def _obstacle(members: Sequence[Linear]) -> str | None:
 
 def _fuse(graph: Graph, members: Sequence[Linear], by: str) -> str:
     first = members[0].node
-    sizes = [m.shape[0] for m in members]
+    rows_of_each = [m.shape[0] for m in members]
     weights = [stored for m in members if (stored := stored_of(m.weight)) is not None]
     values, *scales = zip(*(w.parts for w in weights), strict=True)
-    (high, wide), rows = weights[0].block, sizes if weights[0].block[0] == WHOLE else None
+    (high, wide), rows = weights[0].block, rows_of_each if weights[0].block[0] == WHOLE else None
     stacked = [_stacked_weight(graph, values), *(_stacked_weight(graph, parts, rows) for parts in scales)]
     args = [members[0].x, weights[0].read(graph, stacked, first, by, (1 if rows else high, wide))]
     if biases := [m.bias for m in members if m.bias is not None]:
@@ -95,9 +100,21 @@ def _fuse(graph: Graph, members: Sequence[Linear], by: str) -> str:
         if node.op == "call_function":
             node.meta["role"] = role
     dim = first.meta["val"].dim() - 1
-    pieces = graph.call(aten.split_with_sizes.default, (linear, sizes, dim), before=first, by=by, like=linear)
-    for member, piece in zip(members, graph.parts(pieces, len(members), by), strict=True):
-        graph.replace(member.node, piece)
+    splits = [split_of(m) for m in members]
+    sizes = [[m.shape[0]] if split is None else args_of(split)[1] for m, split in zip(members, splits, strict=True)]
+    whole = graph.call(
+        aten.split_with_sizes.default, (linear, [*itertools.chain(*sizes)], dim), before=first, by=by, like=linear
+    )
+    pieces = iter(graph.parts(whole, sum(map(len, sizes)), by))
+    for member, split, own in zip(members, splits, sizes, strict=True):
+        parts = list(itertools.islice(pieces, len(own)))
+        if split is None:
+            graph.replace(member.node, parts[0])
+            continue
+        for part in list(split.users):
+            graph.replace(part, parts[args_of(part)[1]])
+        graph.fx.erase_node(split)
+        graph.fx.erase_node(member.node)
     return str(name)
 
 

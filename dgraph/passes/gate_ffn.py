@@ -50,6 +50,9 @@ class GateFFN(Pass):
     What the cache holds is read where it is added: by the compiled region between two calls. The slots of the rows are
     found once for all layers, before these: %row_slots = dgraph.row_slots(positions, page_table, cu_rows, ...).
 
+    A network that is parallel to the attention, and added with it, is gated alike; a norm that the two share is of all
+    rows.
+
     Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it after
     CacheKV. Approximate; with tau above 1 every row is salient and the program is the dense one.
 
@@ -98,8 +101,8 @@ class GateFFN(Pass):
         place = _Place.of(graph, attention)
         flags = self._flags(graph, attention, place, by)
         rows = salience.listed(graph, flags, place.cu_rows, flags.next, by)
-        first = found.nodes[0]
-        gathered = graph.call(OPS["compact"], ([found.stream, place.positions], rows.index), before=first, by=by)
+        values = [found.stream, place.positions]
+        gathered = graph.call(OPS["compact"], (values, rows.index), before=found.residual, by=by, like=found.nodes[0])
         stream, positions = graph.parts(gathered, 2, by)
         moved = salience.move(graph, found.nodes, {found.stream: stream}, rows, found.residual, by)
         width, value = int(found.result.meta["val"].shape[1]), found.result.meta["val"]

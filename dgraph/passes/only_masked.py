@@ -9,13 +9,13 @@ import torch
 from torch.fx import Node
 
 from dgraph.graph import Graph
-from dgraph.layers import Layer, windowed
+from dgraph.layers import Layer, windowed, without
 from dgraph.linears import heads_of
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
+from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
-from dgraph.passes.partial_attention import take_apart
 from dgraph.passes.salience import obstacle
 from dgraph.spec import ModelSpec
 
@@ -29,7 +29,8 @@ class OnlyMasked(Pass):
     Of a row whose token the step cannot commit, nothing after the last layer's keys and values is ever read: its logits
     decide nothing. In a step over a whole canvas these are nearly all rows. The candidates move to the front of as many
     as there were, their number stays on the device, and the LM head is told that its rows are packed. A projection of
-    queries, keys and values together is taken apart, as in PartialAttention.
+    queries, keys and values together is taken apart, as in PartialAttention; one that cannot be gives queries of all
+    rows.
 
         before  dgraph.kv_write(%10, %4, k_cache, v_cache, positions, page_table, cu_rows)
                 %11 = dgraph.paged_attention(%9, k_cache, v_cache, page_table, cu_rows, limit, 0.25)  f32[N, 4, 16]
@@ -78,7 +79,7 @@ class OnlyMasked(Pass):
         if reason := _obstacle(graph, attention, head):
             report.skip(reason, attention)
             return
-        queries = self._queries(graph, attention, write, by)
+        queries = self._queries(graph, attention, write, report)
         first = queries[0] if queries else attention
         # What the program returns is of all rows, and so are the LM head's results.
         rows = graph.keep_rows(candidate, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
@@ -88,16 +89,19 @@ class OnlyMasked(Pass):
         count_products(graph, {str(graph.row_set(rows.index)): rows}, report)
         report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
 
-    def _queries(self, graph: Graph, attention: Node, write: Node, by: str) -> list[Node]:
-        """The calls that make queries alone, moved after the write of keys and values; none if others read them."""
+    def _queries(self, graph: Graph, attention: Node, write: Node, report: Report) -> list[Node]:
+        """The calls that make queries alone, moved after the write of keys and values; none if others read them.
+
+        A product that cannot be taken apart gives queries of all rows, of which those that go on are gathered.
+        """
 
         def found() -> tuple[list[Node], list[Node]]:
             layer = Layer(graph, attention)
             return layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
 
-        take_apart(graph, *found(), "queries", by)
-        of_q, of_kv = found()
-        alone = [node for node in of_q if node not in of_kv]
+        if reason := take_apart(graph, *found(), report.name):
+            report.skip(f"queries are computed for all rows: {reason}", attention)
+        alone = without(*found())
         if any(user not in alone and user is not attention for node in alone for user in node.users):
             return []
         place = write

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,14 +10,13 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph, Listed
-from dgraph.layers import Layer, of_weights, windowed
-from dgraph.linears import linears_of
+from dgraph.layers import Layer, of_weights, windowed, without
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
+from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.spec import ModelSpec
-from dgraph.stored import rows_of, stored_of
 
 aten = torch.ops.aten
 
@@ -185,7 +183,7 @@ def _projections(graph: Graph, attention: Node, write: Node) -> tuple[list[Node]
     """The layer's calls that make keys and values and no queries, and the values over rows that they read."""
     layer = Layer(graph, attention)
     of_q, of_kv = layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
-    nodes = [n for n in of_kv if n not in of_q]
+    nodes = without(of_kv, of_q)
     read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes)
     return nodes, [a for a in read if not of_weights(a) and over_rows(graph, a)]
 
@@ -200,76 +198,4 @@ def _apart(graph: Graph, attention: Node, by: str) -> str | None:
     (write,) = graph.find("kv_write", attention.meta["layer"])
     layer = Layer(graph, attention)
     of_q, of_kv = layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
-    return take_apart(graph, of_q, of_kv, "queries", by)
-
-
-def take_apart(graph: Graph, mine: Sequence[Node], others: Sequence[Node], what: str, by: str) -> str | None:
-    """Make two projections out of one of queries, keys and values: what `mine` are computed by, then what `others` are.
-
-    Returns:
-        Why that is not possible, where `what` are not the first part of the projection.
-    """
-    shared = [linear.node for linear in linears_of(mine, "plain") if linear.node in others]
-    if not shared:
-        return None
-    whole = shared[-1]
-    reshape = _only_user(whole, aten.reshape.default)
-    split = _only_user(reshape or whole, aten.split_with_sizes.default)
-    stored = stored_of(args_of(whole)[1])
-    if len(shared) > 1 or split is None or stored is None:
-        return f"queries, keys and values share {whole.name}, which is no weight over all three that is split at once"
-    _, sizes, dim = args_of(split)
-    pieces = {args_of(u)[1]: u for u in split.users}
-    ahead = [i for i, piece in pieces.items() if piece in mine]
-    if any(pieces[i] in others for i in ahead) or sorted(ahead) != list(range(len(ahead))) or dim != 1:
-        return f"{what} are not the first part of {whole.name}"
-    cut = len(ahead)
-    rows = int(stored.node.meta["val"].shape[0])
-    per = rows // sum(sizes)  # rows of the weight for one unit of a size
-    for begin, end in ((0, sum(sizes[:cut]) * per), (sum(sizes[:cut]) * per, rows)):
-        if isinstance(reason := stored.cut(begin, end), str):
-            return reason
-    for part in (range(cut), range(cut, len(sizes))):
-        value = _part_of(graph, whole, sizes, part, per, by)
-        units = sizes[part.start : part.stop]
-        if reshape is not None:
-            shape = [-1, sum(units), *args_of(reshape)[1][2:]]
-            value = graph.call(aten.reshape.default, (value, shape), before=whole, by=by, like=reshape)
-        values: Sequence[Node] = (value,)
-        if len(part) > 1:
-            again = graph.call(aten.split_with_sizes.default, (value, units, 1), before=whole, by=by, like=split)
-            values = graph.parts(again, len(part), by)
-        for i, piece in zip(part, values, strict=True):
-            if i in pieces:
-                graph.replace(pieces[i], piece)
-    for node in filter(None, (split, reshape, whole)):
-        graph.fx.erase_node(node)
-    return None
-
-
-def _only_user(node: Node, target: object) -> Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target is target else None
-
-
-def _part_of(graph: Graph, whole: Node, sizes: Sequence[int], part: range, per: int, by: str) -> Node:
-    """A linear layer over a run of another one's output rows, whose weights are views."""
-    x, weight, *biases = args_of(whole)
-    start, end = sum(sizes[: part.start]) * per, sum(sizes[: part.stop]) * per
-    stored = stored_of(weight)
-    assert stored is not None  # take_apart looked
-    path, _, kind = stored.name.rpartition(".")
-    head, _, last = path.rpartition(".")
-    each = last.split("+")
-    mine = "+".join(each[part.start : part.stop]) if len(each) == len(sizes) else f"{last}[{start}:{end}]"
-    values = [rows_of(graph, stored, start, end, ".".join(filter(None, (head, mine, kind))), whole, by)]
-    for bias in filter(None, biases):
-        name = ".".join(filter(None, (head, mine, bias.meta["weight"].rpartition(".")[2])))
-        values.append(graph.add_weight(name, graph.tensors[bias.meta["weight"]].detach()[start:end]))
-    linear = graph.call(aten.linear.default, (x, *values), before=whole, by=by)
-    role = f"{whole.meta['role'].rpartition('.')[0]}.{mine}".lstrip(".")
-    for node in (linear, values[0]):
-        if node.op == "call_function":
-            node.meta["role"] = role
-    linear.meta["source"] = whole.meta.get("source", "")
-    return linear
+    return take_apart(graph, of_q, of_kv, by)

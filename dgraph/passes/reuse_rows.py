@@ -11,12 +11,13 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.graph import Graph
-from dgraph.layers import FeedForward, Layer, of_weights, windowed
+from dgraph.layers import FeedForward, Layer, of_weights, windowed, without
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS
 from dgraph.passes import salience
+from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.partial_attention import over_rows, take_apart
+from dgraph.passes.partial_attention import over_rows
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
 
@@ -106,9 +107,11 @@ class ReuseRows(Pass):
             q, k, v = found.queries_keys_values
             layer = Layer(graph, attention)
             of_qk, of_v = layer.makers(q, k), layer.makers(v)
-            if reason := take_apart(graph, of_qk, of_v, "queries and keys", report.name):
+            if reason := take_apart(graph, of_qk, of_v, report.name):
                 report.skip(reason, attention)
                 continue
+            found = _layer(graph, attention)  # which reads what was taken apart
+            assert not isinstance(found, str), found
             self._reuse(graph, found, report)
         if report.applied:
             salience.count_salient(graph, report.name)
@@ -132,8 +135,7 @@ class ReuseRows(Pass):
         rows = salience.listed(graph, flags, cu_rows, write, by)
 
         layer = Layer(graph, attention)
-        of_v = layer.makers(v)
-        nodes = [n for n in layer.makers(q, k) if n not in of_v]
+        nodes = without(layer.makers(q, k), layer.makers(v))
         read = [a for n in nodes for a in n.all_input_nodes if a not in nodes and not of_weights(a)]
         values = list(dict.fromkeys([*(a for a in read if over_rows(graph, a)), v, positions, limit]))
         gathered = graph.call(OPS["compact"], (values, rows.index), before=write, by=by)
@@ -155,9 +157,12 @@ class ReuseRows(Pass):
             total.replace_input_with(result, graph.call(OPS["feature_merge"], merge, before=total, by=by, like=result))
 
         ffn = found.ffn
-        keep("a", found.mixing, found.mixed, ffn.stream)
-        stream = graph.call(OPS["compact"], ([ffn.stream], rows.index), before=ffn.nodes[0], by=by)
-        (on_rows[ffn.stream],) = graph.parts(stream, 1, by)
+        keep("a", found.mixing, found.mixed, ffn.attended)
+        if ffn.stream not in on_rows:  # one that is parallel to the attention may read what that reads
+            stream = graph.call(
+                OPS["compact"], ([ffn.stream], rows.index), before=ffn.residual, by=by, like=ffn.nodes[0]
+            )
+            (on_rows[ffn.stream],) = graph.parts(stream, 1, by)
         keep("f", ffn.nodes, ffn.result, ffn.residual)
         count = len(nodes) + 1 + len(found.mixing) + len(ffn.nodes)
         report.did(f"{count} calls on the rows whose values changed, sums of what is kept", attention.meta["layer"])
@@ -204,9 +209,9 @@ def _layer(graph: Graph, attention: Node) -> _Layer | str:
     projections = layer.makers(layer.queries, k, v)
     for node in projections:
         for user in node.users:
-            if user not in projections and user not in (write, attention):
+            if user not in (*projections, *ffn.nodes, ffn.stream, write, attention):
                 return f"{op_name(user.target)} also reads {node.name}, for all rows"
-    mixing = layer.mixing(ffn.stream)
+    mixing = layer.mixing(ffn.attended)
     if isinstance(mixing, str):
         return mixing
     reason = salience.obstacle([*projections, *mixing.nodes])

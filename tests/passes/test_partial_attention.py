@@ -306,10 +306,9 @@ def hand_written(order: str, *, write: bool = True, split: bool = True) -> Graph
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        (hand_written("kvq"), "queries are not the first part of linear_default"),
         (
             hand_written("qkv", split=False),
-            "queries, keys and values share linear_default, which is no weight over all ",
+            "queries, keys and values share linear_default, which is not split into them at once",
         ),
         (hand_written("qkv", write=False), "0 writes of keys and values in the layer of this attention; expected one"),
     ],
@@ -320,6 +319,15 @@ def test_near_misses(graph: Graph, reason: str) -> None:
     assert report.skipped[0].reason.startswith(reason)
     with pytest.raises(PassError, match="applied nowhere"):
         rewritten(graph, PartialAttention())
+
+
+@pytest.mark.parametrize("order", ["qkv", "kvq", "vqk", "kqv"])
+def test_a_projection_in_any_order_is_taken_apart(order: str) -> None:
+    """Neighbouring parts that the same calls read stay one product."""
+    graph = rewritten(hand_written(order), PartialAttention())
+    cuts = {"qkv": ["0:16", "16:48"], "kvq": ["0:32", "32:48"], "vqk": ["0:16", "16:32", "32:48"]}
+    cuts["kqv"] = cuts["vqk"]
+    assert sorted(name for name in graph.tensors) == [f"layers.0.all[{cut}].weight" for cut in cuts[order]]
 
 
 def test_a_plain_layer_is_updated() -> None:
