@@ -37,8 +37,10 @@ import torch
 from torch import nn
 
 from dgraph.adapters import Adapter
+from dgraph.architectures import unsupported
 from dgraph.card import Card, Described, counted
 from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
+from dgraph.hub import CONFIG, folder_of_id, is_id
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.plugins import entry_points, refusal
 from dgraph.plugins import load as load_entry
@@ -143,10 +145,13 @@ class Model(Described):
 
 
 class Family(Protocol):
-    """How to adopt and open one family of models.
+    """A family of models: how it is adopted and opened.
 
     A family may also have `read_tokenizer(given: object) -> Tokenizer | None`: the tokenizer that a folder (a `Path`)
     or an object of another library is; None where it knows neither. See `tokenizer_of`.
+
+    It may also have `architectures: tuple[str, ...]`, the classes that config.json names of what it opens: messages
+    list them.
     """
 
     name: str
@@ -259,7 +264,8 @@ def resolve(
     """A `Model` from whatever names one.
 
     Args:
-        model: the name of an embedded model, a checkpoint folder, a model object of a known family, or a `Model`.
+        model: the name of an embedded model, a checkpoint folder, an id of a checkpoint (see `dgraph.hub`), a model
+            object of a known family, or a `Model`.
         dtype: of the loaded weights, as a torch.dtype or by name ("float32", "bfloat16", "float16"; "bf16" and the
             like). "auto" is the checkpoint's own. None is float32 on a CPU, and the checkpoint's own on a GPU. An
             object keeps its dtype, so another one is refused for it.
@@ -268,7 +274,7 @@ def resolve(
         facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
 
     Raises:
-        UnknownName: a name that is neither an embedded model nor a folder, or a fact that nobody can give.
+        UnknownName: a name that is neither an embedded model nor a folder, or a fact that no caller can give.
         InputError: a fact that is missing or out of range, or a device that is not there. A dtype or device that an
             object does not have. A `Model` whose weights were not read, unless `opened`.
         CheckpointError: a folder that no family loads, or that is damaged.
@@ -325,9 +331,11 @@ def load(
         if found.weights is not None and not opened:
             read_all(weights_of(found.module, found.prefix), found.weights)
             found = replace(found, weights=found.weights.quantised())
+        if isinstance(name, str) and is_id(name):
+            found = replace(found, name=name.rpartition("/")[2])  # the folder's is that of a revision
         found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
-    raise CheckpointError(f"no family loads {folder}: its config.json names none of {', '.join(families())}.")
+    raise CheckpointError(f"no family loads {folder}: {unsupported(folder / CONFIG, families().values())}")
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
@@ -396,8 +404,11 @@ def folder_of(name: str | Path) -> Path:
     """The folder of an embedded model or a checkpoint, read no further than that it may be one.
 
     Raises:
-        UnknownName, CheckpointError: no such model, or no such folder.
+        UnknownName, CheckpointError: no such model, or no such folder; an id of a checkpoint that is not in the cache,
+            see `dgraph.hub`.
     """
+    if isinstance(name, str) and is_id(name):
+        return folder_of_id(name)
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
@@ -406,9 +417,10 @@ def folder_of(name: str | Path) -> Path:
                 f"{', '.join(embedded())}."
             )
         raise UnknownName("model", str(name), embedded())
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
+        below = f" Give one of the revisions in {folder / 'snapshots'}." if (folder / "snapshots").is_dir() else ""
         raise CheckpointError(
-            f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer."
+            f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"
         )
     return folder
 

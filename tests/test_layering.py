@@ -46,7 +46,10 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"errors", "graph", "nodes", "ops", "orders", "partial_sums", "private", "shapes"},
     "frontend": CORE | {"cache", "ops", "plugins", "weights"},
     "plans": {"errors", "plugins", "spec"},
-    "families": {"adapters", "card", "errors", "plans", "plugins", "settings", "spec", "texts"} | {"weights"},
+    "architectures": {"errors"},
+    "hub": {"errors"},
+    "families": {"adapters", "architectures", "card", "errors", "hub", "plans", "plugins", "settings", "spec"}
+    | {"texts", "weights"},
     "causal": {"errors", "families", "plugins"},
     "plugins": {"errors"},
     "settings": {"errors", "foreign"},

@@ -57,15 +57,13 @@ def calibrate(
     dgraph calibrate ./LLaDA-8B-Instruct --prompts longbench.jsonl --tokens 256 --device cuda
     """
     import dgraph
-    from dgraph.families import embedded
+    from dgraph.families import embedded, folder_of
 
     for name, value in (("--count", count), ("--tokens", tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
     known, facts = embedded().get(model), given.facts(fact)
-    if known is None and not Path(model).is_dir():
-        dgraph.load(model)  # its error says why this names no model
-    path = _writable(known.folder if known is not None else Path(model), out)
+    path = _writable(folder_of(model), out)
     texts = prompts_of(model, count, seed) if prompts is None else read_prompts(prompts)[:count]
     with status("loading"):
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), **facts)

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 FORMAT = "FORMAT[:KEY=VALUE,...]"
 """How weights are stored, as a text; see `dgraph.captured.quantising`."""
 
-Model = Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Name of an embedded model, a checkpoint folder, or ORG/NAME in the cache of Hugging Face "
+        "(DGRAPH_DOWNLOAD=1 downloads what is not there).",
+        show_default=False,
+    ),
+]
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the recipe; may be repeated."),

@@ -164,6 +164,12 @@ def test_broken_checkpoints(run: Run, tmp_path_factory: pytest.TempPathFactory, 
     refused(run("generate", folder, *PROMPT), BROKEN[kind])
 
 
+def test_an_id_that_is_not_in_the_cache(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DGRAPH_DOWNLOAD", raising=False)
+    told = "an-org/no-model is not a checkpoint folder, and none of that id is in the local cache of Hugging Face"
+    refused(run("generate", "an-org/no-model", *PROMPT), told)
+
+
 # -- a process of its own ----------------------------------------------------------------------------------------
 
 
