@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dgraph.adapters import Adapter, LowRank
 from dgraph.errors import CheckpointError
-from dgraph.models.checkpoint import read_object, read_tensors
+from dgraph.models.files import read_files, weight_files
+from dgraph.models.objects import read_object
 
 CONFIG = "adapter_config.json"
 _BEFORE, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -49,7 +50,7 @@ def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Ada
         )
     config = read_object(folder / CONFIG, "the settings of an adapter")
     rank, scale = _settings(config, folder)
-    tensors, found = read_tensors(folder), {}
+    tensors, found = read_files(weight_files(folder, stem="adapter_model")), {}
     for name in sorted(tensors):
         if name.endswith(_UP) and name.replace(_UP, _DOWN) in tensors:
             continue

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dgraph.causal import Causal
 from dgraph.errors import CheckpointError
-from dgraph.models.checkpoint import read_config
+from dgraph.models.objects import read_config
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 
 

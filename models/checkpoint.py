@@ -1,11 +1,8 @@
-"""Opening a checkpoint folder: its configs, tokenizer and safetensors shards; strict about what is there."""
+"""Opening a checkpoint folder: its configs, tokenizer and weights."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,28 +13,25 @@ from torch import Tensor, nn
 from dgraph.causal import Causal
 from dgraph.errors import CheckpointError
 from dgraph.models import difference
+from dgraph.models.files import read_files, weight_files
 from dgraph.models.layouts import Quantised
+from dgraph.models.matching import Layout, as_named, match, with_own_prefix
 from dgraph.models.native import with_ids
-from dgraph.models.packed import unpack
+from dgraph.models.objects import GENERATION, read_config, read_object
 from dgraph.models.quantised import find_quantised, settings_of, stack_parts, without_zero_biases
+from dgraph.models.rotation import check_rotation, check_width
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 from dgraph.quantised import PARTS, Format
 from dgraph.weights import Stored, WeightSource, hollow
 
-INDEX = "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-
 # Keys of a config that say of which class it was written, and how its weights are stored, and not what the model is.
 _ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "quantization_config")
 
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
-
-    Raises:
-        CheckpointError: missing, not JSON, or not an object.
-    """
-    return read_object(folder / "config.json", "the model's settings")
+# Keys of a native config that count something of which there is one at least.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +50,7 @@ class Described:
 
 
 def read_folder(folder: Path) -> Described:
-    """What the files of a folder say of a model; the base of a difference is read whole.
+    """Read what the files of a folder say of a model; the base of a difference is read whole.
 
     Raises:
         InputError: what the base needs is not installed.
@@ -69,15 +63,6 @@ def read_folder(folder: Path) -> Described:
     generation = read_object(path, "the settings of a generation") if path.is_file() else {}
     config = with_ids(config, generation, {} if tokenizer is None else tokenizer.ids)
     return Described(config, tokenizer, base)
-
-
-# The names in a checkpoint of what each tensor of a model consists of, given the model and the names that are there.
-Layout = Callable[[nn.Module, Container[str]], Mapping[str, Sequence[str]]]
-
-
-def as_named(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
-    """The `Layout` of a checkpoint that has the model's own names."""
-    return {name: [name] for name in model.state_dict()}
 
 
 def open_weights(
@@ -106,8 +91,11 @@ def open_weights(
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
             of the shards. Weights that are quantised in a way that is not known, see `dgraph.models.quantised`.
     """
-    tensors: Mapping[str, Tensor | Quantised] = read_tensors(folder, base)
-    if settings := settings_of(read_config(folder)):
+    config = read_config(folder)
+    files = [] if base is not None else weight_files(folder, config.get("transformers_weights"))
+    read = read_files(files) if base is None else difference.read(folder, base)
+    tensors: Mapping[str, Tensor | Quantised] = with_own_prefix(read, model, layout)
+    if settings := settings_of(config):
 
         def embeddings(there: Container[str]) -> set[str]:
             names, of = (f"{name}.weight" for name in _embeddings(model)), layout(model, there)
@@ -116,7 +104,8 @@ def open_weights(
         tensors = find_quantised(tensors, settings, f"checkpoint {folder}", embeddings)
         asked = {block for blocks in layout(model, tensors).values() for block in blocks}
         tensors = without_zero_biases(tensors, settings, asked, f"checkpoint {folder}")
-    belong = "Its config.json and its shards do not belong together; fetch or export the checkpoint again."
+    shards = files[0].name if len(files) == 1 else "its shards"
+    belong = f"Its config.json and {shards} do not belong together; fetch or export the checkpoint again."
     names = match(model, layout(model, tensors), tensors, f"checkpoint {folder}", belong)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     dtype = dtype or next(tensor.dtype for name, tensor in plain.items() if name.endswith("weight"))
@@ -151,8 +140,8 @@ def _embeddings(model: nn.Module) -> list[str]:
 def make_hollow(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Give a model on the meta device hollow parameters, and buffers; what is tied has to be tied again.
 
-    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits. Those that
-    checkpoints store are zero.
+    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits. The ones
+    that checkpoints store are zero.
     """
     stored = model.state_dict()
     for owner, module in list(model.named_modules()):
@@ -177,6 +166,14 @@ def build_native(architecture: str, config: Mapping[str, Any], source: str) -> A
     """
     import transformers
 
+    check_rotation(config, source)
+    does_not = f"{source} does not describe a {architecture}"
+    for name in _SIZES:
+        if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
+            raise CheckpointError(f"{does_not}: {name} is {size!r}, expected a whole number, at least 1.")
+    for name in ("rms_norm_eps", "rope_theta"):
+        if (number := config.get(name)) is not None and (type(number) not in (int, float) or number <= 0):
+            raise CheckpointError(f"{does_not}: {name} is {number!r}, expected a number above 0.")
     known = {k: v for k, v in config.items() if k not in _ABOUT_THE_CLASS}
     try:
         native_config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**known)
@@ -184,59 +181,18 @@ def build_native(architecture: str, config: Mapping[str, Any], source: str) -> A
             model = getattr(transformers, architecture)(native_config)
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{source} does not describe a {architecture}: {reason}.") from error
+        if isinstance(error, KeyError):  # of a table of kinds, or of a key that a kind needs
+            named = next((f"{key} is {value!r}" for key, value in known.items() if value == error.args[0]), "")
+            reason = f"{named}, which it does not know" if named else f"{error.args[0]} is missing"
+        raise CheckpointError(f"{does_not}: {reason}.") from error
+    heads = native_config.num_attention_heads
+    check_width(model, getattr(native_config, "head_dim", None) or native_config.hidden_size // heads, source)
     if slides := sum(getattr(module, "sliding_window", None) is not None for module in model.modules()):
         raise CheckpointError(
             f"{source} asks for a sliding window in {slides} layers (use_sliding_window); dgraph's attention sees all "
             f"positions. Set use_sliding_window to false if the model was trained without."
         )
     return model
-
-
-def match(
-    model: Any, layout: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor | Quantised], what: str, advice: str
-) -> dict[str, list[str]]:
-    """Which of the tensors each one of a model consists of: its name -> theirs, for those that are there.
-
-    Args:
-        model: with an attribute `config`; what it ties may be missing, and there may be more by the names that it
-            says it ignores, as classes of transformers do (`_keys_to_ignore_on_load_unexpected`).
-        layout: its names -> the names of what each consists of; of a stack [items, rows, columns] the blocks of each
-            item one after the other, all with the same number of rows.
-        tensors: what there is.
-        what, advice: how a message begins and ends.
-
-    Raises:
-        CheckpointError: a name is missing or unexpected, or a tensor is not of the shape or kind expected.
-    """
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()) or "(?!)")
-    found = {name: list(blocks) for name, blocks in layout.items() if all(block in tensors for block in blocks)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, value in model.state_dict().items():
-        blocks = layout[name]
-        whole = (math.prod(value.shape[:-1]) // len(blocks), value.shape[-1]) if len(blocks) > 1 else value.shape
-        shapes |= dict.fromkeys(blocks, tuple(whole))
-    asked = {block for name, blocks in layout.items() if name in found or name not in tied for block in blocks}
-    problems = {
-        "missing": sorted(asked - set(tensors)),
-        "unexpected": sorted(name for name in set(tensors) - set(shapes) if not ignored.fullmatch(name)),
-        "wrong shape": [
-            f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
-            for name, shape in shapes.items()
-            if name in tensors and tensors[name].shape != shape
-        ],
-        "not floating-point": [
-            f"{name} is {tensor.dtype}"
-            for name, tensor in tensors.items()
-            if isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point
-        ],
-    }
-    for kind, which in problems.items():
-        if which:
-            more = f" and {len(which) - 3} more" if len(which) > 3 else ""
-            raise CheckpointError(f"{what}: {kind}: {', '.join(which[:3])}{more}. {advice}")
-    return found
 
 
 class WithOwnKeys:
@@ -251,73 +207,16 @@ class WithOwnKeys:
 
 
 def read_tensors(folder: Path, base: Causal | None = None) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors shards, by name: of the shards that its index names, if it has one; or of
-    its base and the difference from it (see `dgraph.models.difference`). Packed ones (see `dgraph.models.packed`) are
-    in memory, the others stay in their mapped file until they are read.
+    """Every tensor of a folder by name (see `dgraph.models.files`), or of its base and the difference from it (see
+    `dgraph.models.difference`).
 
     Args:
         base: what `difference.base_of` gives of the folder.
 
     Raises:
-        CheckpointError: no shard, a missing or damaged shard, a damaged index, or a name in two shards.
+        CheckpointError: no file of weights, a missing or damaged one, or a damaged index.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if base is not None:
-        return difference.read(folder, base)
-    tensors: dict[str, Tensor] = {}
-    for shard in _shards(folder):
-        try:
-            loaded = unpack(load_file(shard))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{shard} is damaged or not a safetensors file: {error}.") from error
-        if twice := sorted(set(loaded) & set(tensors)):
-            raise CheckpointError(
-                f"{shard} holds {twice[0]} and {len(twice) - 1} more that an earlier shard holds too."
-            )
-        tensors.update(loaded)
-    return tensors
-
-
-def _shards(folder: Path) -> list[Path]:
-    there = sorted(folder.glob("*.safetensors"))
-    if not there and (pickled := sorted(folder.glob("*.bin"))):
-        raise CheckpointError(
-            f"{folder} has no *.safetensors file, only {pickled[0].name} and the like ({len(pickled)} in all): "
-            f"reading these pickles can run code, so dgraph does not. Convert each with `from safetensors.torch import "
-            f"save_file; save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0].name}', "
-            f"weights_only=True).items()}}, '{pickled[0].stem}.safetensors')`."
-        )
-    if not there:
-        raise CheckpointError(f"{folder} has no *.safetensors file.")
-    if not (folder / INDEX).is_file():
-        return there
-    places = read_object(folder / INDEX, "the shard of each tensor").get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map from names to shards; fetch it again.")
-    named = sorted(set(places.values()))
-    if missing := [name for name in named if folder / name not in there]:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing[:3])}, {len(missing)} of the {len(named)} shards that {INDEX} names; "
-            f"fetch the rest of the checkpoint."
-        )
-    return [folder / name for name in named]
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object of a file.
-
-    Raises:
-        CheckpointError: missing, not JSON, or not an object with `what`.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object with {what}.")
-    return value
+    return read_files(weight_files(folder)) if base is None else difference.read(folder, base)
 
 
 def restore_buffers(model: Any, config: Any, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import Model
 from dgraph.models.moe import MoEFamily, RMSNorm, RoutedExperts, identity_of
-from dgraph.models.remote_code import require, section
+from dgraph.models.remote_code import require, require_size, section
 from dgraph.models.tiny import EOS, build_tiny
 from dgraph.ops.route import check
 from dgraph.shapes import InputSpec
@@ -102,6 +102,8 @@ class Config:
             given = section(keys, "text_config") or dict(keys)
             if missing := [name for name in SIZES if given.get(name) is None]:
                 raise CheckpointError(f"missing {', '.join(missing)}.")
+            for name in SIZES:
+                require_size(given, name)
             for key, allowed in _ONLY.items():
                 require(given, key, allowed, "dgraph's DiffusionGemma")
             require(keys, "tie_word_embeddings", (True, None), "dgraph's DiffusionGemma")
@@ -315,7 +317,7 @@ class DiffusionGemma(nn.Module):
             embedding that the step before predicted for a row; zeros before the first step.
     """
 
-    _keys_to_ignore_on_load_unexpected = (r"lm_head\.weight", r"model\.encoder\..*")
+    _keys_to_ignore_on_load_unexpected = (r"^lm_head\.weight$", r"^model\.encoder\.")
 
     def __init__(self, config: Config):
         super().__init__()

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from dgraph.errors import CheckpointError
-from dgraph.models.remote_code import RemoteCodeFamily, require
+from dgraph.models.remote_code import RemoteCodeFamily, require, require_size
 
 EOS_ID = 126081
 END_OF_TURN_ID = 126348
@@ -54,7 +54,12 @@ _REPRESENTABLE: dict[str, tuple[Any, ...]] = {
     "scale_logits": (False, None),
     "clip_qkv": (None,),
     "rope_scaling": (None,),
+    "weight_tying": (True, False, None),
 }
+_SIZES = (
+    *("d_model", "n_heads", "n_layers", "n_kv_heads", "mlp_hidden_size", "max_sequence_length"),
+    *("embedding_size", "vocab_size"),
+)
 
 _OUTSIDE = {
     "model.embed_tokens": "model.transformer.wte",
@@ -82,6 +87,8 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """
     for key, allowed in _REPRESENTABLE.items():
         require(config, key, allowed, NATIVE)
+    for key in _SIZES:
+        require_size(config, key)
     if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
         config = {**config, "mlp_hidden_size": int(config["mlp_ratio"] * config["d_model"])}
     if missing := [key for key in _KEYS.values() if config.get(key) is None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError, InputError
 from dgraph.models.moe import MoE, MoEFamily, RMSNorm, Routing, identity_of
-from dgraph.models.remote_code import require
+from dgraph.models.remote_code import require, section
 from dgraph.ops.route import check
 
 FACTS: dict[str, Any] = {
@@ -72,13 +72,16 @@ class Config:
         Raises:
             CheckpointError: a key is missing, of another type, or asks for what this module does not do.
         """
-        rope = keys.get("rope_parameters") or {}
+        try:
+            rope = section(keys, "rope_parameters")
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from None
         given = {**rope, **{k: v for k, v in keys.items() if v is not None}}
         if "num_shared_experts" in keys and keys["num_shared_experts"] is None:
             given["num_shared_experts"] = 0
         heads = given.get("num_attention_heads")
         given.setdefault("num_key_value_heads", heads)
-        if not given["num_key_value_heads"]:
+        if given["num_key_value_heads"] in (None, 0):
             given["num_key_value_heads"] = heads
         if isinstance(heads, int) and heads > 0 and isinstance(given.get("hidden_size"), int):
             given.setdefault("head_dim", given["hidden_size"] // heads)
@@ -94,6 +97,8 @@ class Config:
                     not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool")
                 ):
                     raise CheckpointError(f"{f.name} is {value!r}, expected {kind}.")
+                if kind in ("int", "float") and (value < 0 or (value == 0 and f.name not in _MAY_BE_0)):
+                    raise CheckpointError(f"{f.name} is {value!r}, expected a number above 0.")
             routing = config.routing
             check(routing.experts, routing.score, routing.groups, routing.top_groups, routing.topk)
             if routing.capacity and not routing.topk <= routing.capacity <= routing.experts:
@@ -132,6 +137,7 @@ class Config:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+_MAY_BE_0 = ("num_shared_experts", "first_k_dense_replace", "expert_capacity", "block_size")
 # What this module does, where a config could ask for something else.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
@@ -253,7 +259,7 @@ class Body(nn.Module):
 class LLaDA2(nn.Module):
     """The model; names as in its checkpoints, experts stacked."""
 
-    _tied_weights_keys = ("lm_head.weight",)
+    _tied_weights_keys: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.word_embeddings.weight"}
 
     def __init__(self, config: Config):
         super().__init__()

@@ -14,7 +14,7 @@ from dgraph.errors import CheckpointError
 from dgraph.models import sdar_moe
 from dgraph.models.moe import MoEFamily
 from dgraph.models.native import PREFIX
-from dgraph.models.remote_code import require
+from dgraph.models.remote_code import require, require_size
 from dgraph.models.sdar_moe import NATIVE, MoEForward
 
 FACTS: dict[str, Any] = {
@@ -51,8 +51,12 @@ def translate(keys: Mapping[str, Any]) -> dict[str, Any]:
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "expert_intermediate_size")
     if wrong := [key for key in needed if type(keys.get(key)) is not int]:
         raise CheckpointError(f"{', '.join(wrong)} must be given, a number each.")
+    for key in (*needed, "dense_intermediate_size", "num_key_value_heads", "num_experts", "num_experts_per_tok"):
+        require_size(keys, key)
     layers, width = keys["num_hidden_layers"], keys["expert_intermediate_size"]
     routed = keys.get("moe_layer_freq") or [1] * layers
+    if not isinstance(routed, list):
+        raise CheckpointError(f"moe_layer_freq is {routed!r}, expected a list with an entry for each layer.")
     if len(routed) != layers:
         raise CheckpointError(f"moe_layer_freq must have an entry for each of {layers} layers, got {len(routed)}.")
     return {

@@ -21,16 +21,10 @@ from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::route and dgraph::experts)
 from dgraph.families import Model
-from dgraph.models.checkpoint import (
-    WithOwnKeys,
-    as_named,
-    match,
-    open_weights,
-    read_config,
-    read_folder,
-    restore_buffers,
-)
+from dgraph.models.checkpoint import WithOwnKeys, open_weights, read_folder, restore_buffers
+from dgraph.models.matching import as_named, match
 from dgraph.models.native import config_of, native_spec
+from dgraph.models.objects import architectures_of, describing
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
 
@@ -142,7 +136,7 @@ def parts_of(path: str, experts: int) -> tuple[list[str], list[str]]:
 
 
 def layout(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
-    """Where the tensors of a model are, see `dgraph.models.checkpoint.Layout`: those of experts apart, or stacked."""
+    """The names of a model's tensors, see `dgraph.models.matching.Layout`: those of experts apart, or stacked."""
     found = as_named(model, there)
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts) and f"{path}.gate_up_proj" not in there:
@@ -218,13 +212,19 @@ class MoEFamily:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """See `Family.architectures`."""
+        return self.classes
+
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
         kind = type(model).__name__
         if kind not in self.classes or not isinstance(model, nn.Module):
             return None
-        config = self.translate(config_of(model), "")
-        built = self.build(config, f"this {kind}'s config")
+        with describing(f"this {kind}'s config", kind):
+            config = self.translate(config_of(model), "")
+            built = self.build(config, f"this {kind}'s config")
         tensors = model.state_dict(keep_vars=True)
         advice = "Its config and its parameters do not belong together."
         names = match(built, layout(built, tensors), tensors, f"this {kind} does not fit {self.name}", advice)
@@ -241,11 +241,12 @@ class MoEFamily:
 
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.open`."""
-        if not set(self.classes) & set(read_config(folder).get("architectures") or []):
+        if not set(self.architectures) & set(architectures_of(folder)):
             return None
         found = read_folder(folder)
-        config = self.translate(found.config, str(folder))
-        built = self.build(config, f"{folder}/config.json")
+        with describing(f"{folder}/config.json", self.classes[0]):
+            config = self.translate(found.config, str(folder))
+            built = self.build(config, f"{folder}/config.json")
         weights, dtype = open_weights(built, folder, found.base, dtype, device, layout)
         model = self.model(folder.name, built, config, dtype, **facts)
         return replace(model, tokenizer=found.tokenizer, weights=weights)

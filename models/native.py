@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
-from dgraph.errors import CaptureError, InputError, warn
+from dgraph.errors import CaptureError, CheckpointError, InputError, warn
 from dgraph.families import ChatTokenizer, Model
+from dgraph.models.objects import architectures_of
+from dgraph.models.rotation import check_rotation
 from dgraph.spec import ModelSpec, given_as
 
 NATIVE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -47,7 +49,7 @@ class Forward(nn.Module):
 
 
 PREFIX = "model."
-"""Where `Forward` keeps the model, before every weight's name."""
+"""The attribute of `Forward` for the model, before every weight's name."""
 
 
 @contextlib.contextmanager
@@ -97,7 +99,7 @@ def _attention(
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """What a model object says of itself: its config, with the ids of its generation config; see `with_ids`."""
+    """The config of a model object, with the ids of its generation config; see `with_ids`."""
     generation = getattr(model, "generation_config", None)
     return with_ids(model.config.to_dict(), {} if generation is None else generation.to_dict())
 
@@ -137,6 +139,16 @@ UNSAID: Mapping[str, Any] = {
 """Facts of a model about which neither its config nor its family says anything."""
 
 
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("mask_token_id", "pad_token_id", "image_token_id", "block_size", "block_length"), int),
+    **dict.fromkeys(("attention", "encoding", "noise"), str),
+    "logit_shift": int,
+    "next_token": bool,
+}
+"""Keys of a config that are facts of a spec."""
+_WORDS: Mapping[type, str] = {int: "a whole number", str: "a text", bool: "true or false"}
+
+
 def native_spec(
     config: Any, family: str, dtype: torch.dtype, published: Mapping[str, Any] | None = None, **facts: Any
 ) -> ModelSpec:
@@ -154,7 +166,12 @@ def native_spec(
 
     Raises:
         InputError: a fact that is said nowhere and cannot be assumed.
+        CheckpointError: a key of the config that is of another type.
     """
+    for key, kind in _KINDS.items():
+        value = getattr(config, key, None)
+        if value is not None and type(value) is not kind:
+            raise CheckpointError(f"{family}: {key} in the config is {value!r}, expected {_WORDS[kind]}.")
     heads = config.num_attention_heads
     said: dict[str, Any] = {
         "layers": config.num_hidden_layers,
@@ -201,17 +218,36 @@ def _ends(ids: Sequence[Any], vocab: int) -> tuple[Any, ...] | None:
     return tuple(id for id in ids if not isinstance(id, int) or 0 <= id < vocab) or None
 
 
+_OF_DIFFUSION = ("mask_token_id", "block_size", "block_length", "attention", "encoding", "next_token", "noise")
+"""Keys of a config that a model has which was trained to fill masks, and facts that say so."""
+
+
+def _warn_of_causal(name: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Warn of a model of which nothing says that it was trained by diffusion. A mask token that the caller names is no
+    sign of it, since without one nothing is loaded.
+    """
+    if not any(config.get(key) is not None for key in _OF_DIFFUSION) and not set(_OF_DIFFUSION) & set(facts):
+        warn(
+            f"{name}: nothing says that it was trained by diffusion (its config has no mask_token_id and no "
+            f"block_size), so it is most likely an autoregressive model. Filling masks with one gives nonsense: load a "
+            f"checkpoint that was trained to, or say in config.json what this one was trained for."
+        )
+
+
 class NativeFamily:
     """Adopts native model objects; a folder of one is a causal model unless its config has a mask token."""
 
     name = "native"
     summary = "native transformers classes: " + ", ".join(NATIVE)
+    architectures = NATIVE
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         if type(model).__name__ not in NATIVE or not isinstance(model, nn.Module):
             return None
-        dtype = next(model.parameters()).dtype
-        spec = native_spec(SimpleNamespace(**config_of(model)), type(model).__name__, dtype, **facts)
+        config, dtype = config_of(model), next(model.parameters()).dtype
+        check_rotation(config, f"this {type(model).__name__}'s config")
+        spec = native_spec(SimpleNamespace(**config), type(model).__name__, dtype, **facts)
+        _warn_of_causal(type(model).__name__, config, facts)
         return Model(type(model).__name__, Forward(model), spec, None, PREFIX)
 
     def read_tokenizer(self, given: object) -> ChatTokenizer | None:
@@ -230,15 +266,16 @@ class NativeFamily:
 
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.open`."""
-        from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_config, read_folder
+        from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_folder
 
-        architecture = (read_config(folder).get("architectures") or [""])[0]
+        architecture = next(iter(architectures_of(folder)), "")
         if architecture not in NATIVE:
             return None
         found = read_folder(folder)
         model = build_native(architecture, found.config, f"{folder}/config.json")
         weights, dtype = open_weights(model, folder, found.base, dtype, device)
         spec = native_spec(WithOwnKeys(model.config, found.config), self.name, dtype, **facts)
+        _warn_of_causal(f"{folder}, a {architecture}", found.config, facts)
         return Model(folder.name, Forward(model.eval()), spec, found.tokenizer, PREFIX, weights=weights)
 
 

@@ -18,16 +18,11 @@ from dgraph.adapters import Adapter
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
 from dgraph.models.adapters import read_adapter
-from dgraph.models.checkpoint import (
-    WithOwnKeys,
-    build_native,
-    match,
-    open_weights,
-    read_config,
-    read_folder,
-    restore_buffers,
-)
+from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_folder, restore_buffers
+from dgraph.models.matching import match
 from dgraph.models.native import PREFIX, Forward, config_of, native_spec
+from dgraph.models.objects import architectures_of, describing
+from dgraph.models.rotation import check_rotation
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
 from dgraph.weights import weights_of
@@ -64,6 +59,11 @@ class RemoteCodeFamily:
     stored: Callable[[str], str] = str
     tiny: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """See `Family.architectures`."""
+        return (self.remote,)
 
     def adopt(self, model: Any, **facts: Any) -> Model | None:
         """See `Family.adopt`."""
@@ -102,7 +102,7 @@ class RemoteCodeFamily:
 
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """See `Family.open`."""
-        if self.remote not in (read_config(folder).get("architectures") or []):
+        if self.remote not in architectures_of(folder):
             return None
         found, source = read_folder(folder), f"{folder}/config.json"
         config = self._translated(found.config, str(folder), source)
@@ -121,10 +121,12 @@ class RemoteCodeFamily:
         return {name: [self.stored(name)] for name in native.state_dict()}
 
     def _translated(self, config: dict[str, Any], folder: str, source: str) -> dict[str, Any]:
-        try:
-            return self.translate(config, folder)
-        except CheckpointError as error:
-            raise CheckpointError(f"{source}: {error}") from None
+        check_rotation(config, source)
+        with describing(source, self.remote):
+            try:
+                return self.translate(config, folder)
+            except CheckpointError as error:
+                raise CheckpointError(f"{source}: {error}") from None
 
 
 def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -153,3 +155,10 @@ def require(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], nativ
     if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in allowed):
         wanted = " or ".join(repr(good) for good in allowed if good is not None) or "none"
         raise CheckpointError(f"{key} is {value!r}, expected {wanted}: {native} cannot represent anything else.")
+
+
+def require_size(config: Mapping[str, Any], key: str) -> None:
+    """Raise `CheckpointError`, with the key's name, for a value that is no whole number above 0, nor absent or null."""
+    size = config.get(key)
+    if size is not None and (type(size) is not int or size < 1):
+        raise CheckpointError(f"{key} is {size!r}, expected a whole number, at least 1.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dgraph
 from dgraph.graph import Graph
-from dgraph.models.checkpoint import INDEX
+from dgraph.models.files import INDEX
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
 from tests.tiny import MASK, caches_of, draw, interpret, rewritten, rows_of
 

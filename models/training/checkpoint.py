@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
-from dgraph.models.checkpoint import INDEX, read_tensors
-from dgraph.models.checkpoint import read_config as read_object
+from dgraph.models.checkpoint import read_tensors
+from dgraph.models.files import INDEX
+from dgraph.models.objects import read_config as read_object
 from dgraph.models.packed import pack
 
 from .data import BLOCK

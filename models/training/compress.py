@@ -27,7 +27,8 @@ from torch import Tensor
 from dgraph.errors import DgraphError, InputError
 from dgraph.families import DIFFERENCE
 from dgraph.models import difference
-from dgraph.models.checkpoint import read_config, read_tensors
+from dgraph.models.checkpoint import read_tensors
+from dgraph.models.objects import read_config
 
 from .checkpoint import write_json
 from .conversion import Conversion, Settings, documents_of_files, load_base

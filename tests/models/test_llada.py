@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import CheckpointError
-from dgraph.models.checkpoint import INDEX
+from dgraph.models.files import INDEX
 from dgraph.models.shapes import random_model
 from tests.oracle.llada import Config, forward, shapes
 from tests.remote import SEQUENCES, change_tensors, check_against, close, logits_of, random_weights, stand_in, write

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families import embedded
-from dgraph.models.checkpoint import INDEX, read_tensors
+from dgraph.models.checkpoint import read_tensors
+from dgraph.models.files import INDEX
 from dgraph.models.packed import EXPONENTS, REST, pack, unpack
 from models.training import checkpoint
 
