@@ -4,6 +4,9 @@ The parameters carry Qwen2's names and shapes. Attention is block-causal in bloc
 predict the position after it, as in the causal model that this one was started from. So the first token of a block has
 no row in its own block: the last row of the block before it predicts it, in the forward that writes that block's final
 keys. The others are decoded in sub-blocks of 8 (the policy "fast_dllm_v2").
+
+The published code starts a prompt of exactly one block without that block's keys, as if it were not there. Here it is
+read as any other prompt.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ NATIVE = "Qwen2ForCausalLM"
 def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """The config with the block length under dgraph's key, if Qwen2 can represent it."""
     require(config, "use_sliding_window", (False, None), NATIVE)
-    kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
-    if kinds:
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise CheckpointError(
-            f"layer_types has {', '.join(map(repr, kinds))}, expected 'full_attention' alone: dgraph's attention sees "
+            f"layer_types is {kinds!r}, expected 'full_attention' alone: dgraph's attention sees "
             f"all positions before the end of a block."
         )
     said = (config[key] for key in ("bd_size", "block_size") if config.get(key) is not None)

@@ -266,8 +266,9 @@ def sparse_dllm(
     """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
 
     As `dllm_serve`, with its difference on Dream, but positions are ranked by the mean over all heads, which is pooled
-    after it is taken. The published code commits a block's first position alone on Dream, and on LLaDA what the policy
-    chooses.
+    after it is taken. Pooling makes equal scores, of which the lower positions are kept; which ones the published code
+    keeps, `torch.topk` leaves undefined. It commits a block's first position alone on Dream, and on LLaDA what the
+    policy chooses.
 
     Args:
         spec: the model.

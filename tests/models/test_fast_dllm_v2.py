@@ -13,7 +13,8 @@ from torch import Tensor
 import dgraph
 from dgraph.errors import CheckpointError
 from dgraph.models.shapes import random_model
-from tests.oracle.two_modes import Config, forward, shapes
+from tests.models.two_modes import compare, prompts_of, setup_of
+from tests.oracle.two_modes import Config, diffuse, forward, shapes, threshold
 from tests.remote import SEQUENCES, check_against, close, logits_of, random_weights, stand_in, write
 from tests.tiny import MASK, VOCAB
 
@@ -115,7 +116,7 @@ def test_the_published_sizes(
         ({"use_sliding_window": True}, r"config\.json: use_sliding_window is True, expected False: Qwen2ForCausalLM"),
         (
             {"layer_types": ["sliding_attention"]},
-            r"layer_types has 'sliding_attention', expected 'full_attention' alone",
+            r"layer_types is \['sliding_attention'\], expected 'full_attention' alone",
         ),
     ],
 )
@@ -129,3 +130,15 @@ def test_a_model_object_is_adopted_without_a_copy() -> None:
     model = dgraph.adopt(remote)
     for name, parameter in remote.named_parameters():
         assert model.module.get_parameter(f"model.{name}") is parameter
+
+
+def test_a_prompt_of_exactly_one_block_is_read() -> None:
+    """The published code begins it without that block's keys."""
+    setup, records = setup_of("fast_dllm_v2", 8), []
+    prompts = prompts_of(setup, (8, 8))
+    prompts[1] = [*prompts[0][:2], prompts[0][2] + 1, *prompts[0][3:]]
+    traces = [diffuse(setup.plain, prompt, 12, threshold(0.7)) for prompt in prompts]
+    made = setup.optimized("dense")
+    result = made.generate(input_ids=prompts, max_new_tokens=12, threshold=0.7, observer=records.append, keep_kv=True)
+    compare(result, records, traces)
+    assert result.token_ids[0] != result.token_ids[1]  # what a token of the prompt is matters
