@@ -25,12 +25,16 @@ class Dream(DecodeRule):
     "entropy": sum p log p.
 
     alg_temp None or 0 takes the n highest; a temperature draws n without replacement with probabilities
-    proportional to exp(score / alg_temp), by adding Gumbel noise to score / alg_temp and taking the n highest,
-    which has the same law as Dream's `multinomial`.
+    proportional to exp(score / alg_temp). It takes the n highest of score / alg_temp plus Gumbel noise, which has the
+    same law as Dream's `multinomial`.
 
     steps counts per block, as in the block-wise forks; None: the block length. The schedule is in float64. Dream's
     batches share one mask count, the mean; here every sequence has its own, so that neighbours change nothing.
-    Its 1e-10 inside the logarithm of the entropy is left out.
+    Its 1e-10 inside the logarithm of the entropy is left out, and so is the mask token's share of the softmax. All is
+    in fp32, where Dream has the dtype of the logits.
+
+    The lower of positions with equal scores are taken, as `torch.topk` in Dream's code does on a GPU; on a CPU it takes
+    any. With top-p they are common: an id that has more than top_p is left alone, and such rows are equally sure.
     """
 
     steps: int | None = None
