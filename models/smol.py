@@ -16,7 +16,8 @@ from torch import Tensor
 from dgraph.causal import Causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.models.causal import causal
-from dgraph.models.checkpoint import build_native, match, restore_buffers
+from dgraph.models.checkpoint import build_native, restore_buffers
+from dgraph.models.matching import match
 from dgraph.models.tokenizer import FileTokenizer
 
 NAME = "base"
