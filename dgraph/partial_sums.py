@@ -6,18 +6,14 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from dgraph.aten_rules import is_linear
 from dgraph.graph import Graph
 from dgraph.linears import linear_of
 from dgraph.nodes import args_of, is_view, op_name, where
 from dgraph.ops import OPS
 from dgraph.stored import stored_of
-
-aten = torch.ops.aten
-
-_SCALED = (aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor)
 
 
 def broken_sums(graph: Graph) -> Iterator[str]:
@@ -34,7 +30,7 @@ def broken_sums(graph: Graph) -> Iterator[str]:
             made[node] = weight
         if not read or node.target is OPS["all_reduce"].overload:
             continue
-        if not _is_linear(node, read, made):
+        if not _is_linear(node, read):
             yield _message(f"{where(node)} ({op_name(node.target)})", read[0], made)
         elif _has_some(node, made):
             made[node] = made[read[0]]
@@ -67,19 +63,13 @@ def _divided(graph: Graph, value: Any) -> str | None:
     return stored.name if stored is not None and stored.name in graph.divided else None
 
 
-def _is_linear(node: Node, read: list[Node], made: dict[Node, str]) -> bool:
+def _is_linear(node: Node, read: list[Node]) -> bool:
     """Whether a call of some partial sums is the partial sum of what it would be of the sums."""
-    if (
-        is_view(node)
-        or op_name(node.target) in ("reshape", "split_with_sizes")
-        or node.target is OPS["compact"].overload
-    ):
+    if is_view(node) or node.target is OPS["compact"].overload:
         return True
-    if node.target is aten.add.Tensor:
-        return not node.kwargs and len(read) == len(node.all_input_nodes) and len(args_of(node)) == 2
     if node.target is OPS["low_rank"].overload:  # what is added to a share is made of the same inputs: a share, too
         return read == node.all_input_nodes[:1]
-    return node.target in _SCALED and read == node.all_input_nodes[:1] and not isinstance(args_of(node)[1], Node)
+    return read == node.all_input_nodes and is_linear(node)
 
 
 def _has_some(node: Node, made: dict[Node, str]) -> bool:

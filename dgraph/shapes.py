@@ -42,6 +42,9 @@ DTYPES = {
     torch.bool: "bool",
 }
 
+OFFSETS = "b+1"
+"""The size of offsets per sequence."""
+
 # Distinct primes, so that no two symbols ever compare equal by accident of their hints.
 _HINTS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 _LARGE_HINTS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081, 2083, 2087, 2089, 2099, 2111, 2113)
@@ -200,6 +203,8 @@ class Symbols:
         self._large = large
         # Types of calls by op and argument types; see `Evaluator`.
         self.results: dict[Any, Any] = {}
+        # What calls do to rows and must not, likewise; see `dgraph.row_rule`.
+        self.rows: dict[Any, str | None] = {}
         self._sizes: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}
         self._keys: dict[int, tuple[Tensor, Any]] = {}
@@ -295,6 +300,16 @@ class Symbols:
 def is_row_set(name: str) -> bool:
     """Whether a symbol names a set of rows."""
     return name == "N" or (name[:1] == "K" and name[1:].isdigit()) or name == "K"
+
+
+def leads(names: Iterable[str]) -> bool:
+    """Whether a size of these symbols counts what belongs to several requests: rows, sequences, keys, pages, entries of
+    packed caches. What a page, or a table of pages, has belongs to one.
+    """
+    return any(is_row_set(name) or without_window(name) in _SHARED for name in names)
+
+
+_SHARED = {"b", "M", "pages", "entries", "sequences"}
 
 
 class Evaluator:

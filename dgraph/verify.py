@@ -23,6 +23,7 @@ from dgraph.ops.scales import FLOAT8
 from dgraph.orders import Orders, broken_decision
 from dgraph.partial_sums import broken_sums
 from dgraph.private.torch import OpOverload
+from dgraph.row_rule import broken_rows
 from dgraph.shapes import Evaluator, InputSpec
 
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -266,6 +267,7 @@ RULES = (
     Rule("decision", "token, confidence and logits of all rows, or of those that kept numbers", broken_decision),
     Rule("partial sums", "what each rank has a share of is summed before anything but a sum reads it", broken_sums),
     Rule("types", "recorded types equal recomputed types", _types),
+    Rule("requests", "no request depends on the rows, the state or the number of others", broken_rows),
     Rule("writes", "only declared writes, before their reads", _writes),
     Rule("scales", "what is stored in float8 is read with its scales", _scales),
 )

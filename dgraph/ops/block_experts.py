@@ -82,6 +82,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    apart_by="blocks",
     padding=(0,),
     kernel="dgraph.ops.triton.block_experts:kernel",
 )

@@ -237,6 +237,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    apart_by="candidate",
     own_rows=("h",),
     padding=(-1, -torch.inf, -torch.inf, torch.inf),
     kernel="dgraph.ops.triton.lm_head:kernel",

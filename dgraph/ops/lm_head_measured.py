@@ -95,6 +95,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    apart_by="candidate",
     mutates=("state",),
     reads=(),
     own_rows=("h",),

@@ -115,6 +115,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    apart_by="candidate",
     own_rows=("h",),
     padding=(None,),
     kernel="dgraph.ops.triton.lm_head_part:kernel",

@@ -58,7 +58,9 @@ class Op:
         reads: of the arguments that may be caches, and that it does not write, those whose values it looks at: in a
             program that writes them, it must stand after the write. None: every one.
         by_row: the arguments that it reads row by row: row i of each result depends on row i of these, and on no other
-            row of anything. Empty: it looks at several rows.
+            row of anything. Empty: it looks at several rows, of one sequence alone.
+        apart_by: of an op that looks at several rows and takes no offsets i32[b+1], the argument by which it tells
+            sequences apart (numbers of blocks, flags of the rows that were packed).
         count: the argument whose last entry says how many of the rows are live, on the device; padding rows of its
             other arguments are left alone, and may hold anything. Of an op that acts row by row, only that entry
             counts.
@@ -98,6 +100,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     reads: tuple[str, ...] | None = None
     by_row: tuple[str, ...] = ()
+    apart_by: str | None = None
     count: str | None = None
     own_rows: tuple[str, ...] = ()
     scales: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -121,7 +124,8 @@ class Op:
         Raises:
             InputError: naming the op, what is said, and the arguments that there are.
         """
-        for fact in ("mutates", "reads", "by_row", "own_rows", "stored", "rounded", "count", "copies", "scales"):
+        facts = "mutates", "reads", "by_row", "apart_by", "own_rows", "stored", "rounded", "count", "copies", "scales"
+        for fact in facts:
             value = getattr(self, fact)
             said = (value,) if isinstance(value, str) else value or ()
             said = (*value, *value.values()) if isinstance(value, Mapping) else said
