@@ -5,9 +5,9 @@ The verifier reads from it whether rows and sequences stay apart, `PackRows` how
 `torch.Tag.pointwise` needs no entry. A package adds one for an op of its own, or of torch, in a module of the
 entry-point group "dgraph.ops":
 
-    from dgraph import aten_rules, axes
+    from dgraph import aten_rules, kinds
 
-    aten_rules.register("renorm_rows", aten_rules.Rule(axes.along("dim"), dims=("dim",)))  # "package.op" of others
+    aten_rules.register("renorm_rows", aten_rules.Rule(kinds.along("dim"), dims=("dim",)))  # "package.op" of others
 
 An op of `dgraph.ops.define` says on `Op` whether it acts row by row, and needs no entry, either.
 """
@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dgraph import axes as kinds
+from dgraph import kinds
 from dgraph.axes import Axes, Call
 from dgraph.errors import InputError
 from dgraph.nodes import op_name
 from dgraph.ops import op_of
 from dgraph.plugins import load_ops
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -37,8 +38,8 @@ class Rule:
         dims: arguments that number dimensions.
         of_result: whether these are dimensions of the result; else of the first tensor.
         sizes: arguments that are sizes of the result. No other argument may be a number of rows.
-        linear: the arguments in which the op is linear together, where no other is a tensor: of sums over ranks it
-            makes the sum over ranks of what it makes of the shares.
+        linear: the arguments in which the op is linear together, where these and no others are tensors: of sums over
+            ranks it makes the sum over ranks of what it makes of the shares.
     """
 
     axes: Callable[[Call], Axes]
@@ -93,7 +94,7 @@ def is_linear(node: Node) -> bool:
     """Whether a call of sums over ranks is the sum over ranks of what it would be of the shares."""
     rule, call = rule_of(node.target), Call(node)
     rounded = call.get("rounding_mode") is not None  # a quotient that is rounded
-    return rule is not None and not rounded and {name for name, _ in call.tensors} <= {*rule.linear}
+    return rule is not None and not rounded and {name for name, _ in call.tensors} == {*rule.linear}
 
 
 def _pointwise(target: Any) -> Rule | None:
@@ -162,7 +163,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("norm", "linalg_vector_norm", "count_nonzero"), _REDUCED),
     # Moves entries.
     **dict.fromkeys(("reshape", "view", "_unsafe_view", "_reshape_alias", "flatten", "unflatten"), _RESHAPED),
-    **dict.fromkeys(("squeeze", "unsqueeze"), _RESHAPED),
+    "squeeze": _RESHAPED,
+    "unsqueeze": Rule(kinds.rearranged, ("dim",), True, linear=SELF),
     **dict.fromkeys(("view_as_complex", "view_as_real"), Rule(kinds.behind, linear=SELF)),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes", "movedim", "numpy_T", "mT"), _PERMUTED),
     **dict.fromkeys(("expand", "broadcast_to"), Rule(kinds.expanded, sizes=("size",), linear=SELF)),

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
+from dgraph import kinds
+from dgraph.aten_rules import POINTWISE, Rule, is_linear, rule_of
+from dgraph.axes import Axes, Call, product
 from dgraph.errors import PassError
 from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, where
-from dgraph.ops import op_of
+from dgraph.nodes import args_of, is_view, op_name, where
 
 aten = torch.ops.aten
 
@@ -112,16 +113,18 @@ class Divided:
                 found = self.of[args_of(node)[0]]
                 self.of[node] = found[args_of(node)[1]] if isinstance(found, list) else found
                 continue
-            rule = _RULES.get(op_name(node.target))
-            if rule is None and self._is_pointwise(node):
-                rule = Divided._pointwise
-            if rule is None:
-                raise self.error(node, read[0], "expected a whole value; nothing is known of this op's parts")
-            self.of[node] = rule(self, node)
+            self.of[node] = self._divided(node, read)
 
         for value in args_of(self.graph.output)[0]:
             if self._is_partial(value):
                 self.sum(value)
+
+    def _divided(self, node: Node, read: Sequence[Node]) -> Any:
+        if (special := _BY_OP.get(op_name(node.target))) is not None:
+            return special(self, node)
+        if (rule := rule_of(node.target)) is None:
+            raise self.error(node, read[0], "expected a whole value; nothing is known of this op's parts")
+        return _BY_KIND[rule.axes](self, node) if rule.axes in _BY_KIND else self._by_axes(node, rule)
 
     def sum(self, value: Node) -> Node:
         """The sum over ranks of a partial sum, which all that read it read from now on."""
@@ -135,11 +138,11 @@ class Divided:
 
     def _takes_partial(self, node: Node, read: Sequence[Node]) -> bool:
         """Whether a call of partial sums is one too, and nothing else reads these: one sum over ranks does for all."""
-        if any(len(arg.users) > 1 for arg in read):
+        if any(len(arg.users) > 1 for arg in read) or not is_linear(node):
             return False
         if node.target is aten.add.Tensor and not node.kwargs:
             return len(read) == len(node.args) == 2
-        return op_name(node.target) in _KEEP_SUMS
+        return is_view(node) and product(self._shape(node)) == product(self._shape(read[0]))
 
     def error(self, node: Node, read: Node, why: str) -> PassError:
         """A message about a call and what it reads."""
@@ -162,24 +165,25 @@ class Divided:
     def _dims(self, node: Node) -> int:
         return len(self._shape(node))
 
-    def _is_pointwise(self, node: Node) -> bool:
-        op = op_of(node.target)
-        return op is None and torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-    def _pointwise(self, node: Node) -> Division:
-        """Right-aligned broadcasting: what is not divided alike has one entry, or none, along that dimension."""
-        read = [arg for arg in node.all_input_nodes if isinstance(arg.meta["val"], Tensor)]
-        known = [(arg, self.of[arg]) for arg in read if self.of.get(arg) is not None]
+    def _by_axes(self, node: Node, rule: Rule) -> Division:
+        """To where the table has the divided dimension go; what meets it there is divided alike, or has one entry."""
+        passages = rule.axes(Call(node)).passages
+        known = [(p, found) for p in passages if (found := self.of.get(p.node)) is not None]
+        if not known:
+            raise self.error(node, node.all_input_nodes[0], "expected an op that is not told how many there are")
         arg, first = known[0]
-        from_end = first.dim - self._dims(arg)
-        for other in read:
-            found, at = self.of.get(other), self._dims(other) + from_end
+        to = arg.dims[first.dim]
+        if to is None:
+            raise self.error(node, arg.node, f"{op_name(node.target)} works along that dimension; expected it whole")
+        for passage in passages:
+            found = self.of.get(passage.node)
+            mine = next((dim for dim, at in enumerate(passage.dims) if at == to), None)
+            alike = mine is None or self._shape(passage.node)[mine] == 1
             if found is not None:
-                if found.dim - self._dims(other) != from_end or found.parts != first.parts:
-                    raise self.error(node, other, f"expected as {arg.name} is, {first.text()}")
-            elif at >= 0 and self._shape(other)[at] != 1:
-                raise self.error(node, other, f"expected as {arg.name} is, {first.text()}")
-        return first.at(self._dims(node) + from_end)
+                alike = found.dim == mine and found.parts == first.parts
+            if not alike:
+                raise self.error(node, passage.node, f"expected as {arg.node.name} is, {first.text()}")
+        return first.at(to)
 
     def _linear(self, node: Node) -> Division | None:
         x, weight, bias = (*args_of(node), None)[:3]
@@ -204,7 +208,8 @@ class Divided:
     def _norm(self, node: Node) -> Division:
         x, *others = [arg for arg in args_of(node) if isinstance(arg, Node)]
         found = self.of.get(x)
-        over = len(args_of(node)[1]) if op_name(node.target) == "layer_norm" else 1
+        shape = args_of(node)[1]
+        over = len(shape) if isinstance(shape, (list, tuple)) else 1
         if found is None or any(other in self.of for other in others):
             raise self.error(node, next(a for a in (x, *others) if a in self.of), "expected as the normed value is")
         if found.dim >= self._dims(x) - over:
@@ -222,7 +227,7 @@ class Divided:
             raise self.error(
                 node, next(a for a in (x, cos, sin) if a in self.of), "expected whole heads of queries or keys"
             )
-        return self._pointwise(node)
+        return self._by_axes(node, POINTWISE)
 
     def _attention(self, node: Node) -> Division:
         found: list[Division] = []
@@ -265,14 +270,14 @@ class Divided:
         source = args_of(node)[0]
         found = self.of[source]
         old, new = self._shape(source), self._shape(node)
-        span = _product(old[found.dim :])
-        dims = [i for i in range(len(new) - 1, -1, -1) if _product(new[i:]) == span]
+        span = product(old[found.dim :])
+        dims = [i for i in range(len(new) - 1, -1, -1) if product(new[i:]) == span]
         if not dims:
             raise self.error(node, source, f"expected a reshape that keeps its parts, got {self.graph.type_text(node)}")
-        inner = _product(old[found.dim + 1 :])
+        inner = product(old[found.dim + 1 :])
         # Of a head that all ranks have, [1, head_dim], the head.
         for at in reversed(dims):
-            outer = _product(new[at + 1 :])
+            outer = product(new[at + 1 :])
             parts = [(whole * inner / outer, own * inner / outer) for whole, own in found.parts]
             if all(value == int(value) for part in parts for value in part):
                 break
@@ -301,17 +306,6 @@ class Divided:
         source, sizes, *rest = args_of(node)
         if isinstance(sizes[at], int) and sizes[at] != -1:
             node.args = (source, [own if i == at else s for i, s in enumerate(sizes)], *rest)
-
-    def _permute(self, node: Node) -> Division:
-        source = args_of(node)[0]
-        found, rank = self.of[source], self._dims(source)
-        if op_name(node.target) == "permute":
-            order = [d % rank for d in args_of(node)[1]]
-        else:
-            order = list(range(rank))
-            first, second = (d % rank for d in args_of(node)[1:3])
-            order[first], order[second] = order[second], order[first]
-        return found.at(order.index(found.dim))
 
     def _same(self, node: Node) -> Division:
         return self.of[args_of(node)[0]]
@@ -379,42 +373,24 @@ class Divided:
         return first
 
 
-def _product(sizes: Sequence[Any]) -> Any:
-    """Of sizes, some of which may be symbolic."""
-    total: Any = 1
-    for size in sizes:
-        total = total * (size if isinstance(size, int) else size.node.expr)
-    return total
-
-
-_RULES: dict[str, Callable[[Divided, Node], Any]] = {
-    "linear": Divided._linear,
+_BY_OP: dict[str, Callable[[Divided, Node], Any]] = {
     "dgraph.embedding_part": Divided._embedding,
     "dgraph.dequantise": Divided._dequantise,
     "dgraph.round_rows": Divided._same,  # a rank scales what it has of a row
-    "layer_norm": Divided._norm,
     "dgraph.rms_norm": Divided._norm,
     "dgraph.rope": Divided._rope,
     "dgraph.attention": Divided._attention,
     "dgraph.experts": Divided._experts,
-    "to": Divided._same,
-    "clone": Divided._same,
-    "contiguous": Divided._same,
-    "reshape": Divided._view,
-    "view": Divided._view,
-    "flatten": Divided._view,
-    "unflatten": Divided._view,
-    "squeeze": Divided._view,
-    "unsqueeze": Divided._view,
-    "expand": Divided._expand,
-    "transpose": Divided._permute,
-    "permute": Divided._permute,
-    "split": Divided._split,
-    "split_with_sizes": Divided._split,
-    "chunk": Divided._split,
-    "slice": Divided._slice,
-    "cat": Divided._cat,
 }
-"""What ops that are not pointwise pass on, by name."""
-_KEEP_SUMS = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose")
-"""Ops whose result for a partial sum is the partial sum of their results, and takes no more memory."""
+"""Ops of dgraph that pass a division on."""
+
+_BY_KIND: dict[Callable[[Call], Axes], Callable[[Divided, Node], Any]] = {
+    kinds.linear: Divided._linear,
+    kinds.normed: Divided._norm,
+    kinds.rearranged: Divided._view,
+    kinds.expanded: Divided._expand,
+    kinds.split: Divided._split,
+    kinds.sliced: Divided._slice,
+    kinds.joined: Divided._cat,
+}
+"""Kinds of ops that divide along the dimension itself, or whose arguments count what is divided."""

@@ -24,8 +24,7 @@ from dgraph.ops import Op, op_of
 from dgraph.shapes import OFFSETS, Symbols, is_row_set, leads, without_window
 
 ADVICE = (
-    "To look at several rows, define an op that says how it tells sequences apart (Op.by_row, Op.gathers, "
-    "Op.apart_by)"
+    "To look at several rows, define an op that says how it tells sequences apart (Op.by_row, Op.gathers, Op.apart_by)"
 )
 
 
@@ -150,7 +149,7 @@ def _passes(symbols: Symbols, call: Call, axes: Axes, made: list[Tensor]) -> str
         shape, text = call.shape(passage.node), symbols.type_text(call.type(passage.node))
         if text.endswith(f"[{OFFSETS}]") or any(_is_table(symbols.text(size)) for size in shape):
             return (
-                f"computes on {passage.name} {text}, which says where the rows or pages of sequences lie; expected only "
+                f"computes on {passage.name} {text}, which says where rows or pages of sequences lie; expected only "
                 f"ops of dgraph.ops to read it"
             )
         for at, to in enumerate(passage.dims):

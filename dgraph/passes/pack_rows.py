@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
+from dgraph import kinds
+from dgraph.aten_rules import Rule, rule_of
+from dgraph.axes import Axes, Call
 from dgraph.errors import PassError
 from dgraph.graph import Graph
 from dgraph.nodes import args_of, op_name, role_of, where
-from dgraph.ops import OPS, op_of
+from dgraph.ops import OPS, Op, op_of
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.shapes import InputSpec
 
@@ -43,7 +46,8 @@ class PackRows(Pass):
     what the captured bidirectional attention gave it.
 
     Raises:
-        PassError: an op for which no row layout is known; the message names op, module and line.
+        PassError: an op for which no row layout is known; the message names op, module and line. A package adds one
+            with `dgraph.aten_rules.register`.
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
@@ -98,14 +102,24 @@ class _Packer:
         names = self.graph.symbols.names_in
         return [i for i, s in enumerate(self._type(node).shape) if names(s) & {"b", "t"}]
 
+    def _inner(self, node: Node) -> dict[int, int]:
+        """The dimensions that a token has entries along, in order, and how many: dimension i + 1 of the packed value is
+        the i-th of them. A dimension of 4 * b has 4 of them, and runs over sequences as well."""
+        b, t = (self.graph.symbols.size(name).node.expr for name in ("b", "t"))
+        found: dict[int, int] = {}
+        for i, size in enumerate(self._type(node).shape):
+            each = size if isinstance(size, int) else int(size.node.expr.subs({b: 1, t: 1}))
+            if each != 1 or isinstance(size, int):
+                found[i] = each
+        return found
+
     def _others(self, node: Node) -> list[int]:
-        """The other dimensions, in order: dimension i + 1 of the packed value is old dimension others[i]."""
-        rows = self._row_dims(node)
-        return [i for i in range(self._type(node).dim()) if i not in rows]
+        """The dimensions of `_inner`."""
+        return list(self._inner(node))
 
     def _sizes(self, node: Node) -> list[int]:
-        """Sizes of the other dimensions."""
-        return [int(self.old[node].shape[i]) for i in self._others(node)]
+        """The sizes of `_inner`."""
+        return list(self._inner(node).values())
 
     def _is_rows(self, node: Node) -> bool:
         """Whether the old value has one entry per token (and not merely per sequence)."""
@@ -114,8 +128,8 @@ class _Packer:
 
     def _dim(self, node: Node, dim: int, reader: Node | None = None) -> int:
         """The packed dimension of an old dimension that is not over rows; an error is about the reader of `node`."""
-        dim %= self.old[node].dim()
-        if dim not in self._others(node):
+        dim %= self._type(node).dim()
+        if dim in self._row_dims(node):
             raise self._unknown(reader or node, f"it works along dimension {dim}, which runs over tokens")
         offset = 1 if self._is_rows(node) else 0
         return offset + self._others(node).index(dim)
@@ -145,15 +159,77 @@ class _Packer:
         if self._is_rows(node) and not any(map(self._is_rows, sources)):
             raise self._unknown(node, "it makes values along tokens out of values that have none")
         op = op_of(node.target)
-        rule = _RULES.get(op_name(node.target))
+        special = _BY_OP.get(op_name(node.target))
+        if special is not None:
+            return special(self, node)
+        rule = rule_of(node.target)
         if rule is not None:
-            return rule(self, node)
-        if (op is not None and op.inline) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            return self._by_rule(node, rule)
+        if op is not None and op.inline and not op.in_bounds:
             return self._pointwise(node)
-        raise self._unknown(node, "no rule is known for it; add one to dgraph/passes/pack_rows.py")
+        if op is not None and op.by_row:
+            return self._by_row(node, op)
+        raise self._unknown(
+            node,
+            "no rule is known for it. Add one with dgraph.aten_rules.register in a module of the entry-point group "
+            "'dgraph.ops', or write the forward with other ops",
+        )
+
+    def _by_rule(self, node: Node, rule: Rule) -> Node:
+        """By the kind of an op, or the same op with its dimensions numbered anew."""
+        call = Call(node, self.old.__getitem__)
+        if rule.axes in _BY_KIND and not rule.dims:
+            return _BY_KIND[rule.axes](self, node)
+        if rule.axes in _PLACED:
+            raise self._unknown(node, "its arguments say by their places which dimensions are meant")
+        self._keep_tokens(node, rule.axes(call))
+        numbered = node if rule.of_result else call.tensors[0][1]
+        dims = {name: self._numbered(numbered, call.get(name), node) for name in rule.dims}
+        given = list(call.values)[: len(args_of(node))]
+        args = tuple(dims.pop(name) if name in dims else self._packed(call.values[name]) for name in given)
+        left_out = {name: dim for name, dim in dims.items() if dim is not None}
+        return self._call(node, node.target, args, {**node.kwargs, **left_out})
+
+    def _packed(self, value: Any) -> Any:
+        return torch.fx.map_arg(value, self._of)
+
+    def _numbered(self, node: Node, dims: Any, reader: Node) -> Any:
+        """Dimensions of an old value as those of the packed one; None, which stands for all, as it is."""
+        if isinstance(dims, (list, tuple)):
+            return [self._dim(node, d, reader) for d in dims]
+        return None if dims is None else self._dim(node, dims, reader)
+
+    def _keep_tokens(self, node: Node, axes: Axes) -> None:
+        """The dimensions of sequences and tokens of each argument become those of the result.
+
+        Raises:
+            PassError: one is worked along, or tokens meet other tokens.
+        """
+        rows = self._row_dims(node)
+        for passage in axes.passages:
+            mine = self._row_dims(passage.node)
+            for dim in mine:
+                if passage.dims[dim] is None:
+                    raise self._unknown(node, f"it works along dimension {dim}, which runs over tokens")
+            if self._is_rows(passage.node) and sorted(d for i in mine if (d := passage.dims[i]) is not None) != rows:
+                got, made = self._old_text(passage.node), self._old_text(node)
+                raise self._unknown(node, f"tokens of {passage.node.name} {got} meet others in {made}")
+
+    def _by_row(self, node: Node, op: Op) -> Node:
+        """Ops that say that they act row by row, whose rows come first."""
+        args = dict(zip(op.arguments, args_of(node), strict=False))
+        for name, value in args.items():
+            if not isinstance(value, Node) or not self._row_dims(value):
+                continue
+            if name not in op.by_row:
+                raise self._unknown(node, f"it looks at all tokens of {name}")
+            if self._row_dims(value) != list(range(len(self._row_dims(value)))):
+                raise self._unknown(node, f"tokens do not come first in {name} {self._old_text(value)}")
+        return self._of_rows(node)
 
     def _pointwise(self, node: Node) -> Node:
         """Same op; operands without rows lose the dimensions that stood at the place of rows."""
+        self._keep_tokens(node, kinds.pointwise(Call(node, self.old.__getitem__)))
         rank, rows = self.old[node].dim(), self._row_dims(node)
         args = []
         for arg in args_of(node):
@@ -171,13 +247,6 @@ class _Packer:
                 packed = self._call(node, aten.reshape.default, (packed, keep))
             args.append(packed)
         return self._call(node, node.target, tuple(args), node.kwargs)
-
-    def _linear(self, node: Node) -> Node:
-        self._dim(args_of(node)[0], -1, node)
-        return self._call(node, node.target, (self._of(args_of(node)[0]), *args_of(node)[1:]))
-
-    def _embedding(self, node: Node) -> Node:
-        return self._call(node, node.target, (args_of(node)[0], self._of(args_of(node)[1])))
 
     def _reshape(self, node: Node) -> Node:
         source = args_of(node)[0]
@@ -210,26 +279,12 @@ class _Packer:
     def _permute(self, node: Node) -> Node:
         """Rows stay first; only an exchange among the other dimensions remains."""
         source = args_of(node)[0]
-        rank = self.old[source].dim()
-        if op_name(node.target) == "permute":
-            order = [d % rank for d in args_of(node)[1]]
-        else:
-            order = list(range(rank))
-            first, second = (d % rank for d in args_of(node)[1:3])
-            order[first], order[second] = order[second], order[first]
+        order = kinds.order_of(Call(node, self.old.__getitem__))
         others = [d for d in order if d in self._others(source)]
         if others == sorted(others):
             return self._of(source)
         packed = [0, *(1 + self._others(source).index(d) for d in others)]
         return self._call(node, aten.permute.default, (self._of(source), packed))
-
-    def _unsqueeze(self, node: Node) -> Node:
-        source = args_of(node)[0]
-        dim = args_of(node)[1] % self.old[node].dim()
-        return self._call(node, node.target, (self._of(source), self._dim_of_result(node, dim)))
-
-    def _dim_of_result(self, node: Node, dim: int) -> int:
-        return (1 if self._is_rows(node) else 0) + self._others(node).index(dim)
 
     def _expand(self, node: Node) -> Node:
         """A constant repeated for every sequence (packed, it is the constant), or values repeated within their rows."""
@@ -244,55 +299,24 @@ class _Packer:
         return self._call(node, aten.reshape.default, (self._of(source), keep))
 
     def _matmul(self, node: Node) -> Node:
-        """[b, m, k] (equal for all sequences) @ [b, k, t]: the rotary table of some versions of transformers."""
+        """Rows times a constant matrix; or [b, m, k] (equal for all sequences) @ [b, k, t], the rotary table of some
+        versions of transformers."""
         left, right = args_of(node)[:2]
+        if self._is_rows(left) and not self._row_dims(right) and self.old[right].dim() <= 2:
+            self._dim(left, -1, node)
+            return self._of_rows(node)
         rows_last = self._is_rows(right) and self._row_dims(right)[-1] == self.old[right].dim() - 1
         if self._is_rows(left) or not rows_last or len(self._sizes(left)) != 2:
-            raise self._unknown(node, "only a constant matrix times columns of tokens is supported")
+            raise self._unknown(node, "only rows and a constant matrix, or one times columns of tokens, are supported")
         return self._call(node, aten.linear.default, (self._of(right), self._of(left)))
-
-    def _along(self, node: Node) -> Node:
-        """Ops whose second argument is a dimension."""
-        source = args_of(node)[0]
-        args = (self._of(source), self._dim(source, args_of(node)[1], node), *args_of(node)[2:])
-        return self._call(node, node.target, args, node.kwargs)
-
-    def _reduce(self, node: Node) -> Node:
-        source, *given = args_of(node)
-        if not given or not given[0]:
-            raise self._unknown(node, "it works along all dimensions, tokens among them")
-        dims = [self._dim(source, d, node) for d in given[0]]
-        return self._call(node, node.target, (self._of(source), dims, *args_of(node)[2:]), node.kwargs)
-
-    def _norm(self, node: Node) -> Node:
-        """Ops over the last dimensions, whose sizes they are given."""
-        source, shape, *rest = args_of(node)
-        for i in range(len(shape)):
-            self._dim(source, -1 - i, node)
-        return self._call(node, node.target, (self._of(source), shape, *rest), node.kwargs)
-
-    def _split(self, node: Node) -> Node:
-        source = args_of(node)[0]
-        dim = args_of(node)[2] if len(args_of(node)) > 2 else 0
-        return self._call(node, node.target, (self._of(source), args_of(node)[1], self._dim(source, dim, node)))
-
-    def _getitem(self, node: Node) -> Node:
-        return self._call(node, node.target, (self._of(args_of(node)[0]), args_of(node)[1]))
-
-    def _cat(self, node: Node) -> Node:
-        parts = list(args_of(node)[0])
-        dim = args_of(node)[1] if len(args_of(node)) > 1 else 0
-        return self._call(node, node.target, ([self._of(p) for p in parts], self._dim(node, dim)))
 
     def _of_rows(self, node: Node) -> Node:
         """Ops of rows, and of weights that have none."""
-        return self._call(node, node.target, tuple(self._of(a) for a in args_of(node)))
+        return self._call(node, node.target, tuple(self._packed(a) for a in args_of(node)), node.kwargs)
 
-    def _routing(self, node: Node) -> Node:
-        logits, *rest = args_of(node)
-        self._dim(logits, -1, node)
-        values = (self._of(a) if isinstance(a, Node) and self._is_rows(a) else a for a in rest)
-        return self._call(node, node.target, (self._of(logits), *values))
+    def _block_experts(self, node: Node) -> Node:
+        self._dim(args_of(node)[0], -1, node)
+        return self._of_rows(node)
 
     def _block_numbers(self, node: Node) -> Node:
         positions, _, block = args_of(node)
@@ -313,39 +337,22 @@ def _constants(args: tuple[Any, ...]) -> list[Any]:
     return [a for a in args if not isinstance(a, Node)]
 
 
-_RULES: dict[str, Callable[[_Packer, Node], Node]] = {
+_BY_OP: dict[str, Callable[[_Packer, Node], Node]] = {
     "dgraph.attention": _Packer._attention,
-    "dgraph.route": _Packer._routing,
-    "dgraph.block_experts": _Packer._routing,
+    "dgraph.block_experts": _Packer._block_experts,
     "dgraph.block_numbers": _Packer._block_numbers,
-    "dgraph.experts": _Packer._of_rows,
-    "dgraph.all_reduce": _Packer._linear,
-    "dgraph.all_gather": _Packer._linear,
-    "dgraph.embedding_part": _Packer._of_rows,
-    "to": _Packer._pointwise,
-    "linear": _Packer._linear,
-    "layer_norm": _Packer._norm,
-    "rms_norm": _Packer._norm,
-    "embedding": _Packer._embedding,
-    "reshape": _Packer._reshape,
-    "flatten": _Packer._reshape,
-    "unflatten": _Packer._reshape,
-    "squeeze": _Packer._reshape,
-    "transpose": _Packer._permute,
-    "permute": _Packer._permute,
-    "unsqueeze": _Packer._unsqueeze,
-    "expand": _Packer._expand,
-    "matmul": _Packer._matmul,
-    "bmm": _Packer._matmul,
-    "slice": _Packer._along,
-    "select": _Packer._along,
-    "softmax": _Packer._along,
-    "cumsum": _Packer._along,
-    "mean": _Packer._reduce,
-    "sum": _Packer._reduce,
-    "split": _Packer._split,
-    "split_with_sizes": _Packer._split,
-    "chunk": _Packer._split,
-    "getitem": _Packer._getitem,
-    "cat": _Packer._cat,
 }
+"""Ops that look at several tokens of a sequence."""
+
+_BY_KIND: dict[Callable[[Call], Axes], Callable[[_Packer, Node], Node]] = {
+    kinds.pointwise: _Packer._pointwise,
+    kinds.rearranged: _Packer._reshape,
+    kinds.permuted: _Packer._permute,
+    kinds.expanded: _Packer._expand,
+    kinds.multiplied: _Packer._matmul,
+}
+"""Kinds of ops whose call changes with its layout."""
+
+_PLACED = {kinds.summed_by_letters, kinds.indexed, kinds.padded, kinds.tiled, kinds.convolved, kinds.attended}
+_PLACED |= {kinds.by_group, kinds.triangular, kinds.picked, kinds.outer}
+"""Kinds of ops whose call would have to be written anew."""
