@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.aten_rules import rule_of
+from dgraph.aten_rules import Rule, rule_of
 from dgraph.axes import Axes, Call
 from dgraph.graph import DECISION, Graph
 from dgraph.nodes import args_of, op_name, where
@@ -66,10 +66,12 @@ def _said(symbols: Symbols, node: Node) -> str | None:
     if node.target is operator.getitem and isinstance(args_of(node)[0].meta["val"], (tuple, list)):
         return None
     args = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    key = (node.target, symbols.key(args), symbols.key(node.meta["val"]))
+    op = op_of(node.target)
+    rule = rule_of(node.target)
+    key = (node.target, rule, symbols.key(args), symbols.key(node.meta["val"]))
     if key not in symbols.rows:
-        op = op_of(node.target)
-        symbols.rows[key] = _of_torch(symbols, node) if op is None else _of_op(symbols, node, op)
+        said = _of_torch(symbols, node, rule) if op is None or rule is not None else _of_op(symbols, node, op)
+        symbols.rows[key] = said
     return symbols.rows[key]
 
 
@@ -120,12 +122,11 @@ def _is_offsets(symbols: Symbols, node: Node) -> bool:
 # -- ops of torch ------------------------------------------------------------------------------------------------
 
 
-def _of_torch(symbols: Symbols, node: Node) -> str | None:
+def _of_torch(symbols: Symbols, node: Node, rule: Rule | None) -> str | None:
     made = [value for value in _tensors(node.meta["val"]) if _entries(symbols, value)]
     read = [n for n in node.all_input_nodes if _entries(symbols, n.meta["val"])]
     if not made and not read:
         return None
-    rule = rule_of(node.target)
     if rule is None:
         got = ", ".join(symbols.type_text(n.meta["val"]) for n in read) or symbols.type_text(node.meta["val"])
         return (

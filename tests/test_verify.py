@@ -186,6 +186,11 @@ def unfit_argument(graph: Graph) -> None:
     reshape.args = (reshape.args[0], [-1, 3, 4])
 
 
+def rolled(graph: Graph) -> None:
+    y = graph.call(aten.roll.default, (graph.result("y"), [1], [0]), before=graph.output, by="Test")
+    graph.set_outputs({"y": y})
+
+
 def write_in_place(graph: Graph) -> None:
     y = graph.result("y")
     node = graph.call(aten.add_.Tensor, (y, 1.0), before=graph.output, by="Test")
@@ -349,6 +354,11 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("types", stale_type, r"node reshape_default: got type f32\[N, 4, 2\], expected f32\[N, 2, 4\]"),
     ("types", wrong_dtype, r"node rms_norm_default: got type bf16\[N, 8\], expected f32\[N, 8\]"),
     ("types", unfit_argument, r"layer 0 \(block\), node reshape_default: reshape does not accept its arguments"),
+    (
+        "requests",
+        rolled,
+        r"roll_default, made by Test \(roll\) works along dimension 0 of self f32\[N, 2, 4\]",
+    ),
     ("writes", write_in_place, r"node add__tensor, made by Test \(add_\) writes in place"),
     ("writes", write_to_a_value, r"node kv_write_default writes neg_default; expected a run-time input"),
     ("writes", view_of_what_is_written, r"made by Test \(select\) reads k_cache_0, which is written in place"),
@@ -509,7 +519,7 @@ def peek(q: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("early", [True, False])
 def test_an_op_from_outside_reads_a_cache_after_its_write(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgraph.ops.registry.OPS", {})  # leaves no trace in the table
-    op = define(f"outside_verify::peek_{early}", peek, samples=lambda generator: (), contract="")
+    op = define(f"outside_verify::peek_{early}", peek, samples=lambda generator: (), contract="", by_row=("q",))
     graph = sound().graph
     write = next(n for n in graph.calls if n.target is OPS["kv_write"].overload)
     at = write if early else write.next

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import dgraph
+from dgraph import kinds
+from dgraph.aten_rules import RULES, Rule, register
 from dgraph.errors import PassError
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
@@ -241,6 +243,31 @@ def by_position(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     return h.call(aten.add.Tensor, x, h.call(aten.embedding.default, h.weight("positions.weight", 16, 16), p))
 
 
+def unbound(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """Queries, keys and values of a fused projection, as many plain modules have them."""
+    parts = h.call(aten.unbind.int, h.call(aten.reshape.default, x, [b, t, 2, 8]), 2)
+    first, second = h.graph.parts(parts, 2, "")
+    return h.call(aten.reshape.default, h.call(aten.stack.default, [second, first], 2), [b, t, 16])
+
+
+def rolled_columns(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """Ops that dgraph.aten_rules knows keep their values where their dimensions are not those of tokens."""
+    y = h.call(aten.roll.default, x, [1], [2])
+    y = h.call(aten.gather.default, y, 2, h.call(aten.argsort.default, y, -1))
+    return h.call(aten.add.Tensor, y, h.call(aten.amax.default, y, [-1], True))
+
+
+def times_a_matrix(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """A projection that is written as x @ w."""
+    return h.call(aten.matmul.default, x, h.weight("w", 16, 16))
+
+
+def two_per_token(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """[b, 2 * t, 8], two neighbours of each token, and back."""
+    y = h.call(aten.softmax.int, h.call(aten.reshape.default, x, [b, -1, 8]), -1)
+    return h.call(aten.reshape.default, y, [b, t, 16])
+
+
 def scaled_by_weights(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     """A factor that is computed from weights alone stays as it is."""
     factor = h.call(aten.exp.default, h.weight("scale", 16))
@@ -262,6 +289,10 @@ GOOD = [
     flattened,
     one_per_head_and_sequence,
     by_position,
+    unbound,
+    rolled_columns,
+    times_a_matrix,
+    two_per_token,
     scaled_by_weights,
 ]
 
@@ -279,7 +310,22 @@ def across_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
 
 
 def no_rule(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
-    return h.call(aten.roll.default, x, [1], [2])
+    return h.call(aten.renorm.default, x, 2, 2, 1.0)
+
+
+def by_place(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    return h.call(aten.constant_pad_nd.default, h.call(aten.slice.Tensor, x, 2, 0, 12), [2, 2])
+
+
+def rolled_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    return h.call(aten.roll.default, x, [1], [1])
+
+
+def tokens_against_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """[b, t, 1] * [b, 1, t]: packed, both would be [N, 1]."""
+    one = h.call(aten.select.int, x, 2, 0)
+    pairs = h.call(aten.mul.Tensor, h.call(aten.unsqueeze.default, one, 2), h.call(aten.unsqueeze.default, one, 1))
+    return h.call(aten.matmul.default, pairs, x)
 
 
 def sum_of_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
@@ -314,12 +360,15 @@ def norm_over_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
 
 BAD: list[tuple[Body, str, str]] = [
     (across_tokens, "reshape", r"it turns f32\[b, 4, t, 4\] into f32\[b, t, 16\], across tokens"),
-    (no_rule, "roll", r"no rule is known for it; add one to dgraph/passes/pack_rows\.py"),
+    (no_rule, "renorm", r"no rule is known for it\. Add one with dgraph\.aten_rules\.register in a module of the ent"),
+    (by_place, "constant_pad_nd", r"its arguments say by their places which dimensions are meant"),
+    (rolled_tokens, "roll", r"it works along dimension 1, which runs over tokens"),
+    (tokens_against_tokens, "mul", r"tokens of unsqueeze_default f32\[b, t, 1\] meet others in f32\[b, t, t\]"),
     (sum_of_tokens, "cumsum", r"it works along dimension 1, which runs over tokens"),
     (mean_of_tokens, "mean", r"it works along dimension 1, which runs over tokens"),
-    (mean_of_all, "mean", r"it works along all dimensions"),
+    (mean_of_all, "mean", r"it works along dimension 0, which runs over tokens"),
     (first_token, "slice", r"it works along dimension 1, which runs over tokens"),
-    (token_pairs, "matmul", r"only a constant matrix times columns of tokens"),
+    (token_pairs, "matmul", r"only rows and a constant matrix, or one times columns"),
     (numbered, "slice", r"it makes values along tokens out of values that have none"),
     (norm_over_tokens, "layer_norm", r"it works along dimension 1, which runs over tokens"),
 ]
@@ -333,6 +382,13 @@ def test_what_has_no_row_layout_is_refused(body: Body, op: str, why: str) -> Non
     with pytest.raises(PassError, match=why) as caught:
         rewritten(graph, PackRows())
     assert str(caught.value).startswith(f"PackRows: op {op} in module block (layer 0 (block), node ")
+
+
+def test_a_package_adds_a_rule_for_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgraph.aten_rules.RULES", dict(RULES))
+    register("renorm", Rule(kinds.along("dim"), dims=("dim",)))
+    packed = held(stream(no_rule))
+    assert next(n.args[2] for n in packed.calls if op_name(n.target) == "renorm") == 1
 
 
 def test_a_graph_without_attention_is_a_near_miss(packed: Graph) -> None:
@@ -360,7 +416,7 @@ def test_a_graph_that_reads_no_positions_is_packed() -> None:
 
 class Rolls(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return torch.roll(x, 1, dims=2)
+        return torch.roll(x, 1, dims=1)
 
 
 def test_the_message_names_module_and_line() -> None:
