@@ -79,6 +79,11 @@ class Orders:
     def _gather(self, node: Node) -> None:
         values, index = args_of(node)
         wanted = self.numbers.get(index)
+        if wanted is None:
+            self.broken.append(
+                f"{where(node)} (dgraph.compact) gathers by {index.name}, which may number rows of any sequence; "
+                f"expected a list of dgraph.list_kept or dgraph.keep_index (Graph.keep_rows makes one)"
+            )
         for value in values:
             if wanted is not None and self.of.get(value, wanted) != wanted:
                 self.broken.append(

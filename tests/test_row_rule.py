@@ -449,6 +449,35 @@ def test_a_multiple_of_rows_is_no_row_set() -> None:
     assert symbols.row_set(symbols.empty(("K1", 4), torch.float32)) == "K1"
 
 
+def test_a_width_that_equals_the_guess_for_rows_fixes_no_rows() -> None:
+    """x [N, 11] + y [N], where 11 is the hint of N: torch would take N for 11 from then on, and the sum for rows."""
+    hand = Hand(layers=1)
+    width = hand.graph.symbols.size("N").node.hint
+    x, y = hand.input("x", "N", width), hand.input("y", "N")
+    with pytest.raises(VerifyError, match=rf"add does not accept its arguments .*it holds only where \w+ is {width}"):
+        hand.call(aten.add.Tensor, x, y)
+    hand.graph.fx.erase_node(hand.graph.calls[-1])
+    assert hand.graph.type_text(x) == f"f32[N, {width}]"
+    made = hand.call(aten.linear.default, x, hand.weight("w", 5, width))
+    assert hand.graph.type_text(made) == "f32[N, 5]"
+    verify(hand.returns(logits=made))
+
+
+def forged(name: str) -> Callable[[Hand, Node], Node]:
+    """Rows gathered by numbers that no list made."""
+
+    def body(h: Hand, x: Node) -> Node:
+        index = h.call(aten.neg.default, h.graph.input(name))
+        return h.call(operator.getitem, h.call(OPS["compact"], [x], index), 0)
+
+    return body
+
+
+def test_rows_are_gathered_by_lists_alone() -> None:
+    with pytest.raises(VerifyError, match=r"\(dgraph\.compact\) gathers by neg_default, which may number rows of any"):
+        verify(program(forged("positions")))
+
+
 def test_two_calls_of_one_kind_are_looked_at_once() -> None:
     graph = program(lambda h, x: h.call(aten.relu.default, h.call(aten.relu.default, x)))
     verify(graph)

@@ -171,11 +171,26 @@ def typing(mode: Any) -> Iterator[None]:
 
     The Python dispatcher decomposes composite ops; without it torch 2.11 runs their C++ kernels, which refuse symbolic
     sizes (linear) or fix them (matmul). `torch.export` does the same. Checked on 2.11 and 2.13.
+
+    Raises:
+        ValueError: an op holds only where a symbol has the value of its hint; the symbol stays one.
     """
     from torch._dispatch.python import enable_python_dispatcher
 
+    sizes = mode.shape_env
+    before = {name: dict(getattr(sizes, name)) for name in ("replacements", "var_to_range", "axioms")}
+    guards = len(sizes.guards)
     with torch.no_grad(), enable_python_dispatcher(), mode:
         yield
+    fixed = {symbol: value for symbol, value in sizes.replacements.items() if symbol not in before["replacements"]}
+    if fixed:
+        # Left so, the symbol would be that number in every graph of the model.
+        for name, value in before.items():
+            setattr(sizes, name, value)
+        del sizes.guards[guards:]
+        sizes._replacements_version_counter = getattr(sizes, "_replacements_version_counter", 0) + 1
+        sizes._update_version_counter()
+        raise ValueError("it holds only where " + ", ".join(f"{k} is {v}" for k, v in fixed.items()))
 
 
 @contextlib.contextmanager
