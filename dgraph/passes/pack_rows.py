@@ -248,6 +248,11 @@ class _Packer:
             args.append(packed)
         return self._call(node, node.target, tuple(args), node.kwargs)
 
+    def _embedding(self, node: Node) -> Node:
+        """Without what matters to gradients alone."""
+        weight, ids = args_of(node)[:2]
+        return self._call(node, node.target, (weight, self._of(ids)))
+
     def _reshape(self, node: Node) -> Node:
         source = args_of(node)[0]
         if not self._is_rows(node):
@@ -350,6 +355,7 @@ _BY_KIND: dict[Callable[[Call], Axes], Callable[[_Packer, Node], Node]] = {
     kinds.permuted: _Packer._permute,
     kinds.expanded: _Packer._expand,
     kinds.multiplied: _Packer._matmul,
+    kinds.looked_up: _Packer._embedding,
 }
 """Kinds of ops whose call changes with its layout."""
 

@@ -284,7 +284,9 @@ def beside(hand: Hand, x: Node, context: Node, y: Node) -> Node:
 
 def gathers(hand: Hand, x: Node, context: Node, y: Node) -> Node:
     h = added(hand, x, context)
-    index = hand.call(aten.argmax.default, h, 1)
+    flag = hand.call(aten.lt.Scalar, hand.graph.input("positions"), 3)
+    kept = hand.call(OPS["list_kept"], flag, hand.graph.input("cu_rows"))
+    index = hand.call(operator.getitem, kept, 0)
     return added(hand, h, hand.call(operator.getitem, hand.call(OPS["compact"].overload, [h], index), 0))
 
 
