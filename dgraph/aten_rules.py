@@ -1,9 +1,8 @@
 """The table of aten ops: one entry per op, from which every part of dgraph learns what the op does to dimensions.
 
-The verifier reads from it whether rows and sequences stay apart, `PackRows` how a call of [b, t, ...] is one of
-[N, ...], `ShardTensorParallel` where a division goes, and the rule of partial sums what is linear. An op that is
-`torch.Tag.pointwise` needs no entry. A package adds one for an op of its own, or of torch, in a module of the
-entry-point group "dgraph.ops":
+The verifier reads from it whether rows and sequences stay apart. `PackRows` makes a call on [N, ...] of one on
+[b, t, ...] by it, `ShardTensorParallel` follows a division. An op that is `torch.Tag.pointwise` needs no entry.
+A package adds an entry for an op of its own, or of torch, in a module of the entry-point group "dgraph.ops":
 
     from dgraph import aten_rules, kinds
 
@@ -31,15 +30,15 @@ from dgraph.plugins import load_ops
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of an op.
+    """The facts about an op.
 
     Attributes:
         axes: of a call, how dimensions of its results correspond to those of its arguments.
         dims: arguments that number dimensions.
         of_result: whether these are dimensions of the result; else of the first tensor.
         sizes: arguments that are sizes of the result. No other argument may be a number of rows.
-        linear: the arguments in which the op is linear together, where these and no others are tensors: of sums over
-            ranks it makes the sum over ranks of what it makes of the shares.
+        linear: the arguments in which the op is linear together, if these and no others are tensors. A call on sums
+            over ranks is then the sum over ranks of its calls on the shares.
     """
 
     axes: Callable[[Call], Axes]
@@ -65,7 +64,7 @@ def register(name: str, rule: Rule) -> None:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The entry of a call's target; None if there is none.
+    """The entry of a call's target, or None.
 
     Modules of the entry-point group "dgraph.ops" are imported for an op that is in no table.
 
@@ -80,7 +79,7 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def axes_of(node: Node, type_of: Callable[[Node], Any] = lambda node: node.meta["val"]) -> Axes | None:
-    """How dimensions correspond in a call; None if the table does not know the op.
+    """The correspondence of dimensions in a call; None if the table does not know the op.
 
     Args:
         node: the call.
@@ -91,7 +90,7 @@ def axes_of(node: Node, type_of: Callable[[Node], Any] = lambda node: node.meta[
 
 
 def is_linear(node: Node) -> bool:
-    """Whether a call of sums over ranks is the sum over ranks of what it would be of the shares."""
+    """True if a call on sums over ranks is the sum over ranks of its calls on the shares."""
     rule, call = rule_of(node.target), Call(node)
     rounded = call.get("rounding_mode") is not None  # a quotient that is rounded
     return rule is not None and not rounded and {name for name, _ in call.tensors} == {*rule.linear}
@@ -105,7 +104,7 @@ def _pointwise(target: Any) -> Rule | None:
 
 SELF = ("self",)
 POINTWISE = Rule(kinds.pointwise)
-"""Of an op without an entry that torch says is pointwise."""
+"""The rule of ops without an entry that torch tags as pointwise."""
 
 _ALONG = Rule(kinds.along(), ("dim",))
 _REDUCED = Rule(kinds.reduced, ("dim",))

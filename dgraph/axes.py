@@ -1,7 +1,7 @@
 """Correspondence of dimensions: which dimension of a result each dimension of an argument becomes, entry by entry.
 
-A dimension passes entry by entry if entry i of the result depends on entry i of the argument, and on no other along
-that dimension. All other dimensions are worked along: summed, sorted, shifted, looked up in, merged or split.
+A dimension passes entry by entry if entry i of the result depends on entry i of the argument alone.
+All other dimensions are worked along: summed, sorted, shifted, looked up in, merged or split.
 `dgraph.kinds` says it of each kind of ops, `dgraph.aten_rules` of which kind an op is.
 """
 
@@ -25,7 +25,7 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Passage:
-    """How the dimensions of one tensor argument pass to the results.
+    """The images of one tensor argument's dimensions in the results.
 
     Attributes:
         name: of the argument in the schema.
@@ -40,7 +40,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Axes:
-    """How dimensions of a call's results correspond to those of its arguments; all results are alike in that.
+    """The images of all dimensions of a call's arguments; all results are alike in that.
 
     Attributes:
         passages: of each tensor whose values the call reads, in order.
@@ -80,7 +80,7 @@ class Call:
         return default
 
     def has(self, name: str) -> bool:
-        """Whether the schema has an argument of that name."""
+        """True if the schema has an argument of that name."""
         schema = getattr(self.node.target, "_schema", None)
         return name in self.values or any(a.name == name for a in (schema.arguments if schema is not None else ()))
 
@@ -129,7 +129,7 @@ _SIZES = (int, float, bool, torch.SymInt)
 
 
 def sizes_of(value: Any) -> tuple[Any, ...]:
-    """Sizes of a type; of the first tensor in a tuple of them, () for what is none."""
+    """Sizes of a type; of the first tensor in a tuple of them, () without a tensor."""
     if isinstance(value, (tuple, list)):
         value = next((part for part in value if isinstance(part, Tensor)), None)
     return tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -141,7 +141,7 @@ def expression(size: Any) -> Any:
 
 
 def product(sizes: Iterable[Any]) -> Any:
-    """Of sizes, some of which may be symbolic."""
+    """The product of sizes, some of which may be symbolic."""
     total: Any = 1
     for size in sizes:
         total = total * expression(size)
@@ -149,5 +149,5 @@ def product(sizes: Iterable[Any]) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two sizes are one expression."""
+    """True if two sizes are one expression."""
     return bool(expression(left) == expression(right))

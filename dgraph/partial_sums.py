@@ -64,7 +64,7 @@ def _divided(graph: Graph, value: Any) -> str | None:
 
 
 def _is_linear(node: Node, read: list[Node]) -> bool:
-    """Whether a call of some partial sums is the partial sum of what it would be of the sums."""
+    """True if a call on partial sums is the partial sum of the call on their sums."""
     if is_view(node) or node.target is OPS["compact"].overload:
         return True
     if node.target is OPS["low_rank"].overload:  # what is added to a share is made of the same inputs: a share, too

@@ -3,7 +3,7 @@
 Rows, sequences, keys, pages and entries of a program are those of many requests, side by side along the leading
 dimension of a value. An op may act on each entry by itself, as `dgraph.aten_rules` says of ops of torch. An op of
 `dgraph.ops` may look at several rows where it declares how it tells sequences apart. Everything else mixes requests.
-What is mixed may be returned as a number for the whole step, but may reach no row, no state and no cache.
+A mixed value may be returned as a number for the whole step, but may reach no row, no state and no cache.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _message(node: Node, why: str, reach: str) -> str:
 
 
 def _said(symbols: Symbols, node: Node) -> str | None:
-    """What a call does to rows and must not, by op and types: equal layers ask once."""
+    """The fault of a call, or None; kept by op and types, so that equal layers ask once."""
     if node.target is operator.getitem and isinstance(args_of(node)[0].meta["val"], (tuple, list)):
         return None
     args = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -177,7 +177,7 @@ def _passes(symbols: Symbols, call: Call, axes: Axes, made: list[Tensor]) -> str
 
 
 def is_plain(text: str) -> bool:
-    """Whether a size is one symbol: N, but neither 2*N nor N+1."""
+    """True if a size is one symbol: N, but neither 2*N nor N+1."""
     return text.isidentifier()
 
 
@@ -193,7 +193,7 @@ def _sizes_in(value: Any) -> Iterator[Node]:
 
 
 def _entries(symbols: Symbols, value: Any) -> bool:
-    """Whether a type has a size that depends on the requests of a step."""
+    """True if a type has a size that depends on the requests of a step."""
     if isinstance(value, torch.SymInt):
         return leads(symbols.names_in(value))
     return any(leads(symbols.names_in(size)) for tensor in _tensors(value) for size in tensor.shape)

@@ -303,8 +303,8 @@ def is_row_set(name: str) -> bool:
 
 
 def leads(names: Iterable[str]) -> bool:
-    """Whether a size of these symbols counts what belongs to several requests: rows, sequences, keys, pages, entries of
-    packed caches. What a page, or a table of pages, has belongs to one.
+    """True if a size of these symbols counts rows, sequences, keys, pages or entries of packed caches, which belong to
+    several requests. The positions of a page, and the pages of a table, belong to one request.
     """
     return any(is_row_set(name) or without_window(name) in _SHARED for name in names)
 

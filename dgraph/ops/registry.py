@@ -57,10 +57,10 @@ class Op:
         mutates: the arguments that it writes.
         reads: of the arguments that may be caches, and that it does not write, those whose values it looks at: in a
             program that writes them, it must stand after the write. None: every one.
-        by_row: the arguments that it reads row by row: row i of each result depends on row i of these, and on no other
+        by_row: the arguments that it reads row by row. Row i of each result depends on row i of these, and on no other
             row of anything. Empty: it looks at several rows, of one sequence alone.
-        apart_by: of an op that looks at several rows and takes no offsets i32[b+1], the argument by which it tells
-            sequences apart (numbers of blocks, flags of the rows that were packed).
+        apart_by: the argument by which it tells sequences apart, if it looks at several rows and takes no offsets
+            i32[b+1]: numbers of blocks, or flags of the rows that were packed.
         count: the argument whose last entry says how many of the rows are live, on the device; padding rows of its
             other arguments are left alone, and may hold anything. Of an op that acts row by row, only that entry
             counts.

@@ -103,8 +103,10 @@ class _Packer:
         return [i for i, s in enumerate(self._type(node).shape) if names(s) & {"b", "t"}]
 
     def _inner(self, node: Node) -> dict[int, int]:
-        """The dimensions that a token has entries along, in order, and how many: dimension i + 1 of the packed value is
-        the i-th of them. A dimension of 4 * b has 4 of them, and runs over sequences as well."""
+        """The dimensions along which a token has entries, in order, and how many it has there.
+
+        Dimension i + 1 of the packed value is the i-th of them. A dimension of 4 * b has 4 entries for each sequence.
+        """
         b, t = (self.graph.symbols.size(name).node.expr for name in ("b", "t"))
         found: dict[int, int] = {}
         for i, size in enumerate(self._type(node).shape):
@@ -304,8 +306,10 @@ class _Packer:
         return self._call(node, aten.reshape.default, (self._of(source), keep))
 
     def _matmul(self, node: Node) -> Node:
-        """Rows times a constant matrix; or [b, m, k] (equal for all sequences) @ [b, k, t], the rotary table of some
-        versions of transformers."""
+        """Rows times a constant matrix, or [b, m, k] (equal for all sequences) @ [b, k, t].
+
+        The second is the rotary table of some versions of transformers.
+        """
         left, right = args_of(node)[:2]
         if self._is_rows(left) and not self._row_dims(right) and self.old[right].dim() <= 2:
             self._dim(left, -1, node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -282,14 +281,6 @@ def beside(hand: Hand, x: Node, context: Node, y: Node) -> Node:
     return added(hand, h, hand.call(aten.mul.Tensor, project(hand, h), y))
 
 
-def gathers(hand: Hand, x: Node, context: Node, y: Node) -> Node:
-    h = added(hand, x, context)
-    flag = hand.call(aten.lt.Scalar, hand.graph.input("positions"), 3)
-    kept = hand.call(OPS["list_kept"], flag, hand.graph.input("cu_rows"))
-    index = hand.call(operator.getitem, kept, 0)
-    return added(hand, h, hand.call(operator.getitem, hand.call(OPS["compact"].overload, [h], index), 0))
-
-
 def no_sum(hand: Hand, x: Node, context: Node, y: Node) -> Node:
     return project(hand, added(hand, x, context))
 
@@ -314,7 +305,6 @@ def test_a_plain_layer_is_gated(tail: Tail) -> None:
     [
         (twice, "the layer ends in a sum of 4 values, of which 2 are computed from the attention and 0 beside it"),
         (beside, "the feed-forward network also reads y, beside the residual stream"),
-        (gathers, "dgraph.compact is not known to act row by row"),
         (no_sum, "0 sums leave the layer; expected one, of residual stream and feed-forward network"),
         (before_the_attention, "what the layer adds last does not read its attention"),
     ],
