@@ -127,14 +127,18 @@ export class Film {
     return Math.min(SHADES - 1, Math.max(0, Math.floor(share * SHADES)));
   }
 
-  /** Counts after a step: tokens of the response, positions decoded, tokens it committed, masks it left out. */
+  /**
+   * Counts after a step: tokens of the response, those of them that were not given, positions decoded (after its end,
+   * too), positions that the step committed, masks that it left out.
+   */
   counts(index) {
-    const found = { tokens: 0, decoded: 0, fresh: 0, evicted: 0 };
+    const found = { tokens: 0, made: 0, decoded: 0, fresh: 0, evicted: 0 };
     for (let position = 0; position < this.positions; position++) {
       const state = this.state(position, index);
       found.evicted += state === "evicted";
       if (state !== "token" && state !== "beyond") continue;
       found.tokens += state === "token";
+      found.made += state === "token" && this.cell(position, index).step > 0;
       found.decoded += 1;
       found.fresh += index > 0 && this.cell(position, index).index === index;
     }

@@ -62,7 +62,7 @@ class Panel {
   #count(at) {
     const { film } = this;
     const { run } = film;
-    const { tokens, decoded, fresh, evicted } = film.counts(at);
+    const { tokens, made, fresh, evicted } = film.counts(at);
     const step = film.frames[at].step;
     const seconds = run.seconds ?? run.elapsed;
     const known = run.usage?.completion_tokens || run.tokens.length;
@@ -70,7 +70,7 @@ class Panel {
     const found = [
       ["tokens", String(tokens)],
       ["this step", `+${fresh}`],
-      ["tokens/step", step ? (decoded / step).toFixed(2) : "\u2013"],
+      ["tokens/step", step ? (made / step).toFixed(2) : "\u2013"],
     ];
     if (film.evicts) found.push(["left out", String(evicted)]);
     if (rows > 0) found.push(["rows/token", rows.toFixed(1)]);
